@@ -1,0 +1,185 @@
+"""What a head is (`DartConfig`) and how its guesses become a tree (`TreeConfig`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+MAX_DRAFT_LENGTH = 31
+"""Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
+
+
+class DartConfig(PreTrainedConfig):
+    """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
+
+    Args:
+        draft_length: d, how many tokens one pass guesses.
+        feature_layers: which of the target's `hidden_states` are fused; 0 is the embedding output, L the
+            output of the last of L layers. The paper's layers are `default_feature_layers(L)`.
+        hidden_size: H, the width of the target's LM head, which the drafter shares.
+        embedding_size: E, the width of the target's token embeddings, which the drafter shares.
+        feature_size: width of one target hidden state.
+        num_layers: decoder layers of the head.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
+            in the target's own layers.
+        vocab_size: rows of the target's embedding table, padding rows included.
+        target_name, target_model_type, target_num_layers: the target that the head was made for.
+        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+
+    Raises:
+        ValueError: a field is out of range; the message names the field and what it takes.
+    """
+
+    model_type = "dart"
+
+    draft_length: int = 8
+    feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
+    hidden_size: int = 256
+    embedding_size: int = 256
+    feature_size: int = 256
+    num_layers: int = 1
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    intermediate_size: int = 768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    initializer_range: float = 0.02
+    vocab_size: int = 6144
+    target_name: str | None = None
+    target_model_type: str | None = None
+    target_num_layers: int = 8
+    tokenizer_hash: str | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        self.feature_layers = sorted(set(self.feature_layers))
+        if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+        if self.num_layers < 1:
+            raise ValueError(f"num_layers is {self.num_layers}; a head needs at least 1 layer.")
+        if not self.feature_layers:
+            raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
+        if self.feature_layers[0] < 0 or self.feature_layers[-1] > self.target_num_layers:
+            raise ValueError(
+                f"feature_layers {self.feature_layers} do not lie in 0..{self.target_num_layers}, the "
+                "hidden_states of the target; count from 0 (the embeddings) and use no negative index."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
+                f"num_key_value_heads ({self.num_key_value_heads})."
+            )
+
+    @property
+    def features_width(self) -> int:
+        """F, the width of the concatenated features of one position."""
+        return len(self.feature_layers) * self.feature_size
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> DartConfig:
+        """The paper's one-layer head for `target` (a causal LM); any field can be overridden.
+
+        Raises:
+            ValueError: the target has no token embeddings or no LM head to share.
+        """
+        text = target.config.get_text_config(decoder=True)
+        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        if embeddings is None or lm_head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
+                "language model (AutoModelForCausalLM)."
+            )
+        hidden = int(text.hidden_size)
+        heads = int(text.num_attention_heads)
+        layers = int(text.num_hidden_layers)
+        # A folder's path says nothing on another machine; its name may.
+        name = target.config.name_or_path
+        intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
+        fields: dict[str, Any] = {
+            "feature_layers": default_feature_layers(layers),
+            "hidden_size": int(getattr(lm_head, "in_features", hidden)),
+            "embedding_size": int(embeddings.embedding_dim),
+            "feature_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
+            "head_dim": _first(text, ("head_dim",), hidden // heads),
+            "intermediate_size": intermediate,
+            "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
+            "rope_theta": _rope_theta(text),
+            "vocab_size": int(embeddings.num_embeddings),
+            "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
+            "target_model_type": target.config.model_type,
+            "target_num_layers": layers,
+        }
+        return cls(**{**fields, **overrides})
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """The paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
+    wanted = (2, num_layers // 2, num_layers - 3)
+    return sorted({min(max(index, 1), num_layers) for index in wanted})
+
+
+def _first(config: Any, names: Sequence[str], default: Any) -> Any:
+    """The first of several names under which families keep one field; a per-layer list gives its maximum."""
+    for name in names:
+        value = getattr(config, name, None)
+        if isinstance(value, (list, tuple)):
+            value = max(value, default=None)
+        if value is not None:
+            return value
+    return default
+
+
+def _rope_theta(text: Any) -> float:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    if "full_attention" in parameters:
+        parameters = parameters["full_attention"]
+    return float(parameters.get("rope_theta", 10000.0))
+
+
+@dataclass(frozen=True)
+class TreeConfig:
+    """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
+
+    Args:
+        nodes: N, nodes per row, the root included. None lets the batch and the device decide
+            (`resolve_nodes`). 1 drafts nothing.
+        depth: deepest node; None is the drafter's draft length.
+        top_k: K, candidates per depth.
+        beam: W, paths that are expanded at each depth. 1 with `top_k=1` is a chain.
+        shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
+            with. The output is the same either way; more drafts are accepted with it.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    nodes: int | None = None
+    depth: int | None = None
+    top_k: int = 16
+    beam: int = 12
+    shared_noise: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("nodes", "depth", "top_k", "beam"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
+
+    @classmethod
+    def chain(cls, depth: int) -> TreeConfig:
+        """One path of `depth` tokens: the width-1 tree."""
+        return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1)
+
+    def resolve_nodes(self, batch_size: int, device_type: str) -> int:
+        """N for a batch of `batch_size` rows; memory-bound accelerators verify more nodes for free."""
+        if self.nodes is not None:
+            return self.nodes
+        budget = 32 if device_type == "cpu" else 256
+        return max(2, min(16 if device_type == "cpu" else 64, budget // batch_size))

@@ -1,0 +1,89 @@
+"""Does this head fit this target? Every mismatch is one sentence that says the mend."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any
+
+from tokenizers import Tokenizer
+from transformers.utils import cached_file
+
+if TYPE_CHECKING:
+    from hf_dart.configuration import DartConfig
+
+
+def vocabulary_hash(tokenizer: Any) -> str:
+    """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
+
+    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
+    of the embedding table are not counted.
+    """
+    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
+    """Compare a head's config with a target and, where one is known, its tokenizer.
+
+    Raises:
+        ValueError: the widths, layers or vocabulary differ; the message names both sides.
+    """
+    made_for = config.target_name or f"a {config.target_model_type} target"
+    embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    if embeddings is None or lm_head is None:
+        raise ValueError(
+            f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "
+            f"model that this head was made for ({made_for})."
+        )
+    text = target.config.get_text_config(decoder=True)
+    pairs = [
+        ("hidden size", config.feature_size, int(text.hidden_size)),
+        ("embedding width", config.embedding_size, int(embeddings.embedding_dim)),
+        ("LM head width", config.hidden_size, int(getattr(lm_head, "in_features", config.hidden_size))),
+        ("number of layers", config.target_num_layers, int(text.num_hidden_layers)),
+    ]
+    for what, wanted, found in pairs:
+        if wanted != found:
+            raise ValueError(
+                f"This head was made for {made_for} with {what} {wanted}, but {_name(target)} has {found}; load "
+                "the head that was trained for this target, or train one with DartHead.from_target(model)."
+            )
+    _check_vocabulary(config, target, tokenizer, made_for, int(embeddings.num_embeddings))
+
+
+def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
+    found = vocabulary_hash(tokenizer) if tokenizer is not None else _hash_beside(target)
+    if config.tokenizer_hash is not None and found is not None:
+        if config.tokenizer_hash != found:
+            raise ValueError(
+                f"This head was trained with the tokenizer of {made_for}, and that of {_name(target)} gives other "
+                "ids to the same tokens; use the target that the head was trained for."
+            )
+        # The ids agree: tables that differ only in padding rows are the same vocabulary.
+        return
+    if config.vocab_size != rows:
+        raise ValueError(
+            f"This head was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
+            "if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared."
+        )
+
+
+def _hash_beside(target: Any) -> str | None:
+    """The hash of the tokenizer stored beside the target's weights, if it is on this machine."""
+    name = target.config.name_or_path
+    if not name:
+        return None
+    path = cached_file(
+        name,
+        "tokenizer.json",
+        local_files_only=True,
+        _raise_exceptions_for_missing_entries=False,
+        _raise_exceptions_for_connection_errors=False,
+        _raise_exceptions_for_gated_repo=False,
+    )
+    return None if path is None else vocabulary_hash(Tokenizer.from_file(path))
+
+
+def _name(target: Any) -> str:
+    return target.config.name_or_path or type(target).__name__

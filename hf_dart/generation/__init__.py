@@ -1,0 +1,1 @@
+"""The decoding loop: propose, grow, verify, walk, commit."""

@@ -1,0 +1,81 @@
+"""What one call did: rounds, tokens, τ, acceptance, and where the time went."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
+
+
+@dataclass
+class DraftStats:
+    """Counted over all rows of one `generate` call.
+
+    Attributes:
+        rounds: target forwards that verified a tree (the prefill is not one).
+        row_rounds: the same, counted once for every row that was still running.
+        tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
+        drafted: tree nodes that were verified, roots excluded.
+        accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
+        seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
+            falls to the first phase that reads a result.
+    """
+
+    rounds: int = 0
+    row_rounds: int = 0
+    tokens: int = 0
+    drafted: int = 0
+    accepted_per_depth: list[int] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+
+    @property
+    def tau(self) -> float:
+        """Tokens committed per target forward and row, bonus included."""
+        return self.tokens / self.row_rounds if self.row_rounds else 0.0
+
+    @property
+    def accepted(self) -> int:
+        """Drafted tokens that the target confirmed."""
+        return sum(self.accepted_per_depth)
+
+    @property
+    def acceptance_rate(self) -> float:
+        """Accepted over drafted tokens; a wide tree lowers it while it raises τ."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time spent inside to `seconds[name]`."""
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += perf_counter() - start
+
+    def count_row(self, accepted: int, tokens: int, drafted: int) -> None:
+        """One row of one round: how deep it got, how many tokens it committed, how many nodes it had."""
+        self.row_rounds += 1
+        self.tokens += tokens
+        self.drafted += drafted
+        while len(self.accepted_per_depth) < accepted:
+            self.accepted_per_depth.append(0)
+        for depth in range(accepted):
+            self.accepted_per_depth[depth] += 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Everything above, ready for JSON."""
+        return {
+            "rounds": self.rounds,
+            "row_rounds": self.row_rounds,
+            "tokens": self.tokens,
+            "tau": self.tau,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "acceptance_rate": self.acceptance_rate,
+            "accepted_per_depth": list(self.accepted_per_depth),
+            "seconds": dict(self.seconds),
+        }

@@ -1,0 +1,380 @@
+"""`DartHead`: target features and next-token embeddings in, d token distributions out, in one pass.
+
+The architecture is that of DART (arXiv 2601.19278, section 3.1): position i carries the fused features of
+the target at i and the embedding of token i + 1; d - 1 mask slots follow the last real position; logits are
+shifted, so that the last real position predicts the first draft token and mask slot j the token j + 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dart.configuration import DartConfig, TreeConfig
+from hf_dart.fit import check_fit, vocabulary_hash
+from hf_dart.proposal import Drafter, Proposal
+from hf_dart.slots import SlotSpec, SlotStore
+
+
+class DartAttention(nn.Module):
+    """Grouped-query attention with rotary positions over an input of any width."""
+
+    def __init__(self, config: DartConfig, input_size: int) -> None:
+        super().__init__()
+        self.head_dim = config.head_dim
+        query_size = config.num_attention_heads * config.head_dim
+        key_size = config.num_key_value_heads * config.head_dim
+        self.q_proj = nn.Linear(input_size, query_size, bias=False)
+        self.k_proj = nn.Linear(input_size, key_size, bias=False)
+        self.v_proj = nn.Linear(input_size, key_size, bias=False)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.grouped = config.num_attention_heads != config.num_key_value_heads
+
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, input_size]
+        rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
+        mask: Tensor,  # [B or 1, 1, Q, S] bool
+        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:  # [B, Q, H]
+        split = (*x.shape[:2], -1, self.head_dim)
+        query, key, value = (
+            project(x).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = _rotate(query, rotation), _rotate(key, rotation)
+        if remember is not None:
+            key, value = remember(key, value)
+        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+
+class DartMLP(nn.Module):
+    def __init__(self, config: DartConfig) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:  # [B, Q, H] -> [B, Q, H]
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DartLayer(nn.Module):
+    """A decoder layer; the first one attends over (embedding, features) pairs of width E + H."""
+
+    def __init__(self, config: DartConfig, index: int) -> None:
+        super().__init__()
+        first = index == 0
+        width = config.embedding_size + config.hidden_size if first else config.hidden_size
+        # The first layer's input arrives normalised: its two halves are normed apart (section 3.1).
+        self.input_norm = None if first else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DartAttention(config, width)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DartMLP(config)
+
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, E + H] for the first layer, else [B, Q, H]
+        residual: Tensor,  # [B, Q, H]
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,
+        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+    ) -> Tensor:  # [B, Q, H]
+        if self.input_norm is not None:
+            x = self.input_norm(x)
+        hidden = residual + self.self_attn(x, rotation, mask, remember)
+        return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+@dataclass
+class DartState:
+    """The draft cache of one call: keys and values of verified positions, position p in slot p.
+
+    Mask slots are written behind them and overwritten by the next round.
+    """
+
+    store: SlotStore
+    lengths: Tensor  # [B] verified positions taken in, on the head's device
+    longest: int  # the largest of them, on the host
+
+
+class _Shared:
+    """The target's modules that the head reads through; copies of the head share them."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
+        self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _Shared:
+        return self
+
+
+class DartHead(Drafter[DartState], PreTrainedModel):
+    """A draft head for one target, which lends its token embeddings and its LM head.
+
+    `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
+    loads a trained one; both check the fit and let `model.generate(..., assistant=head)` work.
+    """
+
+    config_class = DartConfig
+    config: DartConfig
+    base_model_prefix = "dart"
+    main_input_name = "features"
+    _no_split_modules = ("DartLayer",)
+    _shared: _Shared | None
+
+    def __init__(self, config: DartConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
+        self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
+        self.mask_slot = nn.Embedding(1, config.embedding_size + config.hidden_size)
+        self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.tree_config = TreeConfig()
+        self.last_stats = None
+        self._shared = None
+        self.post_init()
+
+    # ---- making, loading, fitting -------------------------------------------------------------------
+
+    @classmethod
+    def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> DartHead:
+        """A new, untrained head fitted to `target`.
+
+        Args:
+            target: the causal LM to draft for.
+            tokenizer: its tokenizer, whose hash is then kept in the config and checked at load.
+            seed: of the initial weights; the global generators are not moved.
+            config: fields of [`DartConfig`] that shall differ from the paper's head.
+        """
+        if tokenizer is not None:
+            config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer))
+        fields = DartConfig.for_target(target, **config)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            head = cls(fields)
+        return head._fit(target, tokenizer)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str, *, target: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> DartHead:
+        """Load a head; with `target=` also check that it fits, move it there and attach it.
+
+        Args:
+            path: a folder or a Hub repository written by `save_pretrained` / `push_to_hub`.
+            target: the model to draft for; without it `bind` has to be called before drafting.
+            tokenizer: the target's tokenizer, to be compared with the one the head was trained with. Left
+                out, it is looked up beside the target's weights, if they lie on this machine.
+            kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
+
+        Raises:
+            ValueError: the head does not fit the target; the message says what differs.
+        """
+        try:
+            with torch.random.fork_rng(devices=[]):
+                head, info = super().from_pretrained(
+                    path, **{**kwargs, "output_loading_info": True, "use_safetensors": True}
+                )
+        except SafetensorError as error:
+            raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        if wrong:
+            raise ValueError(
+                f"The weights in {path} are not those of the head that its config.json describes (first "
+                f"difference: {wrong[0]}); both files have to come from one save_pretrained."
+            )
+        return head.eval() if target is None else head._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+
+    def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> DartHead:
+        from hf_dart.generation.attach import attach
+
+        self.bind(target, tokenizer)
+        lm_head_weight = target.get_output_embeddings().weight
+        floating = lm_head_weight.dtype if lm_head_weight.dtype.is_floating_point else target.dtype
+        self.to(device=lm_head_weight.device, dtype=dtype or floating)
+        attach(target)
+        return self.eval()
+
+    def bind(self, target: Any, tokenizer: Any = None) -> DartHead:
+        """Read through `target`'s embeddings and LM head from now on.
+
+        Raises:
+            ValueError: the head does not fit the target.
+        """
+        check_fit(self.config, target, tokenizer)
+        self._shared = _Shared(target)
+        return self
+
+    def check_target(self, target: nn.Module) -> None:
+        shared = self._shared_modules
+        lent = (target.get_input_embeddings(), target.get_output_embeddings())  # type: ignore[operator]
+        if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
+            # A deep copy or a PEFT wrapper of the same target fits; another model does not.
+            check_fit(self.config, target, None)
+
+    @property
+    def _shared_modules(self) -> _Shared:
+        if self._shared is None:
+            raise ValueError(
+                "This head has no target: load it with DartHead.from_pretrained(path, target=model), or call "
+                "head.bind(model)."
+            )
+        return self._shared
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    # ---- the pass -----------------------------------------------------------------------------------
+
+    @property
+    def draft_length(self) -> int:
+        return self.config.draft_length
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return list(self.config.feature_layers)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype."""
+        return self._shared_modules.embeddings(tokens).to(device=self.fc.weight.device, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] to logits [..., V] of the target's own LM head."""
+        return self._shared_modules.lm_head(hidden)
+
+    def inputs(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
+        """What real positions put into the first layer.
+
+        Args:
+            features: [B, T, F] of positions i.
+            embeddings: [B, T, E] of the tokens at i + 1.
+
+        Returns:
+            The attention input [B, T, E + H] (both halves normed) and the residual [B, T, H] (not normed).
+        """
+        fused = self.fc(features)
+        pair = torch.cat([self.embedding_norm(embeddings), self.feature_norm(fused)], dim=-1)
+        return pair, fused
+
+    def slot_inputs(self, shape: tuple[int, int]) -> tuple[Tensor, Tensor]:
+        """As `inputs`, of mask slots: one learned vector, the first H of which are the residual."""
+        slot = self.mask_slot.weight.expand(*shape, -1)
+        return slot, slot[..., : self.config.hidden_size]
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, F]
+        next_embeddings: Tensor,  # [B, T, E]
+        positions: Tensor,  # [B, T + M]
+        attention_mask: Tensor,  # [B, 1, T + M, T + M] bool
+    ) -> Tensor:
+        """The training pass: T real positions, then M mask slots of many blocks (`training.blocks`).
+
+        Returns:
+            Hidden states [B, T + M, H] behind the final norm.
+        """
+        batch, real = features.shape[:2]
+        pair, fused = self.inputs(features, next_embeddings)
+        slot, slot_residual = self.slot_inputs((batch, positions.shape[1] - real))
+        x, residual = torch.cat([pair, slot], dim=1), torch.cat([fused, slot_residual], dim=1)
+        rotation = self._rotation(positions)
+        for layer in self.layers:
+            x = residual = layer(x, residual, rotation, attention_mask, None)
+        return self.norm(x)
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> DartState:
+        config, device = self.config, self.fc.weight.device
+        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, device)
+        store = SlotStore([spec] * (2 * config.num_layers), batch_size, capacity + config.draft_length)
+        return DartState(store, torch.zeros(batch_size, dtype=torch.long, device=device), 0)
+
+    def extend(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._run(state, *self._real_inputs(features, next_tokens))
+        self._advance(state, counts, features.shape[1])
+
+    def propose(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+        batch, real = next_tokens.shape
+        draft = self.config.draft_length
+        device = self.fc.weight.device
+        counts = counts.to(device)
+        pair, fused = self._real_inputs(features, next_tokens)
+        slot, slot_residual = self.slot_inputs((batch, draft - 1))
+        x, residual = torch.cat([pair, slot], dim=1), torch.cat([fused, slot_residual], dim=1)
+        if batch > 1:
+            # A row's mask slots begin right behind its own last real entry; what lies behind them is
+            # never looked at, since a slot sees no later slot.
+            entry = torch.arange(real + draft - 1, device=device)
+            padding = ((entry >= counts[:, None]) & (entry < real))[..., None]
+            x = torch.where(padding, self.mask_slot.weight, x)
+            residual = torch.where(padding, self.mask_slot.weight[:, : residual.shape[-1]], residual)
+        hidden = self._run(state, x, residual)
+        if batch > 1:
+            block = (counts - 1).clamp(min=0)[:, None] + torch.arange(draft, device=device)
+            hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
+        else:
+            hidden = hidden[:, real - 1 :]
+        self._advance(state, counts, real)
+        return Proposal(self.logits(hidden), hidden)
+
+    def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
+        features = features.to(device=self.fc.weight.device, dtype=self.dtype)
+        return self.inputs(features, self.embed(next_tokens))
+
+    def _run(self, state: DartState, x: Tensor, residual: Tensor) -> Tensor:
+        """Q entries per row behind the cached ones, each seeing the slots up to its own; [B, Q, H]."""
+        batch, queries = x.shape[:2]
+        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
+        end = state.longest + queries
+        state.store.reserve(end)
+        slots: Tensor | int = state.longest if batch == 1 else positions
+        mask = (torch.arange(end, device=x.device) <= positions[..., None])[:, None]
+        rotation = self._rotation(positions)
+        for index, layer in enumerate(self.layers):
+
+            def remember(key: Tensor, value: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
+                keys = state.store.write(2 * index, key, slots)
+                values = state.store.write(2 * index + 1, value, slots)
+                return keys[:, :, :end], values[:, :, :end]
+
+            x = residual = layer(x, residual, rotation, mask, remember)
+        return self.norm(x)
+
+    def _advance(self, state: DartState, counts: Tensor, entries: int) -> None:
+        state.lengths = state.lengths + counts.to(state.lengths.device)
+        # One row: its entries are all real, and the device need not be asked.
+        state.longest = state.longest + entries if len(counts) == 1 else int(state.lengths.max())
+
+    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q], in the head's dtype."""
+        frequencies = _frequencies(self.config.head_dim, self.config.rope_theta, positions.device)
+        angles = positions[:, None, :, None] * frequencies
+        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
+
+
+@lru_cache(maxsize=16)
+def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+    """Rotary frequencies [head_dim], each twice (Su et al., arXiv 2104.09864, in the half-split layout)."""
+    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
+    return theta ** -torch.cat([exponents, exponents])
+
+
+def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = rotation
+    left, right = x.chunk(2, dim=-1)
+    return x * cos + torch.cat([-right, left], dim=-1) * sin

@@ -1,0 +1,83 @@
+"""What every drafter gives and takes: the seat that `assistant=` offers."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from torch import Tensor, nn
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.generation.stats import DraftStats
+
+State = TypeVar("State")
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One draft: distributions over the next d tokens of each row.
+
+    Attributes:
+        logits: [B, d, V], entry i for the token i + 1 places behind the last committed one.
+        hidden: [B, d, H], what the logits were read from.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+
+
+class Drafter(ABC, Generic[State]):
+    """A model that guesses the target's next d tokens from what the target has verified.
+
+    The decoding loop calls `begin` once, `extend` for every chunk of verified positions, `propose` once a
+    round. All that belongs to one call lives in the state that `begin` returns, so that one drafter serves
+    several calls at a time.
+    """
+
+    tree_config: TreeConfig
+    last_stats: DraftStats | None
+
+    @property
+    @abstractmethod
+    def draft_length(self) -> int:
+        """d, the number of tokens that `propose` guesses."""
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> list[int]:
+        """Indices of the target's `hidden_states` that the drafter reads; may be empty."""
+
+    @abstractmethod
+    def check_target(self, target: nn.Module) -> None:
+        """Raise a `ValueError` that says the mend if this drafter cannot draft for `target`."""
+
+    @abstractmethod
+    def begin(self, batch_size: int, capacity: int) -> State:
+        """A state for one call: `batch_size` rows of about `capacity` positions."""
+
+    @abstractmethod
+    def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        """Take in verified positions without drafting.
+
+        Args:
+            features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
+            next_tokens: [B, A] the token behind each position.
+            counts: [B] how many of the A entries of a row are real; the rest is padding.
+        """
+
+    @abstractmethod
+    def propose(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+        """Take in verified positions (as `extend`) and draft behind the last one.
+
+        What is returned for a row with no new position (`counts` 0) is not used.
+        """
+
+    def generate(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+        """`model.generate(..., custom_generate=drafter.generate)`: drafting without `attach`.
+
+        transformers passes neither `streamer` nor `tokenizer` on to a callable; `attach` does.
+        """
+        from hf_dart.generation.decode import speculative_generate
+
+        return speculative_generate(model, input_ids, assistant=self, **kwargs)

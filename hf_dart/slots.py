@@ -1,0 +1,83 @@
+"""Key and value buffers in which position p of a row lies in slot p, whatever the other rows hold."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class SlotSpec:
+    """Shape of one buffer: [B, heads, capacity, head_dim] on `device`."""
+
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+
+class SlotStore:
+    """Buffers [B, heads, capacity, head_dim] that are written and compacted by slot.
+
+    Buffers of one shape share one storage, so that a commit moves the entries of all layers at once.
+    The capacity doubles when it is outgrown.
+    """
+
+    def __init__(self, specs: Sequence[SlotSpec], batch_size: int, capacity: int) -> None:
+        self.batch_size = batch_size
+        self.capacity = capacity
+        counts: dict[SlotSpec, int] = {}
+        self._place: list[tuple[SlotSpec, int]] = []
+        for spec in specs:
+            self._place.append((spec, counts.get(spec, 0)))
+            counts[spec] = counts.get(spec, 0) + 1
+        self._storage = {spec: self._allocate(spec, count) for spec, count in counts.items()}
+
+    def _allocate(self, spec: SlotSpec, count: int) -> Tensor:
+        shape = (count, self.batch_size, spec.heads, self.capacity, spec.head_dim)
+        return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
+
+    def reserve(self, capacity: int) -> None:
+        """Make room for slots 0..capacity-1, keeping what is there."""
+        if capacity <= self.capacity:
+            return
+        old = self.capacity
+        self.capacity = max(capacity, 2 * old)
+        for spec, storage in self._storage.items():
+            grown = self._allocate(spec, storage.shape[0])
+            grown[..., :old, :] = storage
+            self._storage[spec] = grown
+
+    def buffer(self, index: int) -> Tensor:
+        """Buffer `index`, [B, heads, capacity, head_dim], a view."""
+        spec, place = self._place[index]
+        return self._storage[spec][place]
+
+    def write(self, index: int, values: Tensor, slots: Tensor | int) -> Tensor:
+        """Write `values` [B, heads, Q, head_dim] at `slots` and return the whole buffer.
+
+        Args:
+            slots: [B, Q] one slot per entry, or the first of Q consecutive slots that all rows share.
+        """
+        buffer = self.buffer(index)
+        if isinstance(slots, int):
+            buffer[:, :, slots : slots + values.shape[2]] = values
+        else:
+            where = slots.to(buffer.device)[:, None, :, None].expand_as(values)
+            buffer.scatter_(2, where, values)
+        return buffer
+
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy the entries in slots `source` [B, A] to slots `target` [B, A], in every buffer."""
+        for storage in self._storage.values():
+            if self.batch_size == 1:
+                entries = storage.index_select(3, source[0].to(storage.device))
+                storage.index_copy_(3, target[0].to(storage.device), entries)
+                continue
+            shape = (*storage.shape[:3], source.shape[1], storage.shape[4])
+            from_slots = source.to(storage.device)[None, :, None, :, None].expand(shape)
+            to_slots = target.to(storage.device)[None, :, None, :, None].expand(shape)
+            storage.scatter_(3, to_slots, storage.gather(3, from_slots))
