@@ -1,0 +1,125 @@
+"""Prefix-shared masked blocks: many drafts of one sequence, trained in one pass (DART, section 3.2).
+
+A row holds T tokens, i.e. T - 1 real positions (position i: features of token i, embedding of token i + 1),
+and behind them K blocks of d - 1 mask slots. The block of anchor n drafts what the head would draft at
+inference behind real position n: draft token t (1..d) is token n + 1 + t, and its target distribution is the
+target's at position n + t.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Blocks:
+    """What `DartHead.forward` takes beside features and embeddings.
+
+    Attributes:
+        anchors: [B, K] real position of each block; -1 is no block.
+        positions: [B, T - 1 + K (d - 1)] positions, counted from the start of each document.
+        mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1); True where a query (dim 2) sees a key (dim 3).
+    """
+
+    anchors: Tensor
+    positions: Tensor
+    mask: Tensor
+
+
+def document_positions(documents: Tensor) -> Tensor:
+    """Positions [B, T] counted from the start of each document of `documents` [B, T]."""
+    index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
+    begins = torch.ones_like(documents, dtype=torch.bool)
+    begins[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+def draw_anchors(
+    documents: Tensor, count: int, draft_length: int, generator: torch.Generator | None = None
+) -> Tensor:
+    """`count` different anchors per row, uniform over those whose whole draft lies in one document.
+
+    Args:
+        documents: [B, T] document of each token, -1 for padding; a document is contiguous.
+        count: K.
+        draft_length: d.
+        generator: of the random numbers; None is the default generator.
+
+    Returns:
+        [B, K] int64 in ascending order; -1 at the end of rows that have fewer than K possible anchors.
+    """
+    batch, length = documents.shape
+    anchors = documents.new_full((batch, count), -1, dtype=torch.long)
+    candidates = length - draft_length
+    if candidates < 1:
+        return anchors
+    # Token n + d has to exist: the last target distribution is read there. Its successor need not.
+    here, there = documents[:, :candidates], documents[:, draft_length:]
+    possible = (here == there) & (here >= 0)
+    keys = torch.rand(batch, candidates, generator=generator).to(documents.device)
+    order = torch.where(possible, keys, 2.0).argsort(dim=1)[:, :count]
+    chosen = torch.where(possible.gather(1, order), order, length).sort(dim=1).values
+    anchors[:, : chosen.shape[1]] = torch.where(chosen < length, chosen, -1)
+    return anchors
+
+
+def build_blocks(documents: Tensor, anchors: Tensor, draft_length: int) -> Blocks:
+    """Positions and mask of the prefix-shared pass.
+
+    Real positions attend causally inside their document. The slots of anchor n see the real positions of its
+    document up to n, and the slots of their own block up to themselves; nothing sees another block.
+
+    Args:
+        documents: [B, T] as in `draw_anchors`.
+        anchors: [B, K] as `draw_anchors` gives them.
+        draft_length: d.
+    """
+    batch, count = anchors.shape
+    slots, real = draft_length - 1, documents.shape[1] - 1
+    size = real + count * slots
+    device = documents.device
+    documents = documents[:, :real]
+    at = anchors.clamp(min=0)
+
+    places = document_positions(documents)
+    offsets = torch.arange(slots, device=device)
+    slot_places = places.gather(1, at)[..., None] + 1 + offsets  # [B, K, d - 1]
+    positions = torch.cat([places, slot_places.reshape(batch, -1)], dim=1)
+
+    mask = torch.zeros(batch, size, size, dtype=torch.bool, device=device)
+    index = torch.arange(real, device=device)
+    same_document = documents[:, :, None] == documents[:, None, :]
+    mask[:, :real, :real] = same_document & (index <= index[:, None])
+    prefix = (index <= anchors[..., None]) & (documents[:, None, :] == documents.gather(1, at)[..., None])
+    mask[:, real:, :real] = prefix.repeat_interleave(slots, dim=1)
+    block = torch.arange(count, device=device).repeat_interleave(slots)
+    offset = offsets.repeat(count)
+    mask[:, real:, real:] = (block == block[:, None]) & (offset <= offset[:, None])
+    return Blocks(anchors, positions, mask[:, None])
+
+
+def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:
+    """The d hidden states of each block, as `DartHead.propose` gives them.
+
+    Args:
+        hidden: [B, T - 1 + K (d - 1), H] of the prefix-shared pass.
+        anchors: [B, K]; the entries of absent blocks (-1) mean nothing.
+        draft_length: d.
+
+    Returns:
+        [B, K, d, H]: the anchor's own real position (shifted logits), then its d - 1 mask slots.
+    """
+    batch, count = anchors.shape
+    real = hidden.shape[1] - count * (draft_length - 1)
+    where = anchors.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
+    first = hidden[:, :real].gather(1, where)
+    slots = hidden[:, real:].view(batch, count, draft_length - 1, -1)
+    return torch.cat([first[:, :, None], slots], dim=2)
+
+
+def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
+    """[..., d] positions n + 1 .. n + d at which the target's logits are the goals of anchor n."""
+    return anchors[..., None] + torch.arange(1, draft_length + 1, device=anchors.device)

@@ -1,0 +1,131 @@
+"""Token streams to training rows: fixed length, whole documents where they fit, no view from one to another."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from hf_dart.training.blocks import draw_anchors
+
+
+def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
+    """Token ids [n] of `texts`, the end-of-text token behind each; uint16 where the vocabulary allows it."""
+    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    parts = [
+        np.array([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], dtype=dtype)
+        for text in texts
+    ]
+    return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Rows of `length` tokens cut from a stream of documents.
+
+    A document longer than a row is cut into rows; what is left of it, and every shorter document, goes whole
+    into the next row with room. Rows are filled with padding, never with half a document.
+
+    Args:
+        stream: token ids [n], or a file of raw uint16 ids, which is memory-mapped; documents end with `eos`.
+        length: T, tokens of a row.
+        eos: the end-of-text token; it belongs to the document that it ends.
+        minimum: shorter pieces are left out. A piece of m tokens has m - d anchors.
+    """
+
+    def __init__(self, stream: np.ndarray | str | Path, length: int, eos: int, minimum: int = 16) -> None:
+        if isinstance(stream, (str, Path)):
+            stream = np.memmap(stream, dtype=np.uint16, mode="r")
+        self.stream = stream
+        self.length = length
+        ends = np.flatnonzero(stream == eos) + 1
+        if not len(ends) or ends[-1] != len(stream):
+            ends = np.append(ends, len(stream))
+        self.rows: list[list[tuple[int, int]]] = []  # pieces (start, stop) of each row
+        room = 0
+        begin = 0
+        for end in ends.tolist():
+            for start in range(begin, end, length):
+                size = min(length, end - start)
+                if size < minimum:
+                    continue
+                if size > room:
+                    self.rows.append([])
+                    room = length
+                self.rows[-1].append((start, start + size))
+                room -= size
+            begin = end
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input_ids` [T] (0 in padding) and `documents` [T] (0, 1, ... in a row; -1 in padding)."""
+        ids = torch.zeros(self.length, dtype=torch.long)
+        documents = torch.full((self.length,), -1, dtype=torch.long)
+        at = 0
+        for number, (start, stop) in enumerate(self.rows[index]):
+            size = stop - start
+            ids[at : at + size] = torch.from_numpy(self.stream[start:stop].astype(np.int64))
+            documents[at : at + size] = number
+            at += size
+        return {"input_ids": ids, "documents": documents}
+
+
+class Mixture(Dataset[Any]):
+    """`rows` rows of several datasets in given shares; a dataset that is used up begins anew, reshuffled.
+
+    Args:
+        datasets: map-style datasets.
+        shares: parts of the mixture, e.g. (0.5, 0.5).
+        rows: length of the mixture.
+        seed: of the shuffles.
+    """
+
+    def __init__(
+        self, datasets: Sequence[Dataset[Any]], shares: Sequence[float], rows: int, seed: int = 0
+    ) -> None:
+        self.datasets = list(datasets)
+        random = np.random.default_rng(seed)
+        total = sum(shares)
+        picks = []
+        for number, (dataset, share) in enumerate(zip(datasets, shares, strict=True)):
+            size, wanted = len(dataset), round(rows * share / total)  # type: ignore[arg-type]
+            rounds = -(-wanted // size)
+            indices = np.concatenate([random.permutation(size) for _ in range(rounds)] or [[]])[:wanted]
+            picks.append(np.stack([np.full(wanted, number), indices.astype(np.int64)], axis=1))
+        self.picks = random.permutation(np.concatenate(picks))
+
+    def __len__(self) -> int:
+        return len(self.picks)
+
+    def __getitem__(self, index: int) -> Any:
+        number, row = self.picks[index]
+        return self.datasets[number][int(row)]
+
+
+@dataclass
+class BlockCollator:
+    """Stacks rows and draws their anchors.
+
+    Anchors are drawn with the data, not in the loss, so that a step sees the same blocks however it is split
+    into micro-batches, and so that a resumed run goes on with the random state that `Trainer` restores.
+
+    Args:
+        draft_length: d.
+        anchors: K, blocks per row.
+    """
+
+    draft_length: int
+    anchors: int
+
+    def __call__(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
+        """`input_ids` [B, T], `documents` [B, T], `anchors` [B, K]."""
+        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "documents")}
+        batch["anchors"] = draw_anchors(batch["documents"], self.anchors, self.draft_length)
+        return batch

@@ -1,0 +1,192 @@
+"""`DartTrainer`: the target runs online and teaches the head; everything else is `transformers.Trainer`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import Trainer, TrainingArguments
+
+from hf_dart.head import DartHead
+from hf_dart.training.blocks import build_blocks, document_positions, gather_blocks, target_positions
+from hf_dart.training.data import BlockCollator
+from hf_dart.training.losses import agreement, annealed_kl, chunked
+
+
+@dataclass
+class DartTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and what is DART's own.
+
+    Args:
+        anchors_per_row: K, blocks trained per row.
+        gamma: of the annealed KL; 0.6 is the paper's best.
+        loss_chunk: blocks whose logits are held at a time (`losses.chunked`); 0 holds all.
+    """
+
+    anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
+    gamma: float = field(default=0.6, metadata={"help": "weight of a draft token relative to the one before"})
+    loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
+    # The rows hold what the target needs, not what the head's forward is called with.
+    remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.anchors_per_row < 1:
+            raise ValueError(f"anchors_per_row is {self.anchors_per_row}; give 1 or more.")
+        if not 0 < self.gamma <= 1:
+            raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns would drop the tokens that the target reads; leave it at False.")
+
+
+class DartTrainer(Trainer):
+    """Trains a [`DartHead`] to draft for its target.
+
+    Args:
+        head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
+        target: the causal LM; it is run without gradients, and never changed.
+        args: [`DartTrainingArguments`].
+        train_dataset, eval_dataset: rows as those of `data.PackedTokens`: `input_ids` [T], `documents` [T].
+        kwargs: as for `Trainer`.
+
+    Raises:
+        ValueError: the head does not fit the target.
+    """
+
+    def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+        head.bind(target)
+        kwargs.setdefault("data_collator", BlockCollator(head.draft_length, args.anchors_per_row))
+        super().__init__(model=head, args=args, **kwargs)
+        self.head = head
+        self.target = target.eval()
+        if getattr(target, "hf_device_map", None) is None:
+            self.target.to(args.device)
+        # The loss is divided by the blocks of the whole step (`compute_loss`), not by micro-batch.
+        self.model_accepts_loss_kwargs = True
+        self._agreement: Tensor | None = None
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with _frozen(self.target):
+            return super().train(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """As `Trainer`, but what is counted for the loss is blocks: all of the step, on all processes."""
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        blocks = sum(int((sample["anchors"] >= 0).sum()) for sample in samples)
+        total = torch.tensor(blocks, device=device)
+        return samples, self.accelerator.gather(total).sum()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """Annealed KL of the batch's blocks.
+
+        Args:
+            model: the head, as `accelerate` has wrapped it.
+            inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K].
+            return_outputs: also return a dict with the blocks' `hidden` [N, d, H].
+            num_items_in_batch: blocks of the whole step; None divides by those of this batch.
+        """
+        # accelerate casts inside the head's forward only; the target and its LM head are to be cast as well.
+        with self.accelerator.autocast():
+            loss, hidden = self._block_loss(model, inputs)
+        if num_items_in_batch is None:
+            loss = loss / max(len(hidden), 1)
+        else:
+            # Gradients are averaged over processes, the denominator is that of all of them.
+            loss = loss * self.accelerator.num_processes / num_items_in_batch
+        return (loss, {"hidden": hidden}) if return_outputs else loss
+
+    def _block_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The sum of the block losses, and the blocks' hidden states [N, d, H]."""
+        ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+        draft_length = self.head.draft_length
+        features, target_logits = self.teach(ids, documents)
+        blocks = build_blocks(documents, anchors, draft_length)
+        everything = model(
+            features=features[:, :-1],
+            next_embeddings=self.head.embed(ids[:, 1:]),
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )
+        present = anchors >= 0  # [B, K]
+        hidden = gather_blocks(everything, anchors, draft_length)[present]  # [N, d, H]
+        rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors)[present]
+        goals = rows[:, None] * ids.shape[1] + target_positions(anchors[present], draft_length)  # [N, d]
+        target_logits = target_logits.flatten(0, 1)  # [B T, V]
+
+        def block_losses(hidden: Tensor, goals: Tensor) -> Tensor:
+            return annealed_kl(self.head.logits(hidden), target_logits[goals], self.args.gamma)
+
+        loss = chunked(block_losses, hidden, goals, self.args.loss_chunk)
+        if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
+            with torch.no_grad():
+                seen = slice(0, 256)
+                self._agreement = agreement(self.head.logits(hidden[seen]), target_logits[goals[seen]])
+        return loss, hidden
+
+    @torch.no_grad()
+    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """One forward of the target: features [B, T, F] and logits [B, T, V] of `ids` [B, T].
+
+        Padding lies behind the documents, where causal attention does not look: it needs no mask. Several
+        documents in a row are told apart by positions that begin anew, which transformers turns into the mask
+        of every layer kind of the model.
+        """
+        packed = bool((documents > 0).any())
+        output = self.target(
+            input_ids=ids,
+            position_ids=document_positions(documents) if packed else None,
+            use_cache=False,
+            # Recent versions of transformers keep only the layers of the list, others keep all.
+            output_hidden_states=self.head.feature_layers,
+        )
+        features = torch.cat([output.hidden_states[layer] for layer in self.head.feature_layers], dim=-1)
+        return features.to(self.head.device), output.logits.to(self.head.device)
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs = self._prepare_inputs(inputs)
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """As `Trainer`; training logs also carry the top-1 agreement with the target per draft token."""
+        if self._agreement is not None and "loss" in logs:
+            for place, share in enumerate(self._agreement.tolist(), start=1):
+                logs[f"agreement_{place}"] = round(share, 4)
+            self._agreement = None
+        super().log(logs, *args, **kwargs)
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Of the head alone, forward and backward: 6 per parameter and position."""
+        slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
+        return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """No gradients for the target's weights, though the draft's gradients pass through its LM head."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
