@@ -12,7 +12,7 @@ import argparse
 import random
 import re
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +20,13 @@ from transformers import AutoTokenizer
 
 HELD_OUT = ("_pytest", "httpx", "peft", "pytest")
 PACKAGES = (
-    "accelerate aiohttp datasets fsspec huggingface_hub jinja2 networkx numpy pandas pip pyarrow pygments rich "
-    "safetensors sympy tokenizers torch transformers yaml"
-).split()
+    *("accelerate", "aiohttp", "datasets", "fsspec", "huggingface_hub", "jinja2", "networkx", "numpy"),
+    *("pandas", "pip", "pyarrow", "pygments", "rich", "safetensors", "sympy", "tokenizers", "torch"),
+    *("transformers", "yaml"),
+)
 
 
-def source_files(packages: list[str]) -> list[Path]:
+def source_files(packages: Sequence[str]) -> list[Path]:
     """Files of the standard library and of those `packages` that are installed, in a fixed random order."""
     paths = sysconfig.get_paths()
     installed = ("site-packages", "dist-packages")
@@ -46,7 +47,9 @@ def texts(files: list[Path]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("output", type=Path)
     parser.add_argument("--tokenizer", default="hf_dart/demo_pair/target")
     parser.add_argument("--packages", nargs="*", default=PACKAGES)

@@ -26,7 +26,9 @@ MIX = (  # share of the batches, how they are continued
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("corpus", type=Path, help="uint16 token ids, as corpus.py writes them")
     parser.add_argument("output", type=Path, help="appended to; the same format")
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
@@ -41,7 +43,8 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     random = np.random.default_rng(arguments.seed)
-    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=getattr(torch, arguments.dtype)).eval()
+    dtype = getattr(torch, arguments.dtype)
+    model = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=dtype).eval()
     eos, pad = model.config.eos_token_id, model.config.pad_token_id
     corpus = np.memmap(arguments.corpus, dtype=np.uint16, mode="r")
     shares, options = zip(*MIX, strict=True)

@@ -2,8 +2,8 @@
 
     python examples/demo_pair/train_head.py corpus.bin regenerated.bin runs/head --max-steps 5500
 
-The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers, half of the rows from
-the corpus and half from the target's own text. An interrupted run goes on with --resume.
+The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers, half of the rows
+from the corpus and half from the target's own text. An interrupted run goes on with --resume.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, Packed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
     parser.add_argument("output", type=Path)

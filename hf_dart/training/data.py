@@ -1,4 +1,4 @@
-"""Token streams to training rows: fixed length, whole documents where they fit, no view from one to another."""
+"""Token streams to training rows: fixed length, short documents whole, none seen by another."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from hf_dart.training.blocks import draw_anchors
 def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
     """Token ids [n] of `texts`, the end-of-text token behind each; uint16 where the vocabulary allows it."""
     dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
-    parts = [
-        np.array([*tokenizer(text, add_special_tokens=False)["input_ids"], tokenizer.eos_token_id], dtype=dtype)
-        for text in texts
-    ]
+    parts = []
+    for text in texts:
+        ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+        parts.append(np.array([*ids, tokenizer.eos_token_id], dtype=dtype))
     return np.concatenate(parts) if parts else np.zeros(0, dtype=dtype)
 
 
@@ -96,9 +96,9 @@ class Mixture(Dataset[Any]):
         picks = []
         for number, (dataset, share) in enumerate(zip(datasets, shares, strict=True)):
             size, wanted = len(dataset), round(rows * share / total)  # type: ignore[arg-type]
-            rounds = -(-wanted // size)
-            indices = np.concatenate([random.permutation(size) for _ in range(rounds)] or [[]])[:wanted]
-            picks.append(np.stack([np.full(wanted, number), indices.astype(np.int64)], axis=1))
+            passes = [random.permutation(size) for _ in range(-(-wanted // size))]
+            indices = np.concatenate([np.zeros(0, dtype=np.int64), *passes])[:wanted]
+            picks.append(np.stack([np.full(wanted, number), indices], axis=1))
         self.picks = random.permutation(np.concatenate(picks))
 
     def __len__(self) -> int:

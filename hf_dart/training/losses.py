@@ -47,9 +47,10 @@ def chunked(
 ) -> Tensor:
     """The sum of `block_losses(hidden, goals)` over blocks, `chunk_size` blocks at a time.
 
-    Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is bounded
-    by one chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy). Gradients
-    reach `hidden` only: weights used inside `block_losses`, such as the shared LM head, have to be frozen.
+    Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is
+    bounded by one chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy).
+    Gradients reach `hidden` only: weights used inside `block_losses`, such as the shared LM head, have to be
+    frozen.
 
     Args:
         block_losses: hidden [n, d, H] and goals [n, ...] to losses [n].

@@ -40,7 +40,7 @@ class DartTrainingArguments(TrainingArguments):
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
         if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns would drop the tokens that the target reads; leave it at False.")
+            raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
 
 
 class DartTrainer(Trainer):
@@ -61,6 +61,7 @@ class DartTrainer(Trainer):
         head.bind(target)
         kwargs.setdefault("data_collator", BlockCollator(head.draft_length, args.anchors_per_row))
         super().__init__(model=head, args=args, **kwargs)
+        self.args: DartTrainingArguments = args
         self.head = head
         self.target = target.eval()
         if getattr(target, "hf_device_map", None) is None:
