@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
@@ -25,6 +26,13 @@ class Proposal:
 
     logits: Tensor
     hidden: Tensor
+
+    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
+        """This proposal for rows where `fresh` [B] holds, an `older` one for the others."""
+        chosen = fresh.to(self.logits.device)[:, None, None]
+        return Proposal(
+            torch.where(chosen, self.logits, older.logits), torch.where(chosen, self.hidden, older.hidden)
+        )
 
 
 class Drafter(ABC, Generic[State]):

@@ -1,1 +1,92 @@
-def attach(model): ...
+"""`model.generate(..., assistant=drafter)`: a per-instance override that adds one keyword."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import types
+from typing import Any
+
+from transformers import StoppingCriteriaList, StopStringCriteria
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.generation.decode import speculative_generate
+from hf_dart.generation.probe import prove
+from hf_dart.proposal import Drafter
+
+
+def attach(model: Any) -> Any:
+    """Let `model.generate` take `assistant=` (and `tree_config=`); calls without it are stock's own.
+
+    Only this instance is changed: no class is patched, and deep copies, PEFT wrappers and pipelines of the
+    model keep the keyword. The target is first proved to verify trees exactly (`probe.prove`), unless it is
+    being trained.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: the model cannot verify trees.
+    """
+    if not model.training:
+        prove(model)
+    model.generate = types.MethodType(_generate, model)
+    return model
+
+
+def detach(model: Any) -> Any:
+    """Undo `attach`."""
+    model.__dict__.pop("generate", None)
+    return model
+
+
+def _generate(
+    self: Any,
+    *args: Any,
+    assistant: Drafter[Any] | None = None,
+    tree_config: TreeConfig | None = None,
+    streamer: Any = None,
+    tokenizer: Any = None,
+    synced_gpus: bool | None = None,
+    **kwargs: Any,
+) -> Any:
+    stock = type(self).generate  # not a bound method kept from attach: that would follow a deep copy's original
+    if assistant is None:
+        named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus}
+        return stock(self, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
+    if not isinstance(assistant, Drafter):
+        raise TypeError(
+            f"assistant= takes a hf_dart drafter such as DartHead, not {type(assistant).__name__}; a small language "
+            "model goes to assistant_model=."
+        )
+    if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
+        raise ValueError("assistant= excludes assistant_model= and custom_generate=; give one of them.")
+    if kwargs.get("cache_implementation") == "paged":
+        raise ValueError(
+            "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
+        )
+    _take_stop_strings(kwargs, tokenizer)
+    decode = functools.partial(
+        speculative_generate,
+        assistant=assistant,
+        tree_config=tree_config,
+        streamer=streamer,
+        synced_gpus=bool(synced_gpus),
+    )
+    return stock(self, *args, streamer=streamer, custom_generate=decode, **kwargs)
+
+
+def _take_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> None:
+    """`generate` drops the tokenizer for a callable, so the criterion is made here."""
+    config = kwargs.get("generation_config")
+    stop_strings = kwargs.pop("stop_strings", None)
+    if stop_strings is None and config is not None and config.stop_strings is not None:
+        stop_strings = config.stop_strings
+        kwargs["generation_config"] = config = copy.deepcopy(config)
+        config.stop_strings = None
+    if stop_strings is None:
+        return
+    if tokenizer is None:
+        raise ValueError("stop_strings needs the tokenizer; pass tokenizer= to generate.")
+    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])

@@ -56,15 +56,24 @@ class DraftStats:
         finally:
             self.seconds[name] += perf_counter() - start
 
-    def count_row(self, accepted: int, tokens: int, drafted: int) -> None:
-        """One row of one round: how deep it got, how many tokens it committed, how many nodes it had."""
-        self.row_rounds += 1
-        self.tokens += tokens
-        self.drafted += drafted
-        while len(self.accepted_per_depth) < accepted:
-            self.accepted_per_depth.append(0)
-        for depth in range(accepted):
-            self.accepted_per_depth[depth] += 1
+    def count(self, emitted: list[int], limits: list[int], nodes: int) -> None:
+        """Add one round.
+
+        Args:
+            emitted: tokens that each row committed; all but the last of them were drafted.
+            limits: what each could have committed; rows with 0 took no part.
+            nodes: size of the tree, its root included.
+        """
+        self.rounds += 1
+        for tokens, limit in zip(emitted, limits, strict=True):
+            if limit == 0:
+                continue
+            self.row_rounds += 1
+            self.tokens += tokens
+            self.drafted += nodes - 1
+            self.accepted_per_depth += [0] * (tokens - 1 - len(self.accepted_per_depth))
+            for depth in range(tokens - 1):
+                self.accepted_per_depth[depth] += 1
 
     def to_dict(self) -> dict[str, Any]:
         """Everything above, ready for JSON."""

@@ -1,0 +1,95 @@
+"""Which tokens a draft puts forward: the drafter's distributions, seen as the target will see its own.
+
+Nothing here can change the output; it only decides what is worth verifying. So the target's processors are
+imitated where that is cheap (temperature, repetition penalty, nucleus), and not run.
+"""
+
+from __future__ import annotations
+
+from math import inf
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+# A nucleus is looked for among this many tokens; a wider one keeps them all.
+_NUCLEUS = 64
+
+
+class Ranker:
+    """Turns draft logits into K scored candidates per depth.
+
+    Args:
+        processors: those of the call, to be imitated.
+        top_k: K.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, top_k: int) -> None:
+        self._top_k = top_k
+        self._penalty = 1.0
+        self._temperature = 1.0
+        self._top_p = 1.0
+        self._limit = 0
+        for processor in processors:
+            if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+                self._penalty *= processor.penalty
+            elif isinstance(processor, TemperatureLogitsWarper):
+                self._temperature *= processor.temperature
+            elif isinstance(processor, TopPLogitsWarper):
+                self._top_p = min(self._top_p, processor.top_p)
+            elif isinstance(processor, TopKLogitsWarper):
+                self._limit = processor.top_k
+
+    @property
+    def needs_history(self) -> bool:
+        """Does the ranking depend on the tokens so far?"""
+        return self._penalty != 1.0
+
+    def __call__(
+        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Candidates [B, d, K], best first, and their scores [B, d, K].
+
+        Args:
+            logits: [B, d, V] of the drafter.
+            gumbel: [B, d, V] the noise that the target will sample those positions with; None ranks by
+                probability.
+            seen: [B, V] bool, tokens that a repetition penalty applies to; None for none.
+
+        Returns:
+            Token ids and log-scores. With noise, a score is the log-softmax of perturbed logits: how sure
+            the coupled draft is that the target will draw this very token.
+        """
+        logits = logits.float()
+        if seen is not None:
+            penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
+            logits = torch.where(seen[:, None], penalised, logits)
+        if gumbel is not None:
+            logits = self._warp(logits) + gumbel.to(logits.device)
+        best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
+        return tokens, best - logits.logsumexp(-1, keepdim=True)
+
+    def _warp(self, logits: Tensor) -> Tensor:
+        if self._temperature != 1.0:
+            logits = logits / self._temperature
+        if self._top_p == 1.0 and not self._limit:
+            return logits
+        width = min(_NUCLEUS, logits.shape[-1])
+        best = logits.topk(min(self._limit or width, width)).values
+        before = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1).roll(1, -1)
+        before[..., 0] = 0
+        # The nucleus holds every token before which less than top_p of the mass lies.
+        floor = best.masked_fill(before >= self._top_p, inf).amin(-1, keepdim=True)
+        return logits.masked_fill(logits < floor, -inf)
+
+
+def seen_tokens(ids: Tensor, vocab_size: int) -> Tensor:
+    """[B, V] bool: which tokens occur in each row of `ids` [B, n]."""
+    seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
+    return seen.scatter_(1, ids, True)
+

@@ -1,0 +1,132 @@
+"""What cannot be exact is refused here, each with one sentence that says the mend."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    LogitsProcessorList,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_dart.generation.cache import DummyLayer, DynamicIndexedLayer
+
+_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+_ATTENTION = ("eager", "sdpa")
+
+
+def refuse_model(model: Any) -> None:
+    """Raise for targets that cannot verify a tree.
+
+    Raises:
+        ValueError: encoder-decoder models, a target in train mode, attention that takes no tree mask.
+    """
+    if model.config.is_encoder_decoder:
+        raise ValueError(
+            f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
+            "Call generate without assistant=."
+        )
+    if model.training:
+        raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in _ATTENTION:
+        raise ValueError(
+            f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "
+            "(or 'eager') before generating."
+        )
+
+
+def refuse_options(
+    generation_config: Any, processors: LogitsProcessorList, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
+) -> None:
+    """Raise for options of `generate` whose result a drafted run could not equal.
+
+    Raises:
+        ValueError: the message names the option and what to do instead.
+    """
+    config = generation_config
+    named = [
+        (config.num_beams > 1, f"num_beams={config.num_beams}", "num_beams=1"),
+        (bool(getattr(config, "constraints", None)), "constraints", "none"),
+        (bool(getattr(config, "force_words_ids", None)), "force_words_ids", "none"),
+        (getattr(config, "penalty_alpha", None) is not None, "penalty_alpha (contrastive search)", "none"),
+        (getattr(config, "dola_layers", None) is not None, "dola_layers", "none"),
+        (config.use_cache is False, "use_cache=False", "use_cache=True"),
+        (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
+        (bool(config.output_hidden_states), "output_hidden_states=True", "output_hidden_states=False"),
+        (synced_gpus, "synced_gpus (FSDP or ZeRO-3 generation)", "a model that is whole on each process"),
+        (kwargs.get("inputs_embeds") is not None, "inputs_embeds", "input_ids"),
+    ]
+    for refused, option, instead in named:
+        if refused:
+            raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
+    collected = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    if collected and len(input_ids) > 1:
+        raise ValueError(
+            "output_scores and output_logits are collected for one row only; generate the rows one by one, or leave "
+            "assistant= out."
+        )
+    stateful = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+    for processor in processors:
+        if isinstance(processor, stateful) and len(input_ids) > 1:
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from call to call and needs all rows in step; generate the "
+                "rows one by one, or leave assistant= out."
+            )
+    if input_ids.shape[1] == 0:
+        raise ValueError("The prompt is empty; give at least one token.")
+
+
+def refuse_cache(cache: Any) -> DynamicCache:
+    """Return the cache if it is one whose rounds can be undone, raise otherwise.
+
+    Raises:
+        ValueError: static, quantised, offloaded or encoder-decoder caches; linear-attention or state layers.
+    """
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        raise ValueError(
+            f"A {type(cache).__name__}{' with offloading' if type(cache) is DynamicCache else ''} cannot take back "
+            "rejected drafts; leave cache_implementation out or pass a plain DynamicCache (hf_dart keeps static "
+            "buffers of its own)."
+        )
+    for layer in cache.layers:
+        if type(layer) not in _LAYERS:
+            raise ValueError(
+                f"This model keeps a {type(layer).__name__}, a running state that a rejected draft would spoil; it is "
+                "not supported yet, call generate without assistant=."
+            )
+    return cache
+
+
+def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, total: int, batch_size: int) -> list[int]:
+    """Pads in front of each row.
+
+    Args:
+        attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.
+        position_ids: [B, P] likewise.
+        total: slots of prompt and cached prefix.
+
+    Raises:
+        ValueError: masked slots elsewhere than in front, or positions that are not the usual ones.
+    """
+    if attention_mask is None:
+        pads = [0] * batch_size
+    else:
+        seen = attention_mask.bool()
+        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+            raise ValueError(
+                "The attention mask hides tokens behind visible ones; pad on the left (tokenizer.padding_side='left')."
+            )
+        pads = (~seen).sum(-1).tolist()
+        if total in pads:
+            raise ValueError("A row of the batch is all padding; give every row at least one token.")
+    if position_ids is not None:
+        last = torch.tensor([total - pad - 1 for pad in pads])
+        if position_ids.ndim != 2 or not torch.equal(position_ids[:, -1].cpu().expand(batch_size), last):
+            raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
+    return pads

@@ -1,0 +1,133 @@
+"""One forward of the target over a whole tree: masks, positions, logits and features."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import DynamicCache
+
+from hf_dart.configuration import MAX_DRAFT_LENGTH
+from hf_dart.generation.cache import TreeCache, is_placeholder
+from hf_dart.tree import DraftTree
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """One kind of attention layer: its name in the model's mask dict, its window, one layer of that kind."""
+
+    name: str
+    window: int | None
+    layer: int
+
+
+def mask_kinds(target: Any, prefilled: DynamicCache) -> list[MaskKind]:
+    """The kinds of attention layer of a prefilled cache, each once."""
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
+    kinds: dict[str, MaskKind] = {}
+    for index, layer in enumerate(prefilled.layers):
+        if is_placeholder(layer):
+            continue
+        window = layer.sliding_window if layer.is_sliding else None
+        name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
+        kinds.setdefault(name, MaskKind(name, window, index))
+    return list(kinds.values())
+
+
+def position_limit(target: Any) -> tuple[int, bool]:
+    """The last position a draft may reach, and whether that holds for all later rounds too.
+
+    Rotary tables that are recomputed from the largest position in the call would change for the whole tree
+    when one node crosses the length they were trained for, so drafts end there.
+    """
+    text = target.config.get_text_config(decoder=True)
+    rope = getattr(text, "rope_parameters", None) or {}
+    if rope.get("rope_type") in ("dynamic", "longrope"):
+        trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
+        return int(trained) - 1, True
+    table = getattr(text, "max_position_embeddings", None)
+    return (int(table) - 1 if table else sys.maxsize), False
+
+
+class Verifier:
+    """Runs trees through a target whose cache holds the committed tokens.
+
+    Args:
+        target: the causal LM.
+        cache: its cache, after prefill.
+        kinds: `mask_kinds` of the prefilled stock cache.
+        feature_layers: indices of the `hidden_states` that the drafter reads.
+    """
+
+    def __init__(
+        self, target: Any, cache: TreeCache, kinds: list[MaskKind], feature_layers: list[int]
+    ) -> None:
+        self.target = target
+        self.cache = cache
+        self.kinds = kinds
+        self.feature_layers = feature_layers
+        self._takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        self._last_position, self._hard = position_limit(target)
+
+    def depth_room(self) -> list[int]:
+        """How many positions behind each row's root the target's position table still holds."""
+        room = []
+        for length in self.cache.lengths.tolist():
+            beyond = length > self._last_position
+            # Past a soft end the target runs on as it would without drafts.
+            room.append(MAX_DRAFT_LENGTH if beyond and not self._hard else max(0, self._last_position - length))
+        return room
+
+    def __call__(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, V] and features [B, N, F] of every node.
+
+        The nodes' entries stay in the cache until `cache.commit` keeps some and drops the rest.
+        """
+        self.cache.prepare(tree.size)
+        device = tree.tokens.device
+        positions = self.cache.lengths.to(device)[:, None] + tree.depths
+        inputs: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
+        if self.feature_layers:
+            inputs["output_hidden_states"] = self.feature_layers
+        outputs = self.target(
+            input_ids=tree.tokens,
+            attention_mask=self.masks(tree, positions),
+            past_key_values=self.cache.cache,
+            use_cache=True,
+            return_dict=True,
+            **inputs,
+        )
+        return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens)
+
+    def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor]:
+        """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
+
+        Float masks are right under every attention implementation; eager would add a bool one to its scores.
+        Models with several kinds of layers take a dict, the others one tensor.
+        """
+        dtype = self.target.dtype
+        hidden = torch.finfo(dtype).min
+        masks = {}
+        for kind in self.kinds:
+            past = self.cache.past_positions(kind.layer, tree.size).to(positions.device)
+            seen_past = (past >= 0)[:, None].expand(-1, tree.size, -1)
+            seen_tree = tree.ancestors
+            if kind.window is not None:
+                horizon = positions[..., None] - kind.window  # the last position out of sight
+                seen_past = seen_past & (past[:, None] > horizon)
+                seen_tree = seen_tree & (positions[:, None] > horizon)
+            seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
+            masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+
+def gather_features(outputs: Any, feature_layers: list[int], like: Tensor) -> Tensor:
+    """The chosen hidden states of a forward over token ids `like` [B, N], concatenated: [B, N, F]."""
+    if not feature_layers:
+        return torch.zeros((*like.shape, 0), device=like.device)
+    states = [outputs.hidden_states[index] for index in feature_layers]
+    return torch.cat([state.to(states[-1].device) for state in states], dim=-1)

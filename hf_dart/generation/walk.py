@@ -1,0 +1,181 @@
+"""From verified logits to tokens: the target's own choice at every node that its text passes through."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    LogitsProcessorList,
+    SuppressTokensLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation.rows import Rows
+from hf_dart.tree import DraftTree
+
+# Processors of scores alone, cheap enough to be run on every node at once.
+_VECTORISED = (
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    InfNanRemoveLogitsProcessor,
+    LogitNormalization,
+    SuppressTokensLogitsProcessor,
+)
+# Processors of scores alone: one row is enough for them, whatever the batch.
+_ROW_FREE = (*_VECTORISED, TopPLogitsWarper)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a walk took from each row's tree.
+
+    Attributes:
+        path: [B, A] nodes from the root on, on the CPU; entries behind a row's count are 0.
+        counts: nodes of the path to commit, per row: the root and the accepted drafts. As many tokens were
+            emitted, the last of them (the bonus token) not being in the tree. 0 for rows that stood still.
+    """
+
+    path: Tensor
+    counts: list[int]
+
+
+class Walker:
+    """Chooses tokens with the processors, noise and stopping rules of one `generate` call.
+
+    Args:
+        processors: as `generate` prepared them.
+        rows: grows with every token.
+        noise: the noise stream when sampling; None for greedy.
+        keep_scores, keep_logits: collect what `output_scores` / `output_logits` ask for.
+    """
+
+    def __init__(
+        self,
+        processors: LogitsProcessorList,
+        rows: Rows,
+        noise: NoiseStream | None,
+        *,
+        keep_scores: bool = False,
+        keep_logits: bool = False,
+    ) -> None:
+        self._processors = processors
+        self._rows = rows
+        self._noise = noise
+        self._row_free = len(rows) == 1 or all(type(p) in _ROW_FREE for p in processors)
+        self._vectorised = not keep_scores and not keep_logits and all(type(p) in _VECTORISED for p in processors)
+        self.scores: list[Tensor] | None = [] if keep_scores else None
+        self.logits: list[Tensor] | None = [] if keep_logits else None
+
+    def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
+        """Walk every row from its root and emit the tokens passed.
+
+        Args:
+            tree: the verified tree.
+            logits: [B, N, V] of the target, any float type.
+            limits: most tokens that each row may emit; 0 makes a row stand still.
+        """
+        if self._vectorised:
+            return self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
+        return self._walk_by_token(tree, logits, limits)
+
+    def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """The target's token behind every node, [B, N]."""
+        scores = logits.float().flatten(0, 1)
+        for processor in self._processors:
+            scores = processor(None, scores)  # type: ignore[arg-type]
+        scores = scores.view_as(logits)
+        if self._noise is None:
+            return scores.argmax(-1)
+        window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
+        at_node = window.gather(1, tree.depths[..., None].expand(-1, -1, window.shape[-1]))
+        return scores.softmax(-1).div_(at_node).argmax(-1)
+
+    def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
+        counts = []
+        for row, (row_tokens, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+            start = self._rows.emitted[row]
+            for token in row_tokens[: min(length, limits[row])]:
+                if not self._rows.append(row, token):
+                    break
+            counts.append(self._rows.emitted[row] - start)
+        return Accepted(path.cpu(), counts)
+
+    def _walk_by_token(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
+        """The reference: one processor call per emitted token, in stock's order."""
+        parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
+        paths: list[list[int]] = []
+        for row, limit in enumerate(limits):
+            node, path = 0, []
+            children = {
+                (parent, token): child
+                for child, (parent, token) in enumerate(zip(parents[row], drafted[row], strict=True))
+                if parent >= 0
+            }
+            while len(path) < limit:
+                path.append(node)
+                token = self._choose(row, logits[row : row + 1, node])
+                if not self._rows.append(row, token, None if self.scores is None else tuple(self.scores)):
+                    break
+                if (node, token) not in children:
+                    break
+                node = children[node, token]
+            paths.append(path)
+        longest = max(1, max(map(len, paths)))
+        padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
+        return Accepted(padded, [len(path) for path in paths])
+
+    def _choose(self, row: int, logits: Tensor) -> int:
+        """The target's next token of a row from its logits [1, V]."""
+        device = self._rows.ids(row).device
+        logits = logits.to(copy=True, dtype=torch.float32, device=device)
+        if self._row_free:
+            scores = self._processors(self._rows.ids(row), logits)
+        else:
+            # Some processors hold state per row of the batch: show them the whole batch at this row's length.
+            full = logits.new_zeros(len(self._rows), logits.shape[-1])
+            full[row] = logits[0]
+            scores = self._processors(self._rows.ids_at_length_of(row), full)[row : row + 1]
+        if self.logits is not None:
+            self.logits.append(logits)
+        if self.scores is not None:
+            self.scores.append(scores)
+        if self._noise is None:
+            return int(scores.argmax(-1))
+        noise = self._noise.exponential(row, self._rows.emitted[row])
+        return int((scores.softmax(-1) / noise).argmax(-1))
+
+
+def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path of each row that the target's own tokens take through the tree, on fixed shapes.
+
+    A node is reached if it and all its ancestors carry the token that the target chose at their parents. At
+    most one child of a node does, so the reached nodes form one path, and its deepest node names it.
+
+    Args:
+        tree: N nodes per row.
+        targets: [B, N] the target's token behind every node.
+
+    Returns:
+        path [B, N] (node indices from the root on, then zeros), tokens [B, N] (the target's tokens along it),
+        lengths [B] (nodes on the path, the root included).
+    """
+    chosen = targets.gather(1, tree.parents.clamp(min=0))
+    matches = (tree.tokens == chosen) & (tree.parents >= 0)
+    matches[:, 0] = True
+    reached = ~(tree.ancestors & ~matches[:, None]).any(-1)
+    end = tree.depths.masked_fill(~reached, -1).argmax(-1)
+    on_path = tree.ancestors.gather(1, end[:, None, None].expand(-1, 1, tree.size))[:, 0]
+    # Parents precede children, so the nodes of a path lie in order of depth.
+    path = on_path.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
+    lengths = on_path.sum(-1)
+    path = path.masked_fill(torch.arange(tree.size, device=path.device) >= lengths[:, None], 0)
+    return path, targets.gather(1, path), lengths
+
+

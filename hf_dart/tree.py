@@ -1,0 +1,160 @@
+"""Draft trees: many guesses that share prefixes, verified in one forward pass of the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# A child's score lies this much below its parent's, so that the best N nodes always hold whole paths.
+_STEP = 1e-4
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """N nodes per row in topological order; node 0 is the root, the last committed token.
+
+    Attributes:
+        tokens: [B, N].
+        parents: [B, N] node index; -1 for the root and for empty nodes, which match nothing.
+        depths: [B, N]; 0 for the root and for empty nodes.
+        ancestors: [B, N, N] bool; entry (i, j) says that j lies on the path from the root to i, i included.
+        max_depth: no node lies deeper.
+    """
+
+    tokens: Tensor
+    parents: Tensor
+    depths: Tensor
+    ancestors: Tensor
+    max_depth: int
+
+    @property
+    def size(self) -> int:
+        """N."""
+        return self.tokens.shape[1]
+
+    @classmethod
+    def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int) -> DraftTree:
+        """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
+        nodes = tokens.shape[1]
+        one_step = torch.eye(nodes, device=tokens.device).expand(*tokens.shape, -1)
+        links = (parents[..., None] == torch.arange(nodes, device=tokens.device)).to(one_step.dtype)
+        reach = one_step + links
+        steps = 1
+        while steps < max_depth:  # squaring doubles how many steps up `reach` looks
+            reach = (reach @ reach).clamp(max=1)
+            steps *= 2
+        ancestors = reach > 0
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth)
+
+    @classmethod
+    def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:
+        """One path per row: tokens [B, N], of which the first `counts` [B] are real and the rest empty."""
+        batch, nodes = tokens.shape
+        index = torch.arange(nodes, device=tokens.device)
+        real = (index < counts[:, None]) if counts is not None else index.expand(batch, -1) >= 0
+        lower = index[:, None] >= index
+        ancestors = (lower & real[:, None, :] & real[:, :, None]) | (index[:, None] == index)
+        return cls(
+            tokens,
+            torch.where(real, index - 1, -1),
+            torch.where(real, index, 0),
+            ancestors,
+            nodes - 1,
+        )
+
+
+class Scorer(Protocol):
+    """Makes a candidate's score depend on the path that it would extend (n-gram, learned selector, ...)."""
+
+    def __call__(self, depth: int, paths: Tensor, candidates: Tensor, scores: Tensor) -> Tensor:
+        """Log-scores of `candidates` behind each path.
+
+        Args:
+            depth: depth of the candidates, from 0.
+            paths: [B, W, C + depth] the last C committed tokens, then the drafted ones.
+            candidates: [B, K] token ids.
+            scores: [B, K] their log-probability at this depth by the drafter alone.
+
+        Returns:
+            [B, W, K], at most 0.
+        """
+        ...
+
+
+def grow_tree(
+    history: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    *,
+    nodes: int,
+    beam: int,
+    depth_limit: Tensor | None = None,
+    scorer: Scorer | None = None,
+) -> DraftTree:
+    """Grow one tree per row from d candidate lists: depth by depth, then the best N of all nodes seen.
+
+    At each depth the `beam` best paths are extended by all K candidates; every extension enters one pool,
+    and the nodes with the largest cumulative score form the tree (DART, section 3.3; OPT-Tree and DDTree
+    pose the same problem). Width 1 gives a chain.
+
+    Args:
+        history: [B, C] last committed tokens, C >= 1; the last one is the root.
+        candidates: [B, d, K] token ids, best first.
+        scores: [B, d, K] log-probability of each to be the target's token at its depth.
+        nodes: N, the root included; less where d and K yield fewer.
+        beam: W.
+        depth_limit: [B] deepest node allowed per row; d where left out.
+        scorer: replaces `scores` by scores that depend on the path.
+
+    Returns:
+        The tree, on the device of `candidates`, of the same N for the same d, K, W.
+    """
+    batch, depth, width = candidates.shape
+    device = candidates.device
+    root = history[:, -1:]
+    if nodes == 1 or depth == 0:
+        return DraftTree.chain(root)
+    scores = scores.float().clamp(max=-_STEP)
+    if depth_limit is not None:
+        beyond = torch.arange(1, depth + 1, device=device) > depth_limit[:, None]
+        scores = scores.masked_fill(beyond[..., None], -inf)
+
+    pool_scores, pool_tokens, pool_parents = [], [], []
+    paths = history[:, None]  # [B, W, C + i]; grown only for a scorer
+    best = torch.zeros(batch, 1, device=device)  # [B, W] cumulative scores of the beam
+    beam_nodes = torch.full((batch, 1), -1, device=device)  # [B, W] where in the pool the beam lies
+    offset = 0
+    for i in range(depth):
+        step = scores[:, i, None]
+        if scorer is not None:
+            step = scorer(i, paths, candidates[:, i], step[:, 0]).clamp(max=-_STEP)
+            if depth_limit is not None:
+                step = step.masked_fill((depth_limit <= i)[:, None, None], -inf)
+        extended = (best[..., None] + step).flatten(1)  # [B, W * K]
+        pool_scores.append(extended)
+        pool_tokens.append(candidates[:, i, None].expand(-1, best.shape[1], -1).flatten(1))
+        pool_parents.append(beam_nodes[..., None].expand(-1, -1, width).flatten(1))
+        if i + 1 == depth:
+            break
+        best, chosen = extended.topk(min(beam, extended.shape[1]))
+        if scorer is not None:
+            grown = paths.gather(1, (chosen // width)[..., None].expand(-1, -1, paths.shape[-1]))
+            paths = torch.cat([grown, pool_tokens[-1].gather(1, chosen)[..., None]], dim=-1)
+        beam_nodes = chosen + offset
+        offset += extended.shape[1]
+
+    pool = torch.cat(pool_scores, dim=1)
+    kept_scores, kept = pool.topk(min(nodes - 1, pool.shape[1]))  # best first: parents before children
+    tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
+    parents = torch.cat(pool_parents, dim=1).gather(1, kept)
+    node = torch.arange(1, kept.shape[1] + 1, device=device).expand_as(kept)
+    node_of = torch.zeros_like(pool, dtype=torch.long).scatter_(1, kept, node)
+    parents = torch.where(parents < 0, 0, node_of.gather(1, parents.clamp(min=0)))
+    parents = parents.masked_fill(kept_scores == -inf, -1)
+    return DraftTree.from_parents(
+        torch.cat([root, tokens], dim=1), torch.cat([torch.full_like(root, -1), parents], dim=1), depth
+    )
