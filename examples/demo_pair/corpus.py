@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -46,6 +47,18 @@ def texts(files: list[Path]) -> Iterator[str]:
         yield re.sub(r"\A(#[^\n]*\n)+", "", path.read_text(encoding="utf8", errors="ignore"))
 
 
+def write(files: list[Path], tokenizer: Any, output: Path) -> int:
+    """Write the ids of `files` to `output`; returns how many there are."""
+    total = 0
+    with output.open("wb") as stream:
+        for start in range(0, len(files), 500):
+            batch = list(texts(files[start : start + 500]))
+            for ids in tokenizer(batch, add_special_tokens=False)["input_ids"]:
+                np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16).tofile(stream)
+                total += len(ids) + 1
+    return total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -58,13 +71,7 @@ def main() -> None:
 
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
     files = source_files(arguments.packages)[: arguments.max_files]
-    total = 0
-    with arguments.output.open("wb") as output:
-        for start in range(0, len(files), 500):
-            batch = list(texts(files[start : start + 500]))
-            for ids in tokenizer(batch, add_special_tokens=False)["input_ids"]:
-                np.array([*ids, tokenizer.eos_token_id], dtype=np.uint16).tofile(output)
-                total += len(ids) + 1
+    total = write(files, tokenizer, arguments.output)
     print(f"{total / 1e6:.1f} M tokens of {len(files)} files in {arguments.output}")
 
 

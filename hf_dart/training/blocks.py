@@ -112,11 +112,11 @@ def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:
     Returns:
         [B, K, d, H]: the anchor's own real position (shifted logits), then its d - 1 mask slots.
     """
-    batch, count = anchors.shape
+    count = anchors.shape[1]
     real = hidden.shape[1] - count * (draft_length - 1)
     where = anchors.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
     first = hidden[:, :real].gather(1, where)
-    slots = hidden[:, real:].view(batch, count, draft_length - 1, -1)
+    slots = hidden[:, real:].unflatten(1, (count, draft_length - 1))
     return torch.cat([first[:, :, None], slots], dim=2)
 
 

@@ -113,8 +113,8 @@ class Mixture(Dataset[Any]):
 class BlockCollator:
     """Stacks rows and draws their anchors.
 
-    Anchors are drawn with the data, not in the loss, so that a step sees the same blocks however it is split
-    into micro-batches, and so that a resumed run goes on with the random state that `Trainer` restores.
+    Anchors are drawn with the data, not in the loss: the blocks of a whole step are then known before its
+    first micro-batch, and can be the denominator of its loss.
 
     Args:
         draft_length: d.
