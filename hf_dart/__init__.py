@@ -1,7 +1,26 @@
 """Lossless, faster `model.generate()`: DART draft heads, token trees, exact verification."""
 
-from hf_dart.configuration import DartConfig, TreeConfig
-from hf_dart.head import DartHead
+from typing import TYPE_CHECKING, Any
+
 from hf_dart.version import __version__
 
+if TYPE_CHECKING:
+    from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.head import DartHead
+
 __all__ = ["DartConfig", "DartHead", "TreeConfig", "__version__"]
+
+_HOMES = {"DartConfig": "configuration", "TreeConfig": "configuration", "DartHead": "head"}
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use: `hf-dart --help` does not wait for torch.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"hf_dart.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -21,6 +21,7 @@ class DraftStats:
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
+        committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
             falls to the first phase that reads a result.
     """
@@ -30,6 +31,7 @@ class DraftStats:
     tokens: int = 0
     drafted: int = 0
     accepted_per_depth: list[int] = field(default_factory=list)
+    committed: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
 
     @property
@@ -65,6 +67,7 @@ class DraftStats:
             nodes: size of the tree, its root included.
         """
         self.rounds += 1
+        self.committed.append(emitted)
         for tokens, limit in zip(emitted, limits, strict=True):
             if limit == 0:
                 continue
@@ -76,7 +79,7 @@ class DraftStats:
                 self.accepted_per_depth[depth] += 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything above, ready for JSON."""
+        """Everything above but the single rounds, ready for JSON."""
         return {
             "rounds": self.rounds,
             "row_rounds": self.row_rounds,

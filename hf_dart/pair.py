@@ -1,0 +1,84 @@
+"""A target and its drafter, loaded together from folders or the Hub, for the command line."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PACKAGED_TARGET = Path(__file__).parent / "demo_pair" / "target"
+PACKAGED_HEAD = Path(__file__).parent / "demo_pair" / "head"
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+
+class UserError(Exception):
+    """Something that the caller of a command can mend; the message is one sentence."""
+
+
+class Pair(NamedTuple):
+    """What `model.generate(..., assistant=head)` needs, and the name of each for reports."""
+
+    model: Any
+    head: Any
+    tokenizer: Any
+    target_name: str
+    head_name: str
+
+
+def load_pair(
+    target: str | None = None, head: str | None = None, dtype: str | None = None, device_map: str | None = None
+) -> Pair:
+    """Load a target, its tokenizer and its head, attached.
+
+    Args:
+        target, head: folder or Hub id; None for the packaged pair.
+        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
+        device_map: as for `from_pretrained`.
+
+    Raises:
+        UserError: one of them cannot be loaded or they do not fit.
+    """
+    if (target is None) != (head is None):
+        missing, given = ("--target", "--head") if target is None else ("--head", "--target")
+        raise UserError(f"A head and its target belong together: give {missing} too, or leave {given} out.")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    from hf_dart.head import DartHead
+
+    logging.disable_progress_bar()
+    logging.set_verbosity_error()
+    target_path, head_path = target or str(PACKAGED_TARGET), head or str(PACKAGED_HEAD)
+    dtype = dtype or ("float32" if target is None else "auto")
+    for what, path in (("target", target_path), ("head", head_path)):
+        _check_path(what, path)
+    options = {} if device_map is None else {"device_map": device_map}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(target_path)
+        model = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype, **options)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UserError(f"Cannot load the target {target_path!r}: {sentence(error)}") from error
+    try:
+        drafter = DartHead.from_pretrained(head_path, target=model, tokenizer=tokenizer)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"Cannot load the head {head_path!r}: {sentence(error)}") from error
+    names = [given or f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]
+    # A folder's path says nothing on another machine; its name may.
+    names = [Path(name).resolve().name if Path(name).is_dir() else name for name in names]
+    return Pair(model, drafter, tokenizer, *names)
+
+
+def _check_path(what: str, path: str) -> None:
+    looks_local = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
+    elif looks_local or folder.exists():
+        raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
+
+
+def sentence(error: BaseException) -> str:
+    """The first sentence of an error's message, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", text, maxsplit=1)[0][:500]
