@@ -1,0 +1,30 @@
+"""Offline, one thread per test (the models are tiny), and the session's figures at the end."""
+
+from __future__ import annotations
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from compare import TALLIES
+
+torch.set_num_threads(1)
+transformers.logging.set_verbosity_error()
+
+
+@pytest.fixture(autouse=True)
+def _known_generator_state() -> None:
+    """Tests do not depend on their order."""
+    torch.manual_seed(0)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    for tally in TALLIES.values():
+        if tally.taus:
+            terminalreporter.write_line(str(tally))

@@ -1,0 +1,222 @@
+"""Tiny random targets of many families, their heads, and a drafter that knows the answer.
+
+The vocabulary is small, so that even a random head has drafts accepted, and the weights are large, so that
+attention decides what comes next.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.proposal import Drafter, Proposal
+
+VOCABULARY = 48
+WINDOW = 10
+PAD = 0
+
+_ROTARY = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_LEARNED = {
+    "vocab_size": VOCABULARY,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 256,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+_LATENT = {
+    "kv_lora_rank": 8,
+    "q_lora_rank": 8,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 8,
+    "v_head_dim": 8,
+    "num_key_value_heads": 4,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 24,
+    "first_k_dense_replace": 1,
+}
+_LINEAR = {
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
+    "linear_num_value_heads": 4,
+    "linear_num_key_heads": 2,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+}
+_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", _ROTARY),
+    "qwen3": ("qwen3", _ROTARY),
+    "gemma3": (
+        "gemma3_text",
+        {**_ROTARY, **_MIXED, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+    ),
+    "mistral": ("mistral", {**_ROTARY, "sliding_window": WINDOW}),
+    "gpt2": ("gpt2", _LEARNED),
+    "qwen3_moe": ("qwen3_moe", {**_ROTARY, **_EXPERTS}),
+    "deepseek_v3": ("deepseek_v3", {**_ROTARY, **_LATENT}),
+    # More cache layer kinds and mask forms.
+    "deepseek_v32": (
+        "deepseek_v32",
+        {**_ROTARY, **_LATENT, "index_topk": 256, "index_head_dim": 16, "index_n_heads": 2},
+    ),
+    "gemma2": ("gemma2", {**_ROTARY, **_MIXED, "query_pre_attn_scalar": 8}),
+    "gpt_oss": ("gpt_oss", {**_ROTARY, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "phi3": ("phi3", {**_ROTARY, "sliding_window": WINDOW}),
+    # Refused.
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            "vocab_size": VOCABULARY,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+            "max_position_embeddings": 256,
+            "pad_token_id": PAD,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "bloom": ("bloom", {**_LEARNED, "hidden_size": 32}),
+    "mpt": (
+        "mpt",
+        {
+            "vocab_size": VOCABULARY,
+            "d_model": 32,
+            "n_layers": 2,
+            "n_heads": 4,
+            "max_seq_len": 256,
+            "pad_token_id": PAD,
+            "bos_token_id": 1,
+            "eos_token_id": None,
+        },
+    ),
+    "lfm2": (
+        "lfm2",
+        {**_ROTARY, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
+    ),
+    "qwen3_5": ("qwen3_5_text", {**_ROTARY, **_LINEAR}),
+}
+_MOE = {"qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss"}
+
+
+def tiny_target(
+    family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any
+) -> Any:
+    """A random causal LM in eval mode; the global generators are not moved."""
+    model_type, fields = FAMILIES[family]
+    options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
+    if family in _MOE:
+        options["experts_implementation"] = "eager"  # the grouped kernels take no float64
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**fields, **config}), **options)
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe")):
+                    weight.mul_(10.0)
+    return model.eval()
+
+
+def tiny_head(target: Any, **config: Any) -> DartHead:
+    """A random head for a tiny target."""
+    fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3}
+    return DartHead.from_target(target, **{**fields, **config})
+
+
+def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
+    """Random prompts of those lengths, padded on the left."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.randint(2, vocabulary, (len(lengths), width), generator=generator)
+    mask = (torch.arange(width) >= width - torch.tensor(lengths)[:, None]).long()
+    return {"input_ids": ids.masked_fill(mask == 0, PAD), "attention_mask": mask}
+
+
+@dataclass
+class ReplayState:
+    lengths: Tensor  # [B] positions taken in
+
+
+class ReplayDrafter(Drafter[ReplayState]):
+    """Drafts a known continuation, of which it misses a given share of the tokens, per row.
+
+    Args:
+        sequences: [B, T] prompts and continuations as `generate` returned them.
+        pads: left padding of each row.
+        misses: [B] the share of draft tokens that are wrong.
+        hidden_layers: indices of the target's hidden states to ask for (they are not looked at).
+    """
+
+    def __init__(
+        self,
+        sequences: Tensor,
+        pads: list[int],
+        vocabulary: int,
+        *,
+        misses: list[float],
+        draft_length: int = 6,
+        hidden_layers: tuple[int, ...] = (),
+        seed: int = 0,
+    ) -> None:
+        self.sequences, self.pads, self.vocabulary = sequences, torch.tensor(pads), vocabulary
+        self.misses = torch.tensor(misses)
+        self._draft_length, self._hidden_layers = draft_length, list(hidden_layers)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.tree_config = TreeConfig(shared_noise=False)
+        self.last_stats = None
+
+    @property
+    def draft_length(self) -> int:
+        return self._draft_length
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return self._hidden_layers
+
+    def check_target(self, target: Any) -> None:
+        """Any target does."""
+
+    def begin(self, batch_size: int, capacity: int) -> ReplayState:
+        return ReplayState(torch.zeros(batch_size, dtype=torch.long))
+
+    def extend(self, state: ReplayState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        state.lengths = state.lengths + counts
+
+    def propose(self, state: ReplayState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+        self.extend(state, features, next_tokens, counts)
+        slots = (self.pads + state.lengths + 1)[:, None] + torch.arange(self._draft_length)
+        right = self.sequences.gather(1, slots.clamp(max=self.sequences.shape[1] - 1))
+        wrong = torch.randint(self.vocabulary, right.shape, generator=self._generator)
+        missed = torch.rand(right.shape, generator=self._generator) < self.misses[:, None]
+        logits = torch.zeros(*right.shape, self.vocabulary)
+        logits.scatter_(2, torch.where(missed, wrong, right)[..., None], 12.0)
+        return Proposal(logits, torch.zeros(*right.shape, 1))
