@@ -153,6 +153,7 @@ class TreeConfig:
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.
         beam: W, paths that are expanded at each depth. 1 with `top_k=1` is a chain.
+        lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -164,6 +165,7 @@ class TreeConfig:
     depth: int | None = None
     top_k: int = 16
     beam: int = 12
+    lookup: int = 24
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -171,11 +173,13 @@ class TreeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
+        if self.lookup < 0:
+            raise ValueError(f"TreeConfig.lookup is {self.lookup}; give 0 (no copies) or more.")
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:
         """One path of `depth` tokens: the width-1 tree."""
-        return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1)
+        return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1, lookup=0)
 
     def resolve_nodes(self, batch_size: int, device_type: str) -> int:
         """N for a batch of `batch_size` rows; memory-bound accelerators verify more nodes for free."""

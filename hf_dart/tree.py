@@ -154,7 +154,8 @@ def grow_tree(
     node = torch.arange(1, kept.shape[1] + 1, device=device).expand_as(kept)
     node_of = torch.zeros_like(pool, dtype=torch.long).scatter_(1, kept, node)
     parents = torch.where(parents < 0, 0, node_of.gather(1, parents.clamp(min=0)))
-    parents = parents.masked_fill(kept_scores == -inf, -1)
+    empty = kept_scores == -inf
+    parents, tokens = parents.masked_fill(empty, -1), torch.where(empty, root, tokens)
     return DraftTree.from_parents(
         torch.cat([root, tokens], dim=1), torch.cat([torch.full_like(root, -1), parents], dim=1), depth
     )

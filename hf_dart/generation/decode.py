@@ -20,6 +20,7 @@ from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.generation.walk import Accepted, Walker
+from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.tree import DraftTree, grow_tree
 
@@ -67,7 +68,7 @@ def speculative_generate(
     prove(model)
     refuse_options(generation_config, logits_processor, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
-    rows = Rows(input_ids, generation_config, stopping_criteria)
+    rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria)
     noise = None
     stats = DraftStats()
     streaming = Streaming(streamer, rows)
@@ -126,6 +127,7 @@ class _Call:
         headroom = min(rows.room(0), _HEADROOM)
 
         self.rows = rows
+        self.lookups = [RowLookup(tokens) for tokens in rows.tokens]
         self.state = self.drafter.begin(batch, total + headroom)
         feed = PromptFeed(
             self.drafter, self.state, input_ids[:, cached - total :], [max(pad - cached, 0) for pad in pads]
@@ -191,6 +193,9 @@ class _Call:
         if self.rank.needs_history:
             seen = seen_tokens(rows.ids_at_length_of(rows.emitted.index(max(rows.emitted))), logits.shape[-1])
         candidates, scores = self.rank(logits, gumbel, seen)
+        graft = Graft.find(self.lookups, min(self.config.lookup, max(limits))) if self.config.lookup else None
+        if graft is not None:
+            candidates, scores = graft.extend(candidates, scores)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         return grow_tree(
@@ -199,7 +204,8 @@ class _Call:
             scores.to(rows.device),
             nodes=self.nodes,
             beam=self.config.beam,
-            depth_limit=torch.tensor(deepest, device=rows.device) if min(deepest) < self.depth else None,
+            depth_limit=torch.tensor(deepest, device=rows.device) if min(deepest) < candidates.shape[1] else None,
+            scorer=graft,
         )
 
     def result(self, stats: DraftStats) -> Tensor | DartGenerateOutput:

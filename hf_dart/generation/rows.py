@@ -15,9 +15,12 @@ class Rows:
     Attributes:
         prompt_length: P, slots of the prompt.
         emitted: tokens generated so far, per row.
+        tokens: the text of each row so far as a list of ids, padding left out.
     """
 
-    def __init__(self, input_ids: Tensor, generation_config: Any, stopping_criteria: Any) -> None:
+    def __init__(
+        self, input_ids: Tensor, attention_mask: Tensor | None, generation_config: Any, stopping_criteria: Any
+    ) -> None:
         batch, self.prompt_length = input_ids.shape
         self.max_length = int(generation_config.max_length)
         pad = generation_config._pad_token_tensor
@@ -27,6 +30,10 @@ class Rows:
         )
         self._ids[:, : self.prompt_length] = input_ids
         self.emitted = [0] * batch
+        pads = [0] * batch
+        if attention_mask is not None:
+            pads = (attention_mask[:, -self.prompt_length :] == 0).sum(-1).tolist()
+        self.tokens = [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads, strict=True)]
         self._stopped_at: list[int | None] = [None] * batch
         self._criteria = stopping_criteria
         self._fill_with_pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -94,6 +101,7 @@ class Rows:
     def append(self, row: int, token: int, scores: Any = None) -> bool:
         """Add a token to a row; False if the row ends with it."""
         self._ids[row, self.prompt_length + self.emitted[row]] = token
+        self.tokens[row].append(token)
         self.emitted[row] += 1
         if self._stopped_at[row] is None and self._stops(row, token, scores):
             self._stopped_at[row] = self.emitted[row]

@@ -1,0 +1,142 @@
+"""Text that repeats itself: the continuation of the longest earlier match, grafted onto the draft tree.
+
+The idea is prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`). There the copied chain
+is the whole draft; here its tokens compete with the drafter's for places in the tree, by how often copies of
+that match length have come true in this very call.
+"""
+
+from __future__ import annotations
+
+from math import log
+
+import torch
+from torch import Tensor
+
+_NGRAM = 2  # shortest match
+_LONGEST = 32  # matches are not told apart beyond this length
+_TRIED = 8  # latest earlier occurrences that are compared
+_WORTH = 0.02  # a copied token less likely than this to survive is not proposed
+# Chance that the next copied token is right, by match length 2, 3, 4, 5-7, 8-15, 16 and more, before
+# anything was seen, and how many observations that belief is worth.
+_BUCKETS = (3, 4, 5, 8, 16)
+_PRIOR = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
+_PRIOR_WEIGHT = 8.0
+
+
+class RowLookup:
+    """Finds the longest suffix of one row's text that occurred before.
+
+    Args:
+        tokens: the row's token ids; the list is shared and grows from outside.
+    """
+
+    def __init__(self, tokens: list[int]) -> None:
+        self._tokens = tokens
+        self._ends: dict[tuple[int, ...], list[int]] = {}
+        self._indexed = _NGRAM - 1
+        self._copied: list[int] = []
+        self._bucket = 0
+        self._asked_at = 0
+        self._right = [chance * _PRIOR_WEIGHT for chance in _PRIOR]
+        self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
+
+    def suggest(self, length: int) -> tuple[list[int], float]:
+        """Up to `length` tokens that followed the longest match, and the chance of each to be right."""
+        self._learn()
+        self._index()
+        tokens, ends = self._tokens, len(self._tokens)
+        best, best_end = 0, 0
+        for end in reversed(self._ends.get(tuple(tokens[-_NGRAM:]), [])[-_TRIED:]):
+            matched = _NGRAM
+            while matched < min(_LONGEST, end) and tokens[end - 1 - matched] == tokens[ends - 1 - matched]:
+                matched += 1
+            if matched > best:
+                best, best_end = matched, end
+        self._copied = []
+        self._asked_at = ends
+        if best == 0:
+            return [], 0.0
+        self._bucket = sum(best >= bound for bound in _BUCKETS)
+        chance = self._right[self._bucket] / self._seen[self._bucket]
+        for offset in range(length):
+            if chance ** (offset + 1) < _WORTH:
+                break
+            source = best_end + offset
+            # A match that reaches into the present goes on with its own copy: the text is in a loop.
+            self._copied.append(tokens[source] if source < ends else self._copied[source - ends])
+        return self._copied, chance
+
+    def _index(self) -> None:
+        """Remember every n-gram that something follows, by where it ends."""
+        for end in range(self._indexed + 1, len(self._tokens)):
+            self._ends.setdefault(tuple(self._tokens[end - _NGRAM : end]), []).append(end)
+        self._indexed = max(self._indexed, len(self._tokens) - 1)
+
+    def _learn(self) -> None:
+        """Compare the last suggestion with what came."""
+        came = self._tokens[self._asked_at :]
+        for copied, token in zip(self._copied, came, strict=False):
+            self._seen[self._bucket] += 1
+            if copied != token:
+                break
+            self._right[self._bucket] += 1
+
+
+class Graft:
+    """Copied continuations of all rows, put among the drafter's candidates; the [`Scorer`] of that tree.
+
+    Args:
+        tokens: [B, L] copied tokens.
+        log_chances: [B, L] log-probability of each, given that the ones before it were right; -inf where a
+            row has no copy that long.
+    """
+
+    def __init__(self, tokens: Tensor, log_chances: Tensor) -> None:
+        self._tokens = tokens
+        self._log_chances = log_chances
+
+    @classmethod
+    def find(cls, rows: list[RowLookup], length: int) -> Graft | None:
+        """Ask every row for up to `length` tokens; None if none has any."""
+        found = [row.suggest(length) for row in rows]
+        longest = max(len(copied) for copied, _ in found)
+        if longest == 0:
+            return None
+        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
+        chances = torch.full((len(rows), longest), -torch.inf)
+        for row, (copied, chance) in enumerate(found):
+            tokens[row, : len(copied)] = torch.tensor(copied, dtype=torch.long)
+            chances[row, : len(copied)] = log(min(chance, 0.999)) if copied else 0.0
+        return cls(tokens, chances)
+
+    def extend(self, candidates: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
+        """Make the copied token a candidate at every depth, and go deeper than the drafter if the copy does.
+
+        Args:
+            candidates, scores: [B, d, K] of the drafter.
+
+        Returns:
+            The same as [B, max(d, L), K + 1]. The added last candidate has score -inf: only behind the copied
+            path does it get one, from this scorer.
+        """
+        batch, depth, width = candidates.shape
+        length = self._tokens.shape[1]
+        self._tokens = self._tokens.to(candidates.device)
+        self._log_chances = self._log_chances.to(scores.device)
+        deeper = max(depth, length)
+        wide = candidates.new_full((batch, deeper, width + 1), -1)
+        wide[:, :depth, :width] = candidates
+        wide_scores = scores.new_full((batch, deeper, width + 1), -torch.inf)
+        wide_scores[:, :depth, :width] = scores
+        known = (wide[:, :length, :width] == self._tokens[..., None]).any(-1)
+        wide[:, :length, width] = torch.where(known, -1, self._tokens)
+        return wide, wide_scores
+
+    def __call__(self, depth: int, paths: Tensor, candidates: Tensor, scores: Tensor) -> Tensor:
+        scores = scores[:, None].expand(-1, paths.shape[1], -1)
+        if depth >= self._tokens.shape[1]:
+            return scores
+        copied = self._tokens[:, None]
+        on_path = (paths[..., paths.shape[-1] - depth :] == copied[..., :depth]).all(-1)
+        boosted = on_path[..., None] & (candidates[:, None] == copied[..., depth : depth + 1])
+        return torch.where(boosted, scores.maximum(self._log_chances[:, None, depth : depth + 1]), scores)
