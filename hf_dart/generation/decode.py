@@ -87,7 +87,7 @@ def speculative_generate(
                 limits = call.limits()
                 tree = call.grow(proposal, limits)
             with stats.phase("verify"):
-                logits, features = call.verify(tree)
+                logits, features = call.verify(tree, limits)
             with stats.phase("walk"):
                 accepted = call.walk(tree, logits, limits)
             with stats.phase("commit"):

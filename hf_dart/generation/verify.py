@@ -82,14 +82,22 @@ class Verifier:
             room.append(MAX_DRAFT_LENGTH if beyond and not self._hard else max(0, self._last_position - length))
         return room
 
-    def __call__(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
+    def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
 
         The nodes' entries stay in the cache until `cache.commit` keeps some and drops the rest.
+
+        Args:
+            tree: the tree to verify.
+            limits: tokens that each row may emit; what is returned for a row with 0 is not used.
         """
         self.cache.prepare(tree.size)
         device = tree.tokens.device
-        positions = self.cache.lengths.to(device)[:, None] + tree.depths
+        roots = self.cache.lengths
+        if limits is not None and 0 in limits:
+            # The root of a row that has ended may lie behind the end of the position table.
+            roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
+        positions = roots.to(device)[:, None] + tree.depths
         inputs: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         if self.feature_layers:
             inputs["output_hidden_states"] = self.feature_layers
