@@ -1,0 +1,523 @@
+"""The contract: the same tokens as stock `generate`, and the generator left where stock leaves it.
+
+All in float64 without tolerance, unless a test says otherwise.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
+from tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_head, tiny_target
+from tokenizers import Tokenizer, decoders, models
+from transformers import (
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StoppingCriteria,
+    StoppingCriteriaList,
+    TextIteratorStreamer,
+    TextStreamer,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dart import TreeConfig
+from hf_dart.generation import decode
+from hf_dart.generation.noise import MAX_LEAD, NoiseStream
+
+FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=1": {"do_sample": True, "top_k": 0},
+    "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.2},
+    "several EOS": {"do_sample": True, "temperature": 0.7, "eos_token_id": [3, 11, 19, 27], "pad_token_id": 0},
+}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+EXACT = tally("float64, tiny random targets")
+
+
+def batch(size: int, attention: str) -> dict[str, torch.Tensor]:
+    """Prompts that begin inside the sliding window and end behind it."""
+    if size == 1:
+        return prompts([7])
+    # Under eager attention stock itself gives NaN for padded rows in float64: its softmax is in fp32.
+    return prompts([WINDOW - 1] * 4 if attention == "eager" else [9, 3, 7, 13])
+
+
+def replay(
+    model: Any, inputs: dict[str, torch.Tensor], *, misses: list[float], seed: int = 0, draft_length: int = 6, **options: Any
+) -> ReplayDrafter:
+    """A drafter that knows stock's answer and misses a share of it, per row."""
+    pads = (inputs["attention_mask"] == 0).sum(-1).tolist()
+    sequences = run(model, inputs, seed, **options).sequences
+    return ReplayDrafter(sequences, pads, VOCABULARY, misses=misses, draft_length=draft_length)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, Any]:
+    target = tiny_target("llama")
+    return target, tiny_head(target)
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, attention: str) -> None:
+    target = tiny_target(family, attention)
+    head = tiny_head(target)
+    for size in (1, 4):
+        inputs = batch(size, attention)
+        for mode, options in MODES.items():
+            stock, _ = assert_identical(target, head, inputs, max_new_tokens=24, into=EXACT, **options)
+            assert size * stock.sequences.shape[1] > 0, mode
+        misses = [0.1, 0.6, 0.3, 0.9][:size]
+        for mode in ("greedy", "several EOS"):
+            options = {**MODES[mode], "max_new_tokens": 24}
+            assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, into=EXACT, **options)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("seed", range(1, 5))
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", [*FAMILIES, "phi3", "deepseek_v32", "gemma2", "gpt_oss"])
+def test_families_at_length(family: str, attention: str, seed: int) -> None:
+    if attention == "sdpa" and family in ("gemma2", "gpt_oss"):
+        attention = "eager"  # stock has no sdpa for them
+    target = tiny_target(family, attention, seed=seed)
+    head = tiny_head(target)
+    for lengths in ([1], [31], [5] * 3, [2, 17, 9, 30, 12]):
+        if attention == "eager":
+            lengths = [max(lengths)] * len(lengths)
+        for options in MODES.values():
+            assert_identical(
+                target, head, prompts(lengths, seed), seed=seed, max_new_tokens=90, into=EXACT, **options
+            )
+
+
+@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "phi3", "deepseek_v32"])
+def test_more_cache_and_mask_kinds(family: str) -> None:
+    target = tiny_target(family, "eager")
+    head = tiny_head(target)
+    for size in (1, 4):
+        for mode in ("greedy", "T=1"):
+            assert_identical(
+                target, head, batch(size, "eager"), max_new_tokens=24, into=EXACT, **MODES[mode]
+            )
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2", "deepseek_v3"])
+def test_padded_eager_in_fp32(family: str) -> None:
+    target = tiny_target(family, "eager", torch.float32)
+    head = tiny_head(target)
+    for mode, options in MODES.items():
+        assert_identical_up_to_near_ties(
+            target,
+            head,
+            prompts([9, 3, 7, 13]),
+            into=tally("fp32, tiny random targets, padded, eager"),
+            label=f"{family}, {mode}",
+            max_new_tokens=24,
+            **options,
+        )
+
+
+# ---- lengths and ends -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("length", [{"max_new_tokens": n} for n in (1, 2, 3)] + [{"max_length": 14}, {"max_length": 15}])
+def test_short_lengths(llama: tuple[Any, Any], size: int, length: dict[str, int]) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    for mode in MODES.values():
+        assert_identical(target, head, inputs, **mode, **length)
+        misses = [0.0, 0.5, 0.0, 1.0][:size]
+        assert_identical(target, replay(target, inputs, misses=misses, **mode, **length), inputs, **mode, **length)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"min_new_tokens": 12, "eos_token_id": [3, 11, 19, 27, 35]},
+        {"min_length": 20, "eos_token_id": [3, 11, 19, 27, 35]},
+        {"no_repeat_ngram_size": 2},
+        {"repetition_penalty": 1.5},
+        {"bad_words_ids": [[3], [4, 5], [6, 7, 8]]},
+        {"suppress_tokens": [2, 3, 4], "begin_suppress_tokens": [5, 6]},
+        {"forced_eos_token_id": 3},
+        {"sequence_bias": {(5,): 2.0, (7, 9): -3.0}},
+        {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 3},
+        {"encoder_repetition_penalty": 1.3},
+        {"encoder_no_repeat_ngram_size": 2},
+        {"renormalize_logits": True, "remove_invalid_values": True},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_processors(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    for mode in (GREEDY, SAMPLED):
+        both = {"pad_token_id": 0, **mode, **options}
+        assert_identical(target, head, inputs, **both)
+        assert_identical(target, replay(target, inputs, misses=[0.2, 0.7, 0.4, 0.0][:size], **both), inputs, **both)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.3, "top_k": 5},
+        {"min_p": 0.05},
+        {"typical_p": 0.8},
+        {"epsilon_cutoff": 0.02},
+        {"eta_cutoff": 0.02},
+        {"top_h": 0.5},
+        {"top_p": 0.5, "temperature": 1.7},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_warpers(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
+    target, head = llama
+    assert_identical(target, head, batch(size, "sdpa"), **{**SAMPLED, **options})
+
+
+@pytest.mark.parametrize("table", [32, 40])
+def test_up_to_the_end_of_the_position_table(table: int) -> None:
+    target = tiny_target("gpt2", n_positions=table)
+    head = tiny_head(target)
+    for size in (1, 4):
+        inputs = batch(size, "sdpa")
+        # The last token is not run through the model: one more than the table fits.
+        for length in (table - 1, table, table + 1):
+            for mode in ("greedy", "T=1"):
+                assert_identical(target, head, inputs, max_length=length, **MODES[mode])
+        options = {"do_sample": False, "max_length": table + 1}
+        drafter = replay(target, inputs, misses=[0.0, 0.3, 0.0, 0.0][:size], **options)
+        assert_identical(target, drafter, inputs, **options)
+
+
+class Ends(StoppingCriteria):
+    """Ends a row at any of some tokens; unlike EOS, stock lets ended rows run on beside the others."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.tokens = torch.tensor(tokens)
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.isin(input_ids[:, -1], self.tokens)
+
+
+class LongerThan(StoppingCriteria):
+    """Ends all rows at one length."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "criterion", [Ends([3, 4, 5, 6, 7, 8]), LongerThan(19), Ends([7])], ids=["ends", "longer", "rarely"]
+)
+@pytest.mark.parametrize("eos", [None, [9, 10, 11]])
+def test_custom_criteria(llama: tuple[Any, Any], size: int, criterion: Any, eos: Any) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    for seed in range(3):
+        for mode in (GREEDY, SAMPLED):
+            options = {
+                **mode,
+                "stopping_criteria": StoppingCriteriaList([criterion]),
+                "eos_token_id": eos,
+                "pad_token_id": 0,
+            }
+            assert_identical(target, head, inputs, seed=seed, **options)
+            misses = [0.0, 0.6, 0.2, 1.0][:size]
+            drafter = replay(target, inputs, misses=misses, seed=seed, **options)
+            assert_identical(target, drafter, inputs, seed=seed, **options)
+
+
+class LastTokenBias(LogitsProcessor):
+    """Scores that depend on the ids so far; also notes the lengths at which it was called."""
+
+    def __init__(self) -> None:
+        self.lengths: list[int] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.lengths.append(input_ids.shape[1])
+        liked = (input_ids[:, -1:] * 7 + input_ids[:, :1] + torch.arange(3)) % scores.shape[-1]
+        return scores.scatter_add(1, liked, torch.full(liked.shape, 1.5, dtype=scores.dtype))
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_custom_processor(llama: tuple[Any, Any], size: int) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    for mode in (GREEDY, SAMPLED):
+        calls = []
+        for drafting in ({}, {"assistant": head}):
+            bias = LastTokenBias()
+            done = run(target, inputs, 0, logits_processor=LogitsProcessorList([bias]), **drafting, **mode)
+            calls.append((done, bias.lengths))
+        (stock, stock_lengths), (ours, our_lengths) = calls
+        assert torch.equal(ours.sequences, stock.sequences)
+        assert torch.equal(ours.state, stock.state)
+        if size == 1:  # the very calls, also for processors that keep state
+            assert our_lengths == stock_lengths
+
+
+def test_num_return_sequences(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    stock, _ = assert_identical(target, head, batch(1, "sdpa"), **SAMPLED, num_return_sequences=3, into=EXACT)
+    assert len(stock.sequences) == 3
+    assert_identical(target, head, batch(4, "sdpa"), **SAMPLED, num_return_sequences=2, into=EXACT)
+
+
+# ---- text -------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Forty-eight letters: ids and texts map one to one."""
+    letters = {letter: i for i, letter in enumerate(string.ascii_letters[:VOCABULARY])}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def some_of_the_text(target: Any, tokenizer: Any, inputs: Any, **options: Any) -> str:
+    """Two letters from the middle of what stock writes."""
+    text = run(target, inputs, 0, **options).sequences[0, inputs["input_ids"].shape[1] :]
+    return tokenizer.decode(text[8:10])
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_stop_strings(llama: tuple[Any, Any], tokenizer: Any, size: int) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    for mode in (GREEDY, SAMPLED):
+        stops = [some_of_the_text(target, tokenizer, inputs, **mode), "xyz"]
+        both = {**mode, "stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": 0}
+        stock, _ = assert_identical(target, head, inputs, **both)
+        if size == 1:
+            assert stock.sequences.shape[1] < 7 + 24, "the string was to end the text early"
+        assert_identical(target, replay(target, inputs, misses=[0.1] * size, **both), inputs, **both)
+
+
+class Recorder(BaseStreamer):
+    """Notes every call."""
+
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append((value.shape, value.tolist(), value.device.type))
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_streamer_sees_the_same_calls(llama: tuple[Any, Any], size: int, mode: str) -> None:
+    target, head = llama
+    inputs = batch(size, "sdpa")
+    calls = []
+    for drafting in ({}, {"assistant": head}):
+        recorder = Recorder()
+        run(target, inputs, 0, streamer=recorder, max_new_tokens=24, **drafting, **MODES[mode])
+        calls.append(recorder.calls)
+    assert calls[0] == calls[1]
+    assert calls[1][-1] == "end"
+
+
+def test_text_streamers(llama: tuple[Any, Any], tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = llama
+    inputs = batch(1, "sdpa")
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        target.generate(**inputs, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True), **drafting)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].strip()
+
+    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    thread = Thread(target=lambda: target.generate(**inputs, **GREEDY, streamer=streamer, assistant=head))
+    thread.start()
+    streamed = "".join(streamer)
+    thread.join()
+    assert streamed == tokenizer.decode(run(target, inputs, 0, **GREEDY).sequences[0])
+
+
+# ---- outputs and routes -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_returned_dict(llama: tuple[Any, Any], mode: str) -> None:
+    target, head = llama
+    options = {"return_dict_in_generate": True, "output_scores": True, "output_logits": True, "max_new_tokens": 24}
+    stock, ours = assert_identical(target, head, batch(1, "sdpa"), **options, **MODES[mode])
+    for name in ("scores", "logits"):
+        want, got = getattr(stock.output, name), getattr(ours.output, name)
+        assert len(got) == len(want)
+        for left, right in zip(got, want, strict=True):
+            assert left.dtype == right.dtype
+            torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
+    assert ours.output.draft_stats is head.last_stats
+    assert set(stock.output.keys()) | {"draft_stats"} == set(ours.output.keys())
+
+
+def test_scores_of_a_batch_are_refused_and_the_dict_is_not(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    inputs = batch(4, "sdpa")
+    with pytest.raises(ValueError, match="one row only"):
+        target.generate(**inputs, **GREEDY, assistant=head, return_dict_in_generate=True, output_scores=True)
+    assert_identical(target, head, inputs, **GREEDY, return_dict_in_generate=True)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v3", "deepseek_v32"])
+def test_prefill_in_chunks(family: str) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    for lengths in ([23], [23, 5, 12, 17]):
+        for chunk in (1, 7, 11, 23, 40):
+            assert_identical(
+                target, head, prompts(lengths), **SAMPLED, prefill_chunk_size=chunk, into=EXACT
+            )
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "tree",
+    [
+        TreeConfig(nodes=1),
+        TreeConfig(nodes=2),
+        TreeConfig.chain(3),
+        TreeConfig.chain(31),
+        TreeConfig(nodes=3, top_k=2, beam=1),
+        TreeConfig(nodes=60, top_k=VOCABULARY, beam=40),
+        TreeConfig(nodes=200, top_k=100, beam=200),
+        TreeConfig(nodes=16, depth=1),
+        TreeConfig(nodes=16, depth=2, beam=1),
+        TreeConfig(shared_noise=False),
+        TreeConfig(nodes=40, shared_noise=False, top_k=3),
+    ],
+    ids=str,
+)
+def test_every_tree_gives_the_same_text(llama: tuple[Any, Any], size: int, tree: TreeConfig) -> None:
+    target, head = llama
+    for mode in MODES.values():
+        assert_identical(target, head, batch(size, "sdpa"), max_new_tokens=24, tree_config=tree, **mode)
+
+
+def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    taus = []
+    for nodes in (1, 4, 40):
+        total = Tally("")
+        for seed in range(6):
+            tree = TreeConfig(nodes=nodes)
+            assert_identical(target, head, batch(1, "sdpa"), **SAMPLED, seed=seed, tree_config=tree, into=total)
+        taus.append(total.mean_tau)
+    assert taus[0] == 1.0
+    assert taus[0] < taus[1] < taus[2]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_as_custom_generate(llama: tuple[Any, Any], mode: str) -> None:
+    target, head = llama
+    inputs = batch(4, "sdpa")
+    stock = run(target, inputs, 0, max_new_tokens=24, **MODES[mode])
+    ours = run(target, inputs, 0, max_new_tokens=24, custom_generate=head.generate, **MODES[mode])
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert torch.equal(ours.state, stock.state)
+
+
+@pytest.mark.parametrize("layers", [[0], [2], [0, 1, 2]])
+@pytest.mark.parametrize("draft_length", [1, 2, 31])
+def test_heads_of_every_shape(layers: list[int], draft_length: int) -> None:
+    target = tiny_target("qwen3")
+    head = tiny_head(target, feature_layers=layers, draft_length=draft_length, num_layers=2)
+    for size in (1, 4):
+        assert_identical(target, head, batch(size, "sdpa"), **SAMPLED, into=EXACT)
+
+
+def test_a_drafter_without_features(llama: tuple[Any, Any]) -> None:
+    target, _ = llama
+    inputs = batch(4, "sdpa")
+    perfect = replay(target, inputs, misses=[0.0] * 4, **SAMPLED)
+    assert_identical(target, perfect, inputs, **SAMPLED, into=EXACT)
+    assert perfect.last_stats is not None
+    assert perfect.last_stats.tau > 5
+
+
+# ---- the noise queue --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("misses", [[0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.5]])
+def test_no_row_runs_too_far_ahead(
+    llama: tuple[Any, Any], misses: list[float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One row has every draft accepted, another none: the queue of noise blocks stays short."""
+    longest = 0
+
+    class Watched(NoiseStream):
+        def _draw_to(self, end: int) -> None:
+            nonlocal longest
+            super()._draw_to(end)
+            longest = max(longest, len(self._blocks))
+
+    monkeypatch.setattr(decode, "NoiseStream", Watched)
+    target, _ = llama
+    inputs = batch(4, "sdpa")
+    options = {**SAMPLED, "max_new_tokens": 110}
+    drafter = replay(target, inputs, misses=misses, draft_length=9, **options)
+    stock, _ = assert_identical(target, drafter, inputs, **options)
+    assert stock.sequences.shape[1] == 13 + 110
+    assert MAX_LEAD <= longest <= MAX_LEAD + drafter.draft_length + 1
+
+
+def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> None:
+    """Ended rows and rows far ahead do not disturb the others' noise."""
+    target, _ = llama
+    inputs = batch(4, "sdpa")
+    options = {**SAMPLED, "max_new_tokens": 100, "eos_token_id": [3, 4], "pad_token_id": 0}
+    for seed in range(4):
+        for misses in ([0.0, 1.0, 0.2, 0.9], [1.0, 1.0, 0.0, 0.0]):
+            drafter = replay(target, inputs, misses=misses, seed=seed, draft_length=31, **options)
+            assert_identical(target, drafter, inputs, seed=seed, **options)
+
+
+def test_concurrent_calls_share_one_head(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    cases = [prompts(lengths, seed) for seed, lengths in enumerate([[7], [9, 4], [12], [3, 5, 8]])]
+    options = {**GREEDY, "max_new_tokens": 60}
+    alone = [run(target, inputs, 0, **options).sequences for inputs in cases]
+    together: list[Any] = [None] * len(cases)
+
+    def work(index: int, call: Callable[..., Any]) -> None:
+        together[index] = call(**cases[index], **options, assistant=head)
+
+    threads = [Thread(target=work, args=(index, target.generate)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
+
+
+# ---- at the end -------------------------------------------------------------------------------------------
+
+
+def test_the_runs_exercised_commits() -> None:
+    """Mean tau of all the runs above; the figure is printed at the end of the session."""
+    if not EXACT.taus:
+        pytest.skip("none of the runs that this test adds up was selected")
+    assert EXACT.mean_tau > 1.3
