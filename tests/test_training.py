@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import math
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -263,6 +266,43 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
         torch.testing.assert_close(value, results[1][1][name], rtol=1e-6, atol=1e-8)
 
 
+@pytest.mark.matrix
+def test_two_processes_are_one(tmp_path: Path) -> None:
+    """DDP over gloo: unequal numbers of blocks on the two sides, one step, the weights of one process."""
+    weights = []
+    for processes in (1, 2):
+        path = tmp_path / f"{processes}.pt"
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+        subprocess.run(
+            [sys.executable, *launch, __file__, str(path)],
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            check=True,
+            timeout=300,
+        )
+        weights.append(torch.load(path))
+    for name, value in weights[0].items():
+        torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-12)
+
+
+def one_distributed_step(path: str) -> None:
+    target = tiny_target(torch.float64)
+    head = tiny_head(target)
+    trainer = tiny_trainer(
+        Path(path).parent,
+        head,
+        target,
+        token_rows([[24], [8, -16], [12, 12], [6, -18]]),
+        collator=BlockCollator(head.draft_length, 24),
+        max_steps=1,
+        per_device_train_batch_size=4 // int(os.environ["WORLD_SIZE"]),
+        optim="sgd",
+        max_grad_norm=0.0,
+    )
+    trainer.train()
+    if trainer.args.process_index == 0:
+        torch.save(head.state_dict(), path)
+
+
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
     rows = token_rows(LENGTHS * 4)
     weights = []
@@ -324,6 +364,27 @@ def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:
         pieces += [document[i : i + 16] for i in range(0, n, 16)]
     assert found == [piece for piece in pieces if len(piece) >= 3]
 
+    alone = PackedTokens(path, length=16, eos=0, minimum=3, share_rows=False)
+    assert [row["input_ids"][row["documents"] == 0].tolist() for row in alone] == found
+    assert all(row["documents"].max() == 0 for row in alone)
+
+
+@pytest.mark.parametrize("takes_positions", [True, False])
+def test_a_target_that_mixes_documents_is_refused(tmp_path: Path, takes_positions: bool) -> None:
+    target = tiny_target()
+    head = tiny_head(target)
+    forward = target.forward
+
+    def deaf(position_ids: Any = None, **kwargs: Any) -> Any:
+        if position_ids is not None and not takes_positions:
+            raise TypeError("unexpected keyword argument 'position_ids'")
+        return forward(**kwargs)
+
+    target.forward = deaf
+    with pytest.raises(ValueError, match="share_rows=False"):
+        tiny_trainer(tmp_path, head, target, token_rows(LENGTHS)).train()
+    tiny_trainer(tmp_path, head, target, token_rows([[24], [20, -4]]), max_steps=1).train()
+
 
 def test_mixture_keeps_its_shares_and_repeats_what_is_short() -> None:
     mixture = Mixture([list(range(3)), list(range(100, 200))], (0.25, 0.75), rows=40)  # type: ignore[list-item]
@@ -348,3 +409,7 @@ def test_the_packaged_head_fits_the_packaged_target() -> None:
     assert head.config.target_name == "py8m"
     assert head.config.tokenizer_hash is not None
     assert sum(file.stat().st_size for file in pair.rglob("*") if file.is_file()) <= 24e6
+
+
+if __name__ == "__main__":
+    one_distributed_step(sys.argv[1])

@@ -29,16 +29,24 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     """Rows of `length` tokens cut from a stream of documents.
 
     A document longer than a row is cut into rows; what is left of it, and every shorter document, goes whole
-    into the next row with room. Rows are filled with padding, never with half a document.
+    into the next row with room. Rows are filled up with padding, never with half a document.
 
     Args:
         stream: token ids [n], or a file of raw uint16 ids, which is memory-mapped; documents end with `eos`.
         length: T, tokens of a row.
         eos: the end-of-text token; it belongs to the document that it ends.
         minimum: shorter pieces are left out. A piece of m tokens has m - d anchors.
+        share_rows: False gives every piece a row of its own, for targets that cannot tell documents apart.
     """
 
-    def __init__(self, stream: np.ndarray | str | Path, length: int, eos: int, minimum: int = 16) -> None:
+    def __init__(
+        self,
+        stream: np.ndarray | str | Path,
+        length: int,
+        eos: int,
+        minimum: int = 16,
+        share_rows: bool = True,
+    ) -> None:
         if isinstance(stream, (str, Path)):
             stream = np.memmap(stream, dtype=np.uint16, mode="r")
         self.stream = stream
@@ -54,7 +62,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
                 size = min(length, end - start)
                 if size < minimum:
                     continue
-                if size > room:
+                if size > room or not share_rows:
                     self.rows.append([])
                     room = length
                 self.rows[-1].append((start, start + size))

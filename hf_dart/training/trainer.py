@@ -48,7 +48,7 @@ class DartTrainer(Trainer):
 
     Args:
         head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
-        target: the causal LM; it is run without gradients, and never changed.
+        target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
         args: [`DartTrainingArguments`].
         train_dataset, eval_dataset: rows as those of `data.PackedTokens`: `input_ids` [T], `documents` [T].
         kwargs: as for `Trainer`.
@@ -69,6 +69,7 @@ class DartTrainer(Trainer):
         # The loss is divided by the blocks of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
         self._agreement: Tensor | None = None
+        self._packing_checked = False
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with _frozen(self.target):
@@ -143,8 +144,13 @@ class DartTrainer(Trainer):
         Padding lies behind the documents, where causal attention does not look: it needs no mask. Several
         documents in a row are told apart by positions that begin anew, which transformers turns into the mask
         of every layer kind of the model.
+
+        Raises:
+            ValueError: rows hold several documents and this target does not keep them apart.
         """
         packed = bool((documents > 0).any())
+        if packed and not self._packing_checked:
+            self._check_packing(ids.device)
         output = self.target(
             input_ids=ids,
             position_ids=document_positions(documents) if packed else None,
@@ -154,6 +160,24 @@ class DartTrainer(Trainer):
         )
         features = torch.cat([output.hidden_states[layer] for layer in self.head.feature_layers], dim=-1)
         return features.to(self.head.device), output.logits.to(self.head.device)
+
+    def _check_packing(self, device: torch.device) -> None:
+        """Change a token of a first document: the logits of a second one in the row must not notice."""
+        positions = torch.arange(8, device=device).repeat(2)[None]
+        ids = torch.arange(16, device=device)[None].repeat(2, 1)
+        ids[1, 0] += 1
+        try:
+            output = self.target(input_ids=ids, position_ids=positions.expand(2, -1), use_cache=False)
+            change = (output.logits[0] - output.logits[1]).abs().float()
+            apart = bool(change[8:].max() <= 1e-2 * change[:8].max())
+        except TypeError:  # no position_ids
+            apart = False
+        if not apart:
+            raise ValueError(
+                f"{type(self.target).__name__} does not keep packed documents apart by their positions; give "
+                "rows of one document each, as PackedTokens(..., share_rows=False) does."
+            )
+        self._packing_checked = True
 
     def prediction_step(
         self,
