@@ -1,0 +1,264 @@
+"""The two tree caches against the plain forward, and what a caller finds in the cache afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical, run
+from test_exact import replay
+from tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_dart.generation import decode
+from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, is_placeholder, tree_cache
+from hf_dart.generation.verify import Verifier, mask_kinds
+from hf_dart.tree import DraftTree
+
+FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
+GREEDY = {"do_sample": False, "max_new_tokens": 26}
+# Sums in another order differ in the last bits.
+CLOSE = {"rtol": 1e-9, "atol": 1e-9}
+# These families compute their expert weights in fp32, whatever their dtype.
+ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
+
+
+def ragged(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
+    return RaggedCache(prefilled, pads, capacity, keep)
+
+
+def right_aligned(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
+    return RightAlignedCache(prefilled, pads)
+
+
+def kinds_of_cache(family: str) -> list[Callable[..., TreeCache]]:
+    """A family whose layers keep more than keys and values has only the right-aligned one."""
+    return [right_aligned] if family == "deepseek_v32" else [ragged, right_aligned]
+
+
+CASES = [(family, make) for family in FAMILIES for make in kinds_of_cache(family)]
+
+
+def prefill(target: Any, inputs: dict[str, Tensor]) -> DynamicCache:
+    cache = DynamicCache(config=target.config)
+    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
+    target(**inputs, position_ids=positions, past_key_values=cache, use_cache=True)
+    return cache
+
+
+def random_tree(batch: int, nodes: int, random: Random) -> DraftTree:
+    parents = [[-1, *(random.randrange(max(0, i - 4), i) for i in range(1, nodes))] for _ in range(batch)]
+    tokens = [[random.randrange(2, VOCABULARY) for _ in range(nodes)] for _ in range(batch)]
+    return DraftTree.from_parents(torch.tensor(tokens), torch.tensor(parents), max_depth=nodes)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("lengths", [[12], [9, 3, 12, 7], [2, 2]])
+@pytest.mark.parametrize(("family", "make"), CASES)
+def test_trees_over_ragged_rounds(family: str, make: Callable[..., TreeCache], lengths: list[int]) -> None:
+    """Every node's logits equal those of its path as plain text, round after round of ragged commits."""
+    target = tiny_target(family)
+    inputs = prompts(lengths)
+    width, batch = max(lengths), len(lengths)
+    pads = [width - length for length in lengths]
+    texts = [inputs["input_ids"][b, pads[b] :].tolist() for b in range(batch)]
+    prefilled = prefill(target, inputs)
+    kinds = mask_kinds(target, prefilled)
+    # A capacity of almost nothing, so that the buffers have to grow.
+    cache = make(prefilled, pads, 4, False)
+    verify = Verifier(target, cache, kinds, [1])
+    random = Random(len(texts))
+    close = ROUTED_IN_FP32 if family.startswith("deepseek") else CLOSE
+    for _ in range(6):
+        tree = random_tree(batch, 11, random)
+        logits, features = verify(tree)
+        paths = []
+        for row in range(batch):
+            parents = tree.parents[row].tolist()
+            for node in range(11):
+                path = [node]
+                while parents[path[0]] >= 0:
+                    path.insert(0, parents[path[0]])
+                if node not in parents:  # a leaf: its path is checked whole
+                    text = torch.tensor([texts[row] + tree.tokens[row, path].tolist()])
+                    plain = target(text, use_cache=False, output_hidden_states=True)
+                    seen = len(texts[row])
+                    torch.testing.assert_close(logits[row, path], plain.logits[0, seen:], **close)
+                    torch.testing.assert_close(
+                        features[row, path], plain.hidden_states[1][0, seen:], **close
+                    )
+            deepest = int(tree.depths[row].argmax())
+            path = [deepest]
+            while parents[path[0]] >= 0:
+                path.insert(0, parents[path[0]])
+            paths.append(path[: random.choice([0, 1, len(path), random.randrange(len(path) + 1)])])
+        if not any(paths):
+            paths[0] = [0]
+        longest = max(map(len, paths))
+        cache.commit(
+            torch.tensor([path + [0] * (longest - len(path)) for path in paths]), [len(path) for path in paths]
+        )
+        for row, path in enumerate(paths):
+            texts[row] += tree.tokens[row, path].tolist()
+        assert cache.lengths.tolist() == [len(text) for text in texts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [ragged, right_aligned])
+def test_truncated_rows_go_on_from_their_end(make: Callable[..., TreeCache]) -> None:
+    target = tiny_target("llama")
+    inputs = prompts([9, 5, 12])
+    pads = [3, 7, 0]
+    prefilled = prefill(target, inputs)
+    kinds = mask_kinds(target, prefilled)
+    cache = make(prefilled, pads, 64, False)
+    verify = Verifier(target, cache, kinds, [])
+    chain = DraftTree.chain(torch.randint(2, VOCABULARY, (3, 6)))
+    verify(chain)
+    cache.commit(torch.arange(6).expand(3, -1), [6, 2, 4])
+    cache.truncate(torch.tensor([11, 7, 14]))
+    after = torch.randint(2, VOCABULARY, (3, 1))
+    logits, _ = verify(DraftTree.chain(after))
+    for row, kept in enumerate([2, 2, 2]):
+        text = torch.cat([inputs["input_ids"][row, pads[row] :], chain.tokens[row, :kept], after[row]])
+        torch.testing.assert_close(logits[row, 0], target(text[None], use_cache=False).logits[0, -1], **CLOSE)
+
+
+def test_the_chooser_picks_by_layer_kind() -> None:
+    for family in FAMILIES:
+        target = tiny_target(family)
+        cache = tree_cache(prefill(target, prompts([5])), [0], 16, keep=True)
+        wanted = RightAlignedCache if family == "deepseek_v32" else RaggedCache
+        assert type(cache) is wanted, family
+
+
+# ---- end to end -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_right_aligned_end_to_end(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    inputs = prompts(lengths)
+    made = []
+
+    def choose(*args: Any, **kwargs: Any) -> TreeCache:
+        made.append(right_aligned(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "tree_cache", choose)
+    for options in (GREEDY, SAMPLED, {**SAMPLED, "eos_token_id": [3, 11, 19]}):
+        assert_identical(target, head, inputs, **options)
+        misses = [0.1, 0.8, 0.3, 0.5][: len(lengths)]
+        assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, **options)
+    assert len(made) == 6
+
+
+def assert_same_cache(ours: DynamicCache, stock: DynamicCache, pads: list[int], tokens: Tensor) -> None:
+    """All layers hold the same entries in the same slots; what padding left there is nobody's business."""
+    assert type(ours) is type(stock)
+    assert ours.get_seq_length() == stock.get_seq_length() == tokens.shape[1] - 1
+    assert len(ours.layers) == len(stock.layers)
+    for left, right in zip(ours.layers, stock.layers, strict=True):
+        assert type(left) is type(right)
+        if is_placeholder(left):
+            continue
+        for name in ("keys", "values"):
+            got, want = getattr(left, name), getattr(right, name)
+            assert got.shape == want.shape
+            hidden = max(0, stock.get_seq_length() - want.shape[2])  # slots that have left the window
+            for row, pad in enumerate(pads):
+                first = max(0, pad - hidden)
+                torch.testing.assert_close(got[row, :, first:], want[row, :, first:], **CLOSE)
+        if getattr(right, "cumulative_length", None) is not None:
+            assert int(left.cumulative_length) == int(right.cumulative_length)
+        if getattr(right, "is_indexer_initialized", False):
+            for row, pad in enumerate(pads):
+                torch.testing.assert_close(left.indexer_keys[row, pad:], right.indexer_keys[row, pad:], **CLOSE)
+
+
+def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
+    """A second turn behind the first one, from its cache."""
+    added = prompts([4] * len(sequences), seed=9)["input_ids"]
+    ids = torch.cat([sequences, added], dim=1)
+    seen = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)
+    return run(target, {"input_ids": ids, "attention_mask": seen}, 1, past_key_values=cache, **options).sequences
+
+
+@pytest.mark.parametrize(
+    ("lengths", "eos"),
+    [([WINDOW + 5], None), ([9, 3, 7, 13], None), ([9, 3, 7, 13], [3, 11, 19, 27, 35])],
+    ids=["one", "four", "ended-early"],
+)
+@pytest.mark.parametrize(("family", "make"), CASES)
+def test_the_returned_cache_is_stocks(
+    family: str, make: Callable[..., TreeCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decode, "tree_cache", make)
+    target = tiny_target(family)
+    inputs = prompts(lengths)
+    pads = [max(lengths) - length for length in lengths]
+    options = {**SAMPLED, "eos_token_id": eos, "pad_token_id": 0, "return_dict_in_generate": True}
+    misses = [0.3, 0.9, 0.0, 0.5][: len(lengths)]
+    for drafter in (tiny_head(target), replay(target, inputs, misses=misses, **options)):
+        stock, ours = assert_identical(target, drafter, inputs, **options)
+        assert_same_cache(
+            ours.output.past_key_values, stock.output.past_key_values, pads, stock.output.sequences
+        )
+        turns = [
+            next_turn(target, done.sequences, inputs["attention_mask"], done.output.past_key_values, **GREEDY)
+            for done in (stock, ours)
+        ]
+        assert torch.equal(*turns)
+
+
+@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_cache_passed_in_is_updated_in_place(family: str, lengths: list[int]) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    inputs = prompts(lengths)
+    pads = [max(lengths) - length for length in lengths]
+    caches, turns = [], []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        text = run(target, inputs, 0, past_key_values=cache, **SAMPLED, **drafting).sequences
+        caches.append((cache, text))
+        # Three turns over one cache, each from what the last one left.
+        text = next_turn(target, text, inputs["attention_mask"], cache, **GREEDY, **drafting)
+        text = next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **drafting)
+        turns.append(text)
+    assert torch.equal(*turns)
+    (stock, stock_text), (ours, our_text) = caches
+    assert torch.equal(stock_text, our_text)
+    assert_same_cache(ours, stock, pads, turns[0])
+
+
+def test_the_next_turn_may_be_drafted_or_not() -> None:
+    target = tiny_target("gemma3")
+    head = tiny_head(target)
+    inputs = prompts([9, 3, 7, 13])
+    texts = []
+    for first in ({}, {"assistant": head}):
+        for second in ({}, {"assistant": head}):
+            cache = DynamicCache(config=target.config)
+            text = run(target, inputs, 0, past_key_values=cache, **SAMPLED, **first).sequences
+            texts.append(next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **second))
+    assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:
+    """Without a caller who wants the cache, keys and values are held once."""
+    target = tiny_target("llama")
+    prefilled = prefill(target, prompts([12]))
+    tree_cache(prefilled, [0], 64, keep=False)
+    assert all(layer.keys.numel() == 0 for layer in prefilled.layers)
+    prefilled = prefill(target, prompts([12]))
+    tree_cache(prefilled, [0], 64, keep=True)
+    assert all(layer.keys.shape[2] == 12 for layer in prefilled.layers)

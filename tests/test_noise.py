@@ -1,0 +1,108 @@
+"""The noise stream is what `torch.multinomial` draws, call by call."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_dart.generation.noise import NoiseStream
+
+CPU = torch.device("cpu")
+
+
+def distributions(rows: int, vocabulary: int, calls: int, share_zeroed: float = 0.0) -> torch.Tensor:
+    """[calls, rows, vocabulary] probabilities, some of them zero, from a generator of their own."""
+    generator = torch.Generator().manual_seed(vocabulary)
+    logits = 3 * torch.randn(calls, rows, vocabulary, generator=generator)
+    zeroed = torch.rand(logits.shape, generator=generator) < share_zeroed
+    zeroed[..., 0] = False
+    return logits.masked_fill(zeroed, -torch.inf).softmax(-1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize(("vocabulary", "calls"), [(2, 40), (7, 40), (48, 40), (1021, 20), (50_000, 6)])
+@pytest.mark.parametrize("share_zeroed", [0.0, 0.95])
+def test_equals_multinomial(rows: int, vocabulary: int, calls: int, share_zeroed: float) -> None:
+    probabilities = distributions(rows, vocabulary, calls, share_zeroed)
+    torch.manual_seed(11)
+    stock = [torch.multinomial(p, num_samples=1).squeeze(1) for p in probabilities]
+    state = torch.get_rng_state()
+
+    torch.manual_seed(11)
+    before = torch.get_rng_state()
+    stream = NoiseStream(rows, vocabulary, CPU)
+    window = stream.exponentials([0] * rows, calls)
+    assert torch.equal(torch.get_rng_state(), before), "looking ahead moved the default generator"
+    for position, (p, drawn) in enumerate(zip(probabilities, stock, strict=True)):
+        assert torch.equal((p / window[:, position]).argmax(-1), drawn)
+        for row in range(rows):
+            one = stream.exponential(row, position)
+            assert one.shape == (1, vocabulary)
+            assert int((p[row : row + 1] / one).argmax(-1)) == int(drawn[row])
+    stream.leave_as_stock(calls)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("steps", [0, 1, 5, 12, 19])
+def test_the_generator_is_left_where_stock_is(steps: int) -> None:
+    torch.manual_seed(3)
+    for _ in range(steps):
+        torch.multinomial(torch.full((3, 20), 0.05), num_samples=1)
+    state = torch.get_rng_state()
+
+    torch.manual_seed(3)
+    stream = NoiseStream(3, 20, CPU)
+    stream.gumbel([0, 2, 4], 8)  # 12 positions ahead
+    stream.leave_as_stock(steps)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_rows_start_where_they_are() -> None:
+    torch.manual_seed(5)
+    blocks = torch.stack([torch.empty(3, 9).exponential_(1) for _ in range(12)])  # [position, row, V]
+    torch.manual_seed(5)
+    stream = NoiseStream(3, 9, CPU)
+    starts = [4, 0, 7]
+    window = stream.exponentials(starts, 5)
+    gumbel = stream.gumbel(starts, 5)
+    for row, start in enumerate(starts):
+        assert torch.equal(window[row], blocks[start : start + 5, row])
+        assert torch.equal(gumbel[row], -blocks[start : start + 5, row].log())
+
+
+def test_forgotten_blocks_change_nothing() -> None:
+    torch.manual_seed(5)
+    blocks = torch.stack([torch.empty(2, 9).exponential_(1) for _ in range(40)])
+    torch.manual_seed(5)
+    stream = NoiseStream(2, 9, CPU)
+    for position in range(0, 30, 3):
+        stream.forget_before(position)
+        assert len(stream._blocks) <= 3 + 6
+        starts = [position + 2, position]
+        assert torch.equal(stream.gumbel(starts, 4)[0], -blocks[position + 2 : position + 6, 0].log())
+        assert torch.equal(stream.exponentials(starts, 4)[1], blocks[position : position + 4, 1])
+    torch.manual_seed(5)
+    for _ in range(31):
+        torch.empty(2, 9).exponential_(1)
+    state = torch.get_rng_state()
+    stream.leave_as_stock(31)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
+    torch.manual_seed(5)
+    stream = NoiseStream(2, 9, CPU)
+    stream.exponentials([0, 0], 10)
+    stream.forget_before(8)
+    window = stream.exponentials([2, 9], 3)
+    assert window.shape == (2, 3, 9)
+    torch.manual_seed(5)
+    blocks = torch.stack([torch.empty(2, 9).exponential_(1) for _ in range(12)])
+    assert torch.equal(window[1], blocks[9:12, 1])
+
+
+def test_two_streams_do_not_disturb_each_other() -> None:
+    torch.manual_seed(5)
+    first, second = NoiseStream(1, 9, CPU), NoiseStream(1, 9, CPU)
+    left = first.exponentials([0], 4)
+    assert torch.equal(second.exponentials([0], 4), left)
