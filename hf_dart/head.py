@@ -23,6 +23,9 @@ from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.slots import SlotSpec, SlotStore
 
+# What says where on the Hub a file lies.
+_HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
+
 
 class DartAttention(nn.Module):
     """Grouped-query attention with rotary positions over an input of any width."""
@@ -161,7 +164,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
             config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer))
         fields = DartConfig.for_target(target, **config)
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
             head = cls(fields)
         return head._fit(target, tokenizer)
 
@@ -179,16 +182,24 @@ class DartHead(Drafter[DartState], PreTrainedModel):
             kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
 
         Raises:
-            ValueError: the head does not fit the target; the message says what differs.
+            ValueError: the head does not fit the target, or the files are not those of a head; the message says
+                what differs.
+            OSError: there are no such files.
         """
+        if "config" not in kwargs:
+            # transformers would fill in for a missing config.json with the defaults.
+            where = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
+            if DartConfig.get_config_dict(path, **where)[0].get("model_type") != DartConfig.model_type:
+                raise ValueError(f"{path} holds no config.json of a DART head; give what save_pretrained wrote.")
+        # A weight of another shape is reported below, in our words.
+        options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
             with torch.random.fork_rng(devices=[]):
-                head, info = super().from_pretrained(
-                    path, **{**kwargs, "output_loading_info": True, "use_safetensors": True}
-                )
+                head, info = super().from_pretrained(path, **{**kwargs, **options})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
-        wrong = [*info["missing_keys"], *info["unexpected_keys"], *info["mismatched_keys"]]
+        mismatched = [name for name, *_ in info["mismatched_keys"]]
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *mismatched]
         if wrong:
             raise ValueError(
                 f"The weights in {path} are not those of the head that its config.json describes (first "
@@ -254,7 +265,9 @@ class DartHead(Drafter[DartState], PreTrainedModel):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V] of the target's own LM head."""
-        return self._shared_modules.lm_head(hidden)
+        lm_head = self._shared_modules.lm_head
+        dtype = lm_head.weight.dtype
+        return lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden)
 
     def inputs(self, features: Tensor, embeddings: Tensor) -> tuple[Tensor, Tensor]:
         """What real positions put into the first layer.

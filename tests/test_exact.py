@@ -408,6 +408,8 @@ def test_prefill_in_chunks(family: str) -> None:
         TreeConfig(nodes=16, depth=2, beam=1),
         TreeConfig(shared_noise=False),
         TreeConfig(nodes=40, shared_noise=False, top_k=3),
+        TreeConfig(lookup=0),
+        TreeConfig(nodes=40, lookup=100),
     ],
     ids=str,
 )
@@ -423,7 +425,7 @@ def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
     for nodes in (1, 4, 40):
         total = Tally("")
         for seed in range(6):
-            tree = TreeConfig(nodes=nodes)
+            tree = TreeConfig(nodes=nodes, lookup=0)
             assert_identical(target, head, batch(1, "sdpa"), **SAMPLED, seed=seed, tree_config=tree, into=total)
         taus.append(total.mean_tau)
     assert taus[0] == 1.0

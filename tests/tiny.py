@@ -191,7 +191,7 @@ class ReplayDrafter(Drafter[ReplayState]):
         self.misses = torch.tensor(misses)
         self._draft_length, self._hidden_layers = draft_length, list(hidden_layers)
         self._generator = torch.Generator().manual_seed(seed)
-        self.tree_config = TreeConfig(shared_noise=False)
+        self.tree_config = TreeConfig(shared_noise=False, lookup=0)
         self.last_stats = None
 
     @property
