@@ -26,6 +26,7 @@ class DartConfig(PreTrainedConfig):
         num_layers: decoder layers of the head.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
+        selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
@@ -48,6 +49,7 @@ class DartConfig(PreTrainedConfig):
     intermediate_size: int = 768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    selector_rank: int = 0
     initializer_range: float = 0.02
     vocab_size: int = 6144
     target_name: str | None = None

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from transformers import PreTrainedModel
 from hf_dart.configuration import DartConfig, TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.proposal import Drafter, Proposal
+from hf_dart.refine import BigramSelector
 from hf_dart.slots import SlotSpec, SlotStore
 
 # What says where on the Hub a file lies.
@@ -131,7 +133,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
     config: DartConfig
     base_model_prefix = "dart"
     main_input_name = "features"
-    _no_split_modules = ("DartLayer",)
+    _no_split_modules = ["DartLayer"]  # noqa: RUF012
     _shared: _Shared | None
 
     def __init__(self, config: DartConfig) -> None:
@@ -143,6 +145,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         self.mask_slot = nn.Embedding(1, config.embedding_size + config.hidden_size)
         self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.selector = BigramSelector(config) if config.selector_rank else None
         self.tree_config = TreeConfig()
         self.last_stats = None
         self._shared = None
@@ -193,6 +196,8 @@ class DartHead(Drafter[DartState], PreTrainedModel):
                 raise ValueError(f"{path} holds no config.json of a DART head; give what save_pretrained wrote.")
         # A weight of another shape is reported below, in our words.
         options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+            raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a head.")
         try:
             with torch.random.fork_rng(devices=[]):
                 head, info = super().from_pretrained(path, **{**kwargs, **options})
@@ -244,7 +249,10 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         return self._shared
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if isinstance(module, BigramSelector):
+            nn.init.zeros_(module.context.weight)
+            nn.init.zeros_(module.log_scale.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
@@ -344,6 +352,19 @@ class DartHead(Drafter[DartState], PreTrainedModel):
             hidden = hidden[:, real - 1 :]
         self._advance(state, counts, real)
         return Proposal(self.logits(hidden), hidden)
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        if self.selector is None:
+            return None
+        depth, width = candidates.shape[1:]
+        tokens = candidates.clamp(min=0)
+        in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
+        pairs = self.selector.lookup(
+            proposal.hidden[:, :depth], in_front, tokens, self._shared_modules.embeddings
+        ).float()
+        # The candidates share out what the draft gave them together, anew behind each predecessor.
+        together = scores.logsumexp(-1, keepdim=True)[:, :, None]
+        return (scores[:, :, None] + pairs).log_softmax(-1) + together
 
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
         features = features.to(device=self.fc.weight.device, dtype=self.dtype)

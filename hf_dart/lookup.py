@@ -7,7 +7,7 @@ that match length have come true in this very call.
 
 from __future__ import annotations
 
-from math import log
+from math import inf, log
 
 import torch
 from torch import Tensor
@@ -83,12 +83,11 @@ class RowLookup:
 
 
 class Graft:
-    """Copied continuations of all rows, put among the drafter's candidates; the [`Scorer`] of that tree.
+    """Copied continuations of all rows, put among the drafter's candidates.
 
     Args:
         tokens: [B, L] copied tokens.
-        log_chances: [B, L] log-probability of each, given that the ones before it were right; -inf where a
-            row has no copy that long.
+        log_chances: [B, L] log-probability of each behind the one before; -inf where a row's copy has ended.
     """
 
     def __init__(self, tokens: Tensor, log_chances: Tensor) -> None:
@@ -96,18 +95,18 @@ class Graft:
         self._log_chances = log_chances
 
     @classmethod
-    def find(cls, rows: list[RowLookup], length: int) -> Graft | None:
+    def find(cls, rows: list[RowLookup], length: int, device: torch.device) -> Graft | None:
         """Ask every row for up to `length` tokens; None if none has any."""
         found = [row.suggest(length) for row in rows]
         longest = max(len(copied) for copied, _ in found)
         if longest == 0:
             return None
-        tokens = torch.zeros(len(rows), longest, dtype=torch.long)
-        chances = torch.full((len(rows), longest), -torch.inf)
-        for row, (copied, chance) in enumerate(found):
-            tokens[row, : len(copied)] = torch.tensor(copied, dtype=torch.long)
-            chances[row, : len(copied)] = log(min(chance, 0.999)) if copied else 0.0
-        return cls(tokens, chances)
+        tokens, chances = [], []
+        for copied, chance in found:
+            ended = longest - len(copied)
+            tokens.append(copied + [0] * ended)
+            chances.append([log(min(max(chance, _WORTH), 0.999))] * len(copied) + [-inf] * ended)
+        return cls(torch.tensor(tokens, device=device), torch.tensor(chances, device=device))
 
     def extend(self, candidates: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Make the copied token a candidate at every depth, and go deeper than the drafter if the copy does.
@@ -116,27 +115,36 @@ class Graft:
             candidates, scores: [B, d, K] of the drafter.
 
         Returns:
-            The same as [B, max(d, L), K + 1]. The added last candidate has score -inf: only behind the copied
-            path does it get one, from this scorer.
+            The same as [B, max(d, L), K + 1]. Added candidates score -inf, but for `boost`; -1 is none.
         """
         batch, depth, width = candidates.shape
         length = self._tokens.shape[1]
-        self._tokens = self._tokens.to(candidates.device)
-        self._log_chances = self._log_chances.to(scores.device)
-        deeper = max(depth, length)
-        wide = candidates.new_full((batch, deeper, width + 1), -1)
+        wide = candidates.new_full((batch, max(depth, length), width + 1), -1)
         wide[:, :depth, :width] = candidates
-        wide_scores = scores.new_full((batch, deeper, width + 1), -torch.inf)
+        wide_scores = scores.new_full(wide.shape, -inf)
         wide_scores[:, :depth, :width] = scores
-        known = (wide[:, :length, :width] == self._tokens[..., None]).any(-1)
+        known = (wide[:, :length] == self._tokens[..., None]).any(-1)
         wide[:, :length, width] = torch.where(known, -1, self._tokens)
         return wide, wide_scores
 
-    def __call__(self, depth: int, paths: Tensor, candidates: Tensor, scores: Tensor) -> Tensor:
-        scores = scores[:, None].expand(-1, paths.shape[1], -1)
-        if depth >= self._tokens.shape[1]:
-            return scores
-        copied = self._tokens[:, None]
-        on_path = (paths[..., paths.shape[-1] - depth :] == copied[..., :depth]).all(-1)
-        boosted = on_path[..., None] & (candidates[:, None] == copied[..., depth : depth + 1])
-        return torch.where(boosted, scores.maximum(self._log_chances[:, None, depth : depth + 1]), scores)
+    def boost(self, candidates: Tensor, table: Tensor) -> Tensor:
+        """Raise the transition from each copied token to the next one to its chance.
+
+        A path that meets the copied text half way goes on with it, too.
+
+        Args:
+            candidates: [B, d, K] as `extend` returned them.
+            table: [B, d, K, K] transitions, or a view that broadcasts to them.
+
+        Returns:
+            [B, d, K, K]
+        """
+        length = self._tokens.shape[1]
+        here = candidates[:, :length] == self._tokens[..., None]  # [B, L, K]
+        in_front = torch.ones_like(here)  # the root is in front of the first
+        in_front[:, 1:] = here[:, :-1]
+        step = in_front[..., None] & here[:, :, None]
+        boosted = table.clone()
+        chances = self._log_chances[..., None, None].to(table.dtype)
+        boosted[:, :length] = torch.where(step, table[:, :length].maximum(chances), table[:, :length])
+        return boosted

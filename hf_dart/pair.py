@@ -26,7 +26,10 @@ class Pair(NamedTuple):
 
 
 def load_pair(
-    target: str | None = None, head: str | None = None, dtype: str | None = None, device_map: str | None = None
+    target: str | None = None,
+    head: str | None = None,
+    dtype: str | None = None,
+    device_map: str | None = None,
 ) -> Pair:
     """Load a target, its tokenizer and its head, attached.
 

@@ -81,6 +81,21 @@ class Drafter(ABC, Generic[State]):
         What is returned for a row with no new position (`counts` 0) is not used.
         """
 
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        """Scores that depend on the token in front, where the drafter has them.
+
+        Args:
+            proposal: as `propose` returned it.
+            roots: [B] last committed tokens.
+            candidates: [B, d, K] token ids; -1 is no candidate.
+            scores: [B, d, K] their log-probabilities by `proposal` alone, with the noise if there is any.
+
+        Returns:
+            [B, d, K, K], entry (i, j, k) for candidate k of depth i behind candidate j of depth i - 1 (at
+            depth 0 behind the root, whatever j); None if a draft's tokens are independent of each other.
+        """
+        return None
+
     def generate(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
         """`model.generate(..., custom_generate=drafter.generate)`: drafting without `attach`.
 

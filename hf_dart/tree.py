@@ -67,22 +67,70 @@ class DraftTree:
         )
 
 
+@dataclass
+class Beam:
+    """The W best paths while a tree grows.
+
+    Attributes:
+        history: [B, C] last committed tokens; the last is the root.
+        candidates: [B, d, K] token ids per depth.
+        columns: per depth so far, [B, W] which candidate each path ends in.
+        origins: per depth so far, [B, W] which path of the depth before it extends.
+    """
+
+    history: Tensor
+    candidates: Tensor
+    columns: list[Tensor]
+    origins: list[Tensor]
+
+    @property
+    def depth(self) -> int:
+        """Depth of the candidates that come next, from 0."""
+        return len(self.columns)
+
+    @property
+    def last(self) -> Tensor:
+        """[B, W] column of each path's last token; 0 for the root."""
+        return self.columns[-1] if self.columns else torch.zeros_like(self.history[:, -1:])
+
+    def paths(self) -> Tensor:
+        """[B, W, C + depth] the tokens of each path, the committed ones in front."""
+        row = torch.arange(self.last.shape[1], device=self.last.device).expand_as(self.last)
+        drafted = []
+        for depth in reversed(range(self.depth)):
+            column = self.columns[depth].gather(1, row)
+            drafted.append(self.candidates[:, depth].gather(1, column))
+            row = self.origins[depth].gather(1, row)
+        history = self.history[:, None].expand(-1, self.last.shape[1], -1)
+        return torch.cat([history, *(tokens[..., None] for tokens in reversed(drafted))], dim=-1)
+
+
 class Scorer(Protocol):
     """Makes a candidate's score depend on the path that it would extend (n-gram, learned selector, ...)."""
 
-    def __call__(self, depth: int, paths: Tensor, candidates: Tensor, scores: Tensor) -> Tensor:
-        """Log-scores of `candidates` behind each path.
+    def __call__(self, beam: Beam, scores: Tensor) -> Tensor:
+        """Log-scores [B, W, K], at most 0, of the candidates at depth `beam.depth` behind each path.
 
         Args:
-            depth: depth of the candidates, from 0.
-            paths: [B, W, C + depth] the last C committed tokens, then the drafted ones.
-            candidates: [B, K] token ids.
-            scores: [B, K] their log-probability at this depth by the drafter alone.
-
-        Returns:
-            [B, W, K], at most 0.
+            beam: the paths.
+            scores: [B, K] log-probability of the candidates by the drafter alone.
         """
         ...
+
+
+@dataclass(frozen=True)
+class Transitions:
+    """The [`Scorer`] of first-order scores: what a candidate is worth behind each candidate in front of it.
+
+    Attributes:
+        table: [B, d, K, K], entry (i, j, k) for candidate k of depth i behind candidate j of depth i - 1.
+    """
+
+    table: Tensor
+
+    def __call__(self, beam: Beam, scores: Tensor) -> Tensor:
+        last = beam.last[..., None].expand(-1, -1, scores.shape[-1])
+        return self.table[:, beam.depth].gather(1, last)
 
 
 def grow_tree(
@@ -124,14 +172,14 @@ def grow_tree(
         scores = scores.masked_fill(beyond[..., None], -inf)
 
     pool_scores, pool_tokens, pool_parents = [], [], []
-    paths = history[:, None]  # [B, W, C + i]; grown only for a scorer
+    grown = Beam(history, candidates, [], [])
     best = torch.zeros(batch, 1, device=device)  # [B, W] cumulative scores of the beam
     beam_nodes = torch.full((batch, 1), -1, device=device)  # [B, W] where in the pool the beam lies
     offset = 0
     for i in range(depth):
         step = scores[:, i, None]
         if scorer is not None:
-            step = scorer(i, paths, candidates[:, i], step[:, 0]).clamp(max=-_STEP)
+            step = scorer(grown, step[:, 0]).clamp(max=-_STEP)
             if depth_limit is not None:
                 step = step.masked_fill((depth_limit <= i)[:, None, None], -inf)
         extended = (best[..., None] + step).flatten(1)  # [B, W * K]
@@ -141,9 +189,8 @@ def grow_tree(
         if i + 1 == depth:
             break
         best, chosen = extended.topk(min(beam, extended.shape[1]))
-        if scorer is not None:
-            grown = paths.gather(1, (chosen // width)[..., None].expand(-1, -1, paths.shape[-1]))
-            paths = torch.cat([grown, pool_tokens[-1].gather(1, chosen)[..., None]], dim=-1)
+        grown.columns.append(chosen % width)
+        grown.origins.append(chosen // width)
         beam_nodes = chosen + offset
         offset += extended.shape[1]
 

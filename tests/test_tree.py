@@ -19,7 +19,7 @@ from transformers import (
 
 from hf_dart.generation.rows import Rows
 from hf_dart.generation.walk import Walker, follow
-from hf_dart.tree import DraftTree, grow_tree
+from hf_dart.tree import Beam, DraftTree, grow_tree
 
 Path = tuple[int, ...]
 
@@ -170,8 +170,9 @@ def test_scorer_sees_the_path(limit: list[int] | None) -> None:
     def score(path: list[int], token: int, alone: float) -> float:
         return alone - ((sum((i + 1) * t for i, t in enumerate(path)) * 7 + token * 3) % 11) / 4
 
-    def scorer(at: int, prefixes: Tensor, tokens: Tensor, alone: Tensor) -> Tensor:
-        assert prefixes.shape[-1] == history.shape[1] + at
+    def scorer(beam: Beam, alone: Tensor) -> Tensor:
+        prefixes, tokens = beam.paths(), candidates[:, beam.depth]
+        assert prefixes.shape[-1] == history.shape[1] + beam.depth
         return torch.tensor(
             [
                 [

@@ -1,4 +1,4 @@
-"""One timed `generate` call, and whether two of them gave the same."""
+"""One timed `generate` call, whether two of them gave the same, and how repetitive that is."""
 
 from __future__ import annotations
 
@@ -149,3 +149,13 @@ def tolerance(dtype: torch.dtype, score: float) -> float:
     if dtype == torch.float32:
         return NEAR_TIE
     return 4 * torch.finfo(dtype).eps * 2.0 ** (frexp(score)[1] - 1)
+
+
+def repeated_4grams(rows: list[list[int]]) -> float:
+    """Share of the 4-grams of all rows that occurred before in their row."""
+    total = distinct = 0
+    for row in rows:
+        grams = list(zip(row, row[1:], row[2:], row[3:], strict=False))
+        total += len(grams)
+        distinct += len(set(grams))
+    return 1 - distinct / total if total else 0.0

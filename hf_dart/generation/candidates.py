@@ -7,6 +7,7 @@ imitated where that is cheap (temperature, repetition penalty, nucleus), and not
 from __future__ import annotations
 
 from math import inf
+
 import torch
 from torch import Tensor
 from transformers import (

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from math import inf
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,7 +23,7 @@ from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.generation.walk import Accepted, Walker
 from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal
-from hf_dart.tree import DraftTree, grow_tree
+from hf_dart.tree import DraftTree, Transitions, grow_tree
 
 # The first allocation of the key and value buffers reaches this far behind the prompt; they double from there.
 _HEADROOM = 512
@@ -192,21 +193,40 @@ class _Call:
         seen = None
         if self.rank.needs_history:
             seen = seen_tokens(rows.ids_at_length_of(rows.emitted.index(max(rows.emitted))), logits.shape[-1])
-        candidates, scores = self.rank(logits, gumbel, seen)
-        graft = Graft.find(self.lookups, min(self.config.lookup, max(limits))) if self.config.lookup else None
+        candidates, scores = (ranked.to(rows.device) for ranked in self.rank(logits, gumbel, seen))
+        roots = rows.recent([1] * len(rows), 1)
+        graft = None
+        if self.config.lookup:
+            graft = Graft.find(self.lookups, min(self.config.lookup, max(limits)), rows.device)
         if graft is not None:
             candidates, scores = graft.extend(candidates, scores)
+        scorer = self.scorer(proposal, roots[:, 0], candidates, scores, graft)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         return grow_tree(
-            rows.recent([1] * len(rows), 1),
-            candidates.to(rows.device),
-            scores.to(rows.device),
+            roots,
+            candidates,
+            scores,
             nodes=self.nodes,
             beam=self.config.beam,
             depth_limit=torch.tensor(deepest, device=rows.device) if min(deepest) < candidates.shape[1] else None,
-            scorer=graft,
+            scorer=scorer,
         )
+
+    def scorer(
+        self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, graft: Graft | None
+    ) -> Transitions | None:
+        """What makes a candidate depend on the one in front of it: the drafter's selector, copied text."""
+        drafted = slice(0, self.depth)
+        table = self.drafter.transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
+        if table is None and graft is None:
+            return None
+        width, deeper = candidates.shape[2], candidates.shape[1] - self.depth
+        if table is None:
+            table = scores[:, :, None].expand(-1, -1, width, -1)
+        elif deeper > 0:
+            table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
+        return Transitions(table if graft is None else graft.boost(candidates, table))
 
     def result(self, stats: DraftStats) -> Tensor | DartGenerateOutput:
         """What `generate` returns; a cache that outlives the call is laid in stock's slots."""
@@ -217,9 +237,9 @@ class _Call:
         if not self.generation_config.return_dict_in_generate:
             return sequences
         return DartGenerateOutput(
-            sequences=sequences,
-            scores=None if self.walk.scores is None else tuple(self.walk.scores),
-            logits=None if self.walk.logits is None else tuple(self.walk.logits),
+            sequences=cast(torch.LongTensor, sequences),
+            scores=_tuple(self.walk.scores),
+            logits=_tuple(self.walk.logits),
             past_key_values=self.stock_cache,
             draft_stats=stats,
         )
@@ -238,3 +258,7 @@ class _Call:
             columns = (starts[:, None] + nodes).clamp(max=sequences.shape[1] - 1).to(sequences.device)
             self.verify(DraftTree.chain(sequences.gather(1, columns), counts.to(sequences.device)))
             self.cache.commit(nodes.expand(len(self.rows), -1), counts.tolist())
+
+
+def _tuple(tensors: list[Tensor] | None) -> Any:
+    return None if tensors is None else tuple(tensors)

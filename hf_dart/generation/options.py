@@ -42,7 +42,11 @@ def refuse_model(model: Any) -> None:
 
 
 def refuse_options(
-    generation_config: Any, processors: LogitsProcessorList, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
+    generation_config: Any,
+    processors: LogitsProcessorList,
+    input_ids: Tensor,
+    synced_gpus: bool,
+    kwargs: dict[str, Any],
 ) -> None:
     """Raise for options of `generate` whose result a drafted run could not equal.
 

@@ -74,9 +74,23 @@ class DraftStats:
             self.row_rounds += 1
             self.tokens += tokens
             self.drafted += nodes - 1
-            self.accepted_per_depth += [0] * (tokens - 1 - len(self.accepted_per_depth))
-            for depth in range(tokens - 1):
-                self.accepted_per_depth[depth] += 1
+            self._accept([1] * (tokens - 1))
+
+    def merge(self, other: DraftStats) -> None:
+        """Add what another call did."""
+        self.rounds += other.rounds
+        self.row_rounds += other.row_rounds
+        self.tokens += other.tokens
+        self.drafted += other.drafted
+        self._accept(other.accepted_per_depth)
+        self.committed += other.committed
+        for name, seconds in other.seconds.items():
+            self.seconds[name] += seconds
+
+    def _accept(self, per_depth: list[int]) -> None:
+        self.accepted_per_depth += [0] * (len(per_depth) - len(self.accepted_per_depth))
+        for depth, count in enumerate(per_depth):
+            self.accepted_per_depth[depth] += count
 
     def to_dict(self) -> dict[str, Any]:
         """Everything above but the single rounds, ready for JSON."""

@@ -32,7 +32,7 @@ def mask_kinds(target: Any, prefilled: DynamicCache) -> list[MaskKind]:
     for index, layer in enumerate(prefilled.layers):
         if is_placeholder(layer):
             continue
-        window = layer.sliding_window if layer.is_sliding else None
+        window = getattr(layer, "sliding_window", None)
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())

@@ -112,7 +112,8 @@ class Walker:
         parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
         paths: list[list[int]] = []
         for row, limit in enumerate(limits):
-            node, path = 0, []
+            node = 0
+            path: list[int] = []
             children = {
                 (parent, token): child
                 for child, (parent, token) in enumerate(zip(parents[row], drafted[row], strict=True))
