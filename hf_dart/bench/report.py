@@ -1,0 +1,156 @@
+"""What was measured, as a table and as JSON."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shlex
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from hf_dart.bench.speed import STOCK, Measurement, Settings, spread
+from hf_dart.configuration import TreeConfig
+from hf_dart.pair import Pair
+from hf_dart.version import __version__
+
+
+def circumstances(
+    pair: Pair, settings: Settings, tree: TreeConfig, text: str, command: Sequence[str]
+) -> dict[str, Any]:
+    """All that a figure depends on: versions, hardware, dtype, threads, text, settings."""
+    device = pair.model.device
+    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+    return {
+        "command": shlex.join(command),
+        "versions": {
+            "python": platform.python_version(),
+            "hf-dart": __version__,
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+        },
+        "hardware": hardware,
+        "device": device.type,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "dtype": str(pair.model.dtype).removeprefix("torch."),
+        "target": pair.target_name,
+        "target_parameters": sum(p.numel() for p in pair.model.parameters()),
+        "head": pair.head_name,
+        "head_parameters": sum(p.numel() for p in pair.head.parameters()),
+        "text": text,
+        "settings": asdict(settings),
+        "tree": asdict(tree),
+        "nodes": {str(batch): tree.resolve_nodes(batch, device.type) for batch in settings.batches},
+    }
+
+
+def processor_name() -> str:
+    """The CPU's model, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+def as_json(measurements: list[Measurement], about: dict[str, Any]) -> dict[str, Any]:
+    """Everything, ready for `json.dump`; ratios are to stock of the same mode, batch and repeat."""
+    return {**about, "results": [_result(one, _stock_of(one, measurements)) for one in measurements]}
+
+
+def _stock_of(one: Measurement, measurements: list[Measurement]) -> Measurement:
+    wanted = (one.batch, one.mode, STOCK)
+    return next(other for other in measurements if (other.batch, other.mode, other.method) == wanted)
+
+
+def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "batch": one.batch,
+        "mode": one.mode,
+        "method": one.method,
+        "tokens": one.tokens,
+        "seconds": one.seconds,
+        "tokens_per_second": _spread(one.speeds),
+        "ratio": _spread(one.ratios(stock)),
+        "repeated_4grams": one.repeated,
+        "peak_memory_bytes": one.peak,
+    }
+    if one is not stock:
+        verdict = one.verdict
+        result["identical"] = verdict.identical
+        result["compared"] = {
+            "rows": verdict.rows,
+            "near_ties": verdict.near_ties,
+            "differences": verdict.differences,
+            "generator": verdict.generator,
+        }
+    if one.stats.rounds:
+        result |= {
+            "rounds": one.stats.rounds,
+            "tau": one.stats.tau,
+            "acceptance_rate": one.stats.acceptance_rate,
+            "accepted_per_depth": one.stats.accepted_per_depth,
+            "prefill_seconds": one.stats.seconds["prefill"],
+            "round_ms": one.round_ms,
+            "not_forward": one.not_forward,
+        }
+    return result
+
+
+def _spread(values: list[float]) -> dict[str, float]:
+    return dict(zip(("median", "min", "max"), spread(values), strict=True))
+
+
+def as_table(measurements: list[Measurement], about: dict[str, Any]) -> str:
+    """Two Markdown tables, what they were measured on above them."""
+    settings = about["settings"]
+    lines = [
+        f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
+        f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
+        f"{about['threads']} threads; " + ", ".join(f"{name} {number}" for name, number in about["versions"].items()),
+        f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {about['text']}, "
+        f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
+        "repeats",
+        "",
+        "| batch | mode | method | tokens/s | x stock | τ | accepted | identical | repeated 4-grams | peak MiB |",
+        "|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    for one in measurements:
+        stock = _stock_of(one, measurements)
+        middle, least, most = spread(one.ratios(stock))
+        drafts = (f"{one.stats.tau:.2f}", f"{one.stats.acceptance_rate:.0%}") if one.stats.rounds else ("", "")
+        cells = [
+            str(one.batch),
+            one.mode,
+            one.method,
+            f"{spread(one.speeds)[0]:.0f}",
+            "1" if one is stock else f"**{middle:.2f}** [{least:.2f}, {most:.2f}]",
+            *drafts,
+            "" if one is stock else str(one.verdict),
+            f"{one.repeated:.0%}",
+            f"{one.peak / 2**20:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    ours = [one for one in measurements if one.stats.rounds]
+    if ours:
+        phases = list(ours[0].round_ms)
+        lines += [
+            "",
+            f"| batch | mode | {' | '.join(f'{phase} ms' for phase in phases)} | not a forward |",
+            "|---" * (len(phases) + 3) + "|",
+        ]
+        for one in ours:
+            spent = " | ".join(f"{value:.2f}" for value in one.round_ms.values())
+            lines.append(f"| {one.batch} | {one.mode} | {spent} | {one.not_forward:.0%} |")
+        lines += [
+            "",
+            "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
+            "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,219 @@
+"""Speed against stock `generate` and stock prompt lookup: one interleaved run, medians of repeats."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
+from hf_dart.bench.memory import peak_bytes, reset_peak
+from hf_dart.configuration import TreeConfig
+from hf_dart.generation.stats import DraftStats
+from hf_dart.pair import Pair
+
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "greedy, penalty 1.1": {"do_sample": False, "repetition_penalty": 1.1},
+    "sampled, T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+}
+STOCK, LOOKUP, OURS = "stock", "stock prompt lookup", "hf_dart"
+_LOOKUP_TOKENS = 10
+_WARMUP_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What is measured.
+
+    Args:
+        prompts: how many.
+        prompt_tokens: length of the longest prompt.
+        new_tokens: generated per prompt.
+        repeats: how often everything is run.
+        batches: batch sizes; prompts that fill no batch are left out.
+        seed: of the sampled runs.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    prompts: int = 8
+    prompt_tokens: int = 96
+    new_tokens: int = 128
+    repeats: int = 5
+    batches: tuple[int, ...] = (1, 4)
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "prompt_tokens", "new_tokens", "repeats"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give 1 or more.")
+        if not self.batches or min(self.batches) < 1 or max(self.batches) > self.prompts:
+            raise ValueError(f"--batch takes sizes from 1 to the number of prompts, {self.prompts}.")
+
+
+@dataclass
+class Measurement:
+    """One method in one mode at one batch size.
+
+    Attributes:
+        seconds: of each repeat, over all prompts; whole `generate` calls, prefill included.
+        tokens: generated in one repeat, padding left out.
+        repeated: share of the generated 4-grams that occurred before in the same row.
+        peak: bytes, the highest of all its calls.
+        verdict: comparison with stock, over all repeats.
+        stats: what the drafter did, over all repeats.
+    """
+
+    batch: int
+    mode: str
+    method: str
+    seconds: list[float] = field(default_factory=list)
+    tokens: int = 0
+    repeated: float = 0.0
+    peak: int = 0
+    verdict: Verdict = field(default_factory=Verdict)
+    stats: DraftStats = field(default_factory=DraftStats)
+
+    @property
+    def speeds(self) -> list[float]:
+        """Tokens per second of each repeat."""
+        return [self.tokens / seconds for seconds in self.seconds]
+
+    @property
+    def round_ms(self) -> dict[str, float]:
+        """Milliseconds per round of each phase but the prefill; `rest` is all time outside phases.
+
+        That is the loop's own time and what transformers prepares before it.
+        """
+        if not self.stats.rounds:
+            return {}
+        spent = {name: seconds for name, seconds in self.stats.seconds.items() if name != "prefill"}
+        spent["rest"] = sum(self.seconds) - sum(self.stats.seconds.values())
+        return {name: 1000 * seconds / self.stats.rounds for name, seconds in spent.items()}
+
+    @property
+    def not_forward(self) -> float:
+        """Share of the round that is neither the drafter's nor the target's forward pass."""
+        spent = self.round_ms
+        if not spent:
+            return 0.0
+        return 1 - (spent["draft"] + spent["verify"]) / sum(spent.values())
+
+    def ratios(self, stock: Measurement) -> list[float]:
+        """Speed over stock's, repeat by repeat."""
+        return [ours / theirs for ours, theirs in zip(self.speeds, stock.speeds, strict=True)]
+
+    def add(self, done: Run, peak: int) -> None:
+        """Add one call of the current repeat."""
+        self.seconds[-1] += done.seconds
+        self.peak = max(self.peak, peak)
+        if done.stats is not None:
+            self.stats.merge(done.stats)
+
+
+def spread(values: list[float]) -> tuple[float, float, float]:
+    """Median, smallest, largest."""
+    return median(values), min(values), max(values)
+
+
+def measure(
+    pair: Pair,
+    prompts: list[list[int]],
+    settings: Settings,
+    tree_config: TreeConfig | None = None,
+    progress: Callable[[str], object] = lambda line: None,
+) -> list[Measurement]:
+    """Run all methods on all prompts, `settings.repeats` times, and compare what they wrote.
+
+    Within each repeat the methods take turns prompt by prompt, and who begins changes, so that a busy moment
+    of the machine falls on all of them.
+    """
+    measurements = [
+        Measurement(batch, mode, method)
+        for batch in settings.batches
+        for mode, options in MODES.items()
+        for method in (STOCK, LOOKUP, OURS)
+        if method != LOOKUP or (batch == 1 and not options["do_sample"])  # what stock's lookup takes
+    ]
+    drafting: dict[str, dict[str, Any]] = {
+        STOCK: {},
+        LOOKUP: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
+        OURS: {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})},
+    }
+    groups = {
+        batch: [
+            pad_left(prompts[start : start + batch], _pad_token(pair), pair.model.device)
+            for start in range(0, len(prompts) - batch + 1, batch)
+        ]
+        for batch in settings.batches
+    }
+    for one in measurements:
+        run(
+            pair.model,
+            groups[one.batch][0],
+            {**MODES[one.mode], **drafting[one.method], "max_new_tokens": _WARMUP_TOKENS},
+        )
+    for repeat in range(settings.repeats):
+        progress(f"repeat {repeat + 1} of {settings.repeats}")
+        for one in measurements:
+            one.seconds.append(0.0)
+        for batch, mode in {(one.batch, one.mode): None for one in measurements}:
+            methods = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
+            options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
+            written: dict[str, list[list[int]]] = {one.method: [] for one in methods}
+            for number, inputs in enumerate(groups[batch]):
+                first = (repeat + number) % len(methods)
+                runs = {}
+                for one in methods[first:] + methods[:first]:
+                    reset_peak(pair.model.device)
+                    done = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
+                    one.add(done, peak_bytes(pair.model.device))
+                    runs[one.method] = done
+                    written[one.method] += _texts(pair, inputs, done)
+                for one in methods:
+                    if one.method != STOCK:
+                        one.verdict += compare(
+                            pair.model, inputs, options, settings.seed, runs[STOCK], runs[one.method]
+                        )
+            for one in methods:
+                one.tokens = sum(map(len, written[one.method]))
+                one.repeated = repeated_4grams(written[one.method])
+    return measurements
+
+
+def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[str, Tensor]:
+    """`input_ids` and `attention_mask` [B, P] of prompts of different lengths."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[pad] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
+
+
+def _pad_token(pair: Pair) -> int:
+    for token in (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id):
+        if token is not None:
+            return int(token)
+    return _eos_tokens(pair)[0] if _eos_tokens(pair) else 0
+
+
+def _eos_tokens(pair: Pair) -> list[int]:
+    eos = pair.model.generation_config.eos_token_id
+    if eos is None:
+        return []
+    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+
+
+def _texts(pair: Pair, inputs: dict[str, Tensor], done: Run) -> list[list[int]]:
+    """Generated tokens of each row up to its end-of-text token."""
+    eos = set(_eos_tokens(pair))
+    texts = []
+    for row in done.sequences[:, inputs["input_ids"].shape[1] :].tolist():
+        end = next((place + 1 for place, token in enumerate(row) if token in eos), len(row))
+        texts.append(row[:end])
+    return texts

@@ -1,0 +1,229 @@
+"""`hf-dart demo`: the same text with and without the head, and what the drafts were worth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
+from hf_dart.configuration import TreeConfig
+from hf_dart.drawing import (
+    BOLD,
+    DIM,
+    GREEN,
+    Pen,
+    accepted_path,
+    bars,
+    colored_text,
+    drafted_tokens,
+    tree_lines,
+)
+from hf_dart.generation.candidates import Ranker
+from hf_dart.generation.stats import DraftStats
+from hf_dart.generation.verify import gather_features
+from hf_dart.pair import Pair
+from hf_dart.tree import DraftTree, grow_tree
+
+# Beginnings of Python files, written for this demo: in no training corpus.
+PROMPTS = (
+    '''"""Reading and writing the station logs of a tide gauge."""
+
+import csv
+import os
+from pathlib import Path
+
+
+class StationLog:
+    """The readings of one station, oldest first."""
+
+    def __init__(self, path):
+        self.path = Path(path)
+        self.readings = []
+
+    def load(self):''',
+    """import argparse
+import sys
+
+
+def parse_arguments(argv=None):
+    parser = argparse.ArgumentParser(description="Sort recipe cards by season.")
+    parser.add_argument("folder", help="where the cards lie")
+    parser.add_argument(""",
+    """class TestOrchardMap:
+    def test_empty_rows(self):
+        rows = plant_rows(0)
+        assert rows == []
+
+    def test_single_row(self):
+        rows = plant_rows(1)
+        assert len(rows) == 1
+
+    def test_""",
+)
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "sampled at T = 0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},
+}
+_WARMUP_TOKENS = 12
+
+
+@dataclass
+class _Sums:
+    """What the runs of one mode add up to."""
+
+    stock_seconds: float = 0.0
+    seconds: float = 0.0
+    texts: list[list[int]] = field(default_factory=list)
+    verdict: Verdict = field(default_factory=Verdict)
+    stats: DraftStats = field(default_factory=DraftStats)
+
+
+def demo(
+    pair: Pair,
+    *,
+    new_tokens: int = 96,
+    seed: int = 0,
+    color: bool = False,
+    prompts: tuple[str, ...] = PROMPTS,
+    show: Callable[[str], object] = print,
+) -> bool:
+    """Run the demo and print it with `show`, line by line.
+
+    Args:
+        new_tokens: generated per prompt and run.
+        seed: of the sampled runs.
+        color: use ANSI colours.
+
+    Returns:
+        Whether every drafted output was stock's, token for token, and sampling left the generator alike.
+    """
+    pen = Pen(color)
+    model, head, tokenizer = pair.model, pair.head, pair.tokenizer
+    show(_headline(pair))
+    if color:
+        show(f"{pen(DIM, 'prompt')} · {pen(GREEN, 'accepted draft tokens')} · the target's own tokens")
+    else:
+        show("(in a terminal, or with --color, accepted draft tokens are green)")
+
+    encoded = [_encode(tokenizer, prompt, model.device) for prompt in prompts]
+    for options in MODES.values():
+        for drafting in ({}, {"assistant": head}):
+            run(model, encoded[0], {**options, **drafting, "max_new_tokens": _WARMUP_TOKENS})
+    sums = {}
+    first: Run | None = None
+    for mode, options in MODES.items():
+        total = sums[mode] = _Sums()
+        options = {**options, "max_new_tokens": new_tokens}
+        for number, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True), start=1):
+            stock = run(model, inputs, options, seed)
+            drafted = run(model, inputs, {**options, "assistant": head}, seed)
+            first = first or stock
+            verdict = compare(model, inputs, options, seed, stock, drafted)
+            stats = drafted.stats or DraftStats()
+            ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
+            show("")
+            line = (
+                f"{mode}, prompt {number}: stock {stock.seconds:.2f} s, drafted {drafted.seconds:.2f} s, "
+                f"τ {stats.tau:.2f}, same text: {verdict}"
+            )
+            show(pen(BOLD, line))
+            flags = drafted_tokens(len(ids), [row[0] for row in stats.committed])
+            show(colored_text(pen, tokenizer, prompt, ids, flags))
+            total.stock_seconds += stock.seconds
+            total.seconds += drafted.seconds
+            total.texts.append(ids)
+            total.verdict += verdict
+            total.stats.merge(stats)
+
+    assert first is not None
+    show("")
+    for line in _one_tree(pen, pair, encoded[0], first.sequences, new_tokens):
+        show(line)
+    show("")
+    for line in _summary(pen, sums):
+        show(line)
+    verdict = sum((total.verdict for total in sums.values()), Verdict())
+    show(
+        f"compared: {verdict.rows} outputs token for token, {verdict.near_ties} near-ties, "
+        f"{verdict.differences} differences; generator left as stock leaves it: "
+        f"{'yes' if verdict.generator else 'no'}"
+    )
+    show(pen(BOLD, f"identical: {verdict}"))
+    return verdict.identical
+
+
+def _headline(pair: Pair) -> str:
+    sizes = [sum(p.numel() for p in module.parameters()) / 1e6 for module in (pair.model, pair.head)]
+    dtype = str(pair.model.dtype).removeprefix("torch.")
+    return (
+        f"{pair.target_name} ({sizes[0]:.1f} M parameters) with {pair.head_name} ({sizes[1]:.1f} M), {dtype} "
+        f"on {pair.model.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}"
+    )
+
+
+def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
+    encoded = tokenizer(prompt, return_tensors="pt")
+    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
+
+
+def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], sequences: Tensor, new_tokens: int) -> list[str]:
+    """Draw the tree of one typical round of the first prompt, and the way the target took through it."""
+    prompt = inputs["input_ids"].shape[1]
+    # Without copies of earlier text: those depend on the whole call, this tree on the head alone.
+    config = TreeConfig(nodes=16, lookup=0)
+    options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head, "tree_config": config}
+    stats = run(pair.model, inputs, options).stats
+    if stats is None or not stats.rounds:
+        return []
+    committed = [row[0] for row in stats.committed]
+    typical = min(range(len(committed)), key=lambda i: (abs(committed[i] - stats.tau - 0.5), i))
+    written = prompt + 1 + sum(committed[:typical])
+    tree = tree_behind(pair, sequences[:, :written], config)
+    target = sequences[0, written:].tolist()
+    length = accepted_path(tree, target)
+    before = pair.tokenizer.decode(sequences[0, :written].tolist()).rsplit("\n", 1)[-1]
+    bonus = repr(pair.tokenizer.decode([target[length]])) if length < len(target) else "the end"
+    return [
+        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {tree.size} nodes, behind {before!r}"),
+        *tree_lines(pen, pair.tokenizer, tree, target),
+        f"the target accepts {length} ({pen(GREEN, '●')}) and adds {bonus}: {length + 1} tokens in one pass",
+    ]
+
+
+@torch.no_grad()
+def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
+    """The greedy tree that the head grows behind `tokens` [1, T], the last of which is the root."""
+    model, head = pair.model, pair.head
+    context = tokens[:, :-1]
+    outputs = model(input_ids=context, output_hidden_states=head.feature_layers, use_cache=False)
+    features = gather_features(outputs, head.feature_layers, context)
+    state = head.begin(1, context.shape[1])
+    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]))
+    rank = Ranker(transformers.LogitsProcessorList(), config.top_k)
+    candidates, scores = rank(proposal.logits[:, : config.depth], None, None)
+    nodes = config.resolve_nodes(1, model.device.type)
+    return grow_tree(tokens[:, -1:], candidates, scores, nodes=nodes, beam=config.beam)
+
+
+def _summary(pen: Pen, sums: dict[str, _Sums]) -> list[str]:
+    stats = DraftStats()
+    for total in sums.values():
+        stats.merge(total.stats)
+    rounds = max(stats.row_rounds, 1)
+    return [
+        pen(BOLD, f"rounds whose draft was accepted to depth 1, 2, ... (of {stats.row_rounds} in all runs)"),
+        *bars([count / rounds for count in stats.accepted_per_depth]),
+        f"τ = {stats.tau:.2f} tokens per forward pass of the target",
+        pen(BOLD, "speed, from the seconds of this one run, prefill included:"),
+        *(
+            f"  {mode}: {total.stock_seconds / total.seconds:.2f} x stock (τ {total.stats.tau:.2f}, repeated "
+            f"4-grams in the text {repeated_4grams(total.texts):.0%})"
+            for mode, total in sums.items()
+        ),
+    ]

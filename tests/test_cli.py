@@ -1,0 +1,181 @@
+"""The command line on the packaged pair: what users see, and one sentence for what they get wrong."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from hf_dart.bench.exact import Run, compare, tolerance
+from hf_dart.cli import main
+from hf_dart.configuration import TreeConfig
+from hf_dart.demo import demo, tree_behind
+from hf_dart.drawing import accepted_path, drafted_tokens
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, load_pair
+
+PROMPT = "import os\n\n\ndef join(left, right):\n    "
+TARGET, HEAD = str(PACKAGED_TARGET), str(PACKAGED_HEAD)
+
+
+@pytest.fixture(scope="module")
+def pair() -> Pair:
+    return load_pair()
+
+
+def test_demo_shows_that_nothing_changed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--new-tokens", "24", "--color"]) == 0
+    shown = capsys.readouterr().out
+    assert re.search(r"^\S*identical: yes", shown, re.MULTILINE)
+    assert "\033[32m" in shown  # accepted drafts
+    assert re.search(r"greedy: \d+\.\d\d x stock", shown)
+    assert re.search(r"τ = \d\.\d\d tokens", shown)
+    assert "one tree: round" in shown
+    assert "├─" in shown
+
+
+def test_demo_without_colour_or_with_a_false_head(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    assert demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
+    assert not any("\033" in line for line in lines)
+
+    # What a wrong token would look like: the verdict and the exit code have to notice.
+    def wrong(model, inputs, options, seed, stock, drafted):
+        sequences = drafted.sequences.clone()
+        sequences[0, -3] += 1
+        changed = Run(sequences, drafted.seconds, drafted.generator, drafted.stats)
+        return compare(model, inputs, options, seed, stock, changed)
+
+    monkeypatch.setattr("hf_dart.demo.compare", wrong)
+    lines.clear()
+    assert not demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
+    assert lines[-1] == "identical: no"
+
+
+def test_a_generator_left_elsewhere_is_a_difference(pair: Pair) -> None:
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    state = torch.get_rng_state()
+    torch.rand(1)
+    one, other = Run(tokens, 0.0, state, None), Run(tokens, 0.0, torch.get_rng_state(), None)
+    assert compare(pair.model, {}, {}, 0, one, one).identical
+    assert not compare(pair.model, {}, {}, 0, one, other).identical
+
+
+def test_near_ties_are_a_matter_of_dtype() -> None:
+    assert tolerance(torch.float64, 20.0) == 0
+    assert tolerance(torch.float32, 20.0) == 1e-5
+    assert tolerance(torch.bfloat16, 20.0) == 4 * 2.0**-7 * 16
+
+
+@torch.no_grad()
+def test_the_drawn_tree_is_the_one_that_was_verified(pair: Pair) -> None:
+    config = TreeConfig(nodes=16, lookup=0)
+    inputs = pair.tokenizer(PROMPT, return_tensors="pt")
+    output = pair.model.generate(
+        **inputs, assistant=pair.head, tree_config=config, max_new_tokens=40, return_dict_in_generate=True
+    )
+    written = inputs["input_ids"].shape[1] + 1
+    for (committed,) in output.draft_stats.committed[:-1]:
+        tree = tree_behind(pair, output.sequences[:, :written], config)
+        assert accepted_path(tree, output.sequences[0, written:].tolist()) == committed - 1
+        written += committed
+    assert written < output.sequences.shape[1]
+
+
+def test_drafted_tokens_of_rounds() -> None:
+    assert drafted_tokens(7, [3, 1, 2]) == [False, True, True, False, False, True, False]
+    assert drafted_tokens(3, [3]) == [False, True, True]
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--temperature", "0"],
+        ["--temperature", "0.9", "--top-p", "0.95", "--seed", "7"],
+        ["--nodes", "6", "--depth", "3"],
+    ],
+    ids=["greedy", "sampled", "small tree"],
+)
+def test_generate_streams_what_stock_streams(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["generate", PROMPT, "--max-new-tokens", "24", *options]
+    assert main([*words, "--stats"]) == 0
+    drafted = capsys.readouterr()
+    assert main([*words, "--stock"]) == 0
+    stock = capsys.readouterr()
+    assert drafted.out == stock.out
+    assert len(drafted.out) > 24
+    assert re.search(r"tokens in \d+ rounds, tau \d", drafted.err)
+    assert not stock.err
+
+
+def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO(PROMPT))
+    assert main(["generate", "-", "--max-new-tokens", "6"]) == 0
+    piped = capsys.readouterr().out
+    assert main(["generate", PROMPT, "--max-new-tokens", "6"]) == 0
+    assert capsys.readouterr().out == piped
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generate", "x", "--target", TARGET, "--head", "./nowhere"], "no folder './nowhere'"),
+        (["generate", "x", "--target", "./nowhere", "--head", HEAD], "no folder './nowhere'"),
+        (["generate", "x", "--target", TARGET, "--head", "nobody/nothing"], "Cannot load the head"),
+        (["generate", "x", "--target", TARGET, "--head", TARGET], "Cannot load the head"),
+        (["generate", "x", "--target", HEAD, "--head", HEAD], "Cannot load the target"),
+        (["generate", "x", "--head", HEAD], "give --target too"),
+        (["generate", "x", "--device-map", "nowhere"], "Cannot load the target"),
+        (["generate", "", "--max-new-tokens", "4"], "prompt is empty"),
+        (["generate", "x", "--chat"], "no chat template"),
+        (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "leave one out"),
+        (["bench", "--text", "./nowhere.py"], "Cannot read"),
+        (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),
+        (["bench", "--json", "./nowhere/bench.json"], "no folder"),
+    ],
+)
+def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(words) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert shown.err.startswith("hf-dart: ")
+    assert shown.err.count("\n") == 1
+    assert "Traceback" not in shown.err
+    assert not shown.out
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        [],
+        ["generate"],
+        ["generate", "x", "--top-p", "3"],
+        ["generate", "x", "--temperature", "-1"],
+        ["generate", "x", "--nodes", "0"],
+        ["demo", "--new-tokens", "0"],
+        ["bench", "--batch", "one"],
+    ],
+)
+def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert "hf-dart" in capsys.readouterr().err
+
+
+def test_truncated_head_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "config.json").write_bytes((PACKAGED_HEAD / "config.json").read_bytes())
+    weights = (PACKAGED_HEAD / "model.safetensors").read_bytes()
+    (tmp_path / "model.safetensors").write_bytes(weights[: len(weights) // 2])
+    assert main(["generate", "x", "--target", TARGET, "--head", str(tmp_path)]) == 2
+    assert "truncated or damaged" in capsys.readouterr().err
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = "import sys, hf_dart.cli; assert 'torch' not in sys.modules and 'transformers' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
