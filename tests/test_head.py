@@ -337,9 +337,16 @@ def test_damaged_files(target: Any, tmp_path: Path, damage: Any) -> None:
     before = torch.get_rng_state()
     with pytest.raises((ValueError, OSError)) as error:
         DartHead.from_pretrained(str(folder), target=target)
-    assert str(error.value).strip()
+    one_sentence(error)
     assert torch.equal(torch.get_rng_state(), before)
     assert_identical(target, head, prompts([7]), **GREEDY)
+
+
+def test_a_target_is_no_head(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="DART head") as error:
+        DartHead.from_pretrained(str(tmp_path), target=target)
+    one_sentence(error)
 
 
 @pytest.mark.parametrize(

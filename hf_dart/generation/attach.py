@@ -22,22 +22,31 @@ def attach(model: Any) -> Any:
     model keep the keyword. The target is first proved to verify trees exactly (`probe.prove`), unless it is
     being trained.
 
+    Args:
+        model: a causal LM, or a PEFT wrapper of one.
+
     Returns:
         The model.
 
     Raises:
         ValueError: the model cannot verify trees.
     """
-    if not model.training:
-        prove(model)
-    model.generate = types.MethodType(_generate, model)
+    target = _without_adapters(model)
+    if not target.training:
+        prove(target)
+    target.generate = types.MethodType(_generate, target)
     return model
 
 
 def detach(model: Any) -> Any:
     """Undo `attach`."""
-    model.__dict__.pop("generate", None)
+    _without_adapters(model).__dict__.pop("generate", None)
     return model
+
+
+def _without_adapters(model: Any) -> Any:
+    """The transformers model inside a PEFT wrapper, whose `generate` ends in that model's own."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _generate(
@@ -65,6 +74,7 @@ def _generate(
         raise ValueError(
             "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
         )
+    _refuse_prompt_learning(self)
     _take_stop_strings(kwargs, tokenizer)
     decode = functools.partial(
         speculative_generate,
@@ -74,6 +84,17 @@ def _generate(
         synced_gpus=bool(synced_gpus),
     )
     return stock(self, *args, streamer=streamer, custom_generate=decode, **kwargs)
+
+
+def _refuse_prompt_learning(model: Any) -> None:
+    """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(wrapper, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        raise ValueError(
+            f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
+            "without assistant=."
+        )
 
 
 def _take_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> None:

@@ -1,0 +1,416 @@
+"""Attaching, what stays untouched by it, and what is refused."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical, run
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from test_exact import replay
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedTokenizerFast,
+    StaticCache,
+    StoppingCriteria,
+    T5Config,
+    T5ForConditionalGeneration,
+    pipeline,
+)
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dart import DartHead
+from hf_dart.generation.attach import attach, detach
+from hf_dart.generation.probe import prove
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+INPUTS = prompts([7])
+
+
+@pytest.fixture
+def target() -> Any:
+    model = tiny_target("qwen3")
+    # The first plain call that asks for hidden states installs transformers' own recording hooks for good.
+    model(INPUTS["input_ids"], output_hidden_states=True)
+    return model
+
+
+@pytest.fixture
+def head(target: Any) -> DartHead:
+    return tiny_head(target)
+
+
+def snapshot(model: Any) -> dict[str, Any]:
+    """All of a model that a call could leave changed."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
+    return {
+        "config": model.config.to_dict(),
+        "attention": model.config._attn_implementation,
+        "generation": model.generation_config.to_dict(),
+        "training": [module.training for module in model.modules()],
+        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
+        # A static cache that was asked for is made by stock, before it calls us, and kept on the model.
+        "own": [sorted(vars(m).keys() - {"_cache", "_previous_max_cache_length"}) for m in model.modules()],
+        "forward": [module.forward.__func__ for module in model.modules()],
+        "weights": [weight.data_ptr() for weight in model.state_dict().values()],
+        "values": [weight.sum().item() for weight in model.state_dict().values()],
+    }
+
+
+# ---- attached and not -------------------------------------------------------------------------------------
+
+
+def test_attach_and_detach(target: Any) -> None:
+    stock = run(target, INPUTS, 0, **SAMPLED)
+    before = snapshot(target)
+    head = tiny_head(target)
+    assert "generate" in vars(target)
+    plain = run(target, INPUTS, 0, **SAMPLED)
+    assert torch.equal(plain.sequences, stock.sequences)
+    assert torch.equal(plain.state, stock.state)
+    assert detach(target) is target
+    assert snapshot(target) == before
+    with pytest.raises(ValueError, match="assistant"):
+        target.generate(**INPUTS, **SAMPLED, assistant=head)
+    detach(target)  # once more does no harm
+    attach(attach(target))
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+def test_another_instance_is_not_touched(head: DartHead) -> None:
+    other = tiny_target("qwen3")
+    assert "generate" not in vars(other)
+    with pytest.raises(ValueError, match="assistant"):
+        other.generate(**INPUTS, **GREEDY, assistant=head)
+
+
+def test_a_call_leaves_the_model_as_it_was(target: Any, head: DartHead) -> None:
+    before, own = snapshot(target), set(vars(head))
+    for options in (GREEDY, SAMPLED, {**SAMPLED, "return_dict_in_generate": True, "output_scores": True}):
+        run(target, INPUTS, 0, assistant=head, **options)
+        assert snapshot(target) == before
+    assert set(vars(head)) == own
+
+
+@pytest.mark.usefixtures("head")
+def test_saving_an_attached_model(target: Any, tmp_path: Any) -> None:
+    target.save_pretrained(tmp_path)
+    again = type(target).from_pretrained(tmp_path, dtype=torch.float64)
+    assert torch.equal(run(again, INPUTS, 0, **GREEDY).sequences, run(target, INPUTS, 0, **GREEDY).sequences)
+
+
+def test_deep_copies_are_themselves(target: Any, head: DartHead) -> None:
+    twin = copy.deepcopy(target)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    stock = run(twin, INPUTS, 0, **GREEDY)
+    assert not torch.equal(stock.sequences, run(target, INPUTS, 0, **GREEDY).sequences)
+    assert_identical(twin, head, INPUTS, **GREEDY)
+    assert_identical(twin, copy.deepcopy(head), INPUTS, **SAMPLED)
+    assert_identical(target, copy.deepcopy(head), INPUTS, **SAMPLED)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
+@pytest.mark.parametrize("task", [None, "CAUSAL_LM"])
+def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> None:
+    plain = run(target, INPUTS, 0, **GREEDY).sequences
+    adapter = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type=task)
+    wrapped = get_peft_model(target, adapter).double().eval()
+    for options in (GREEDY, SAMPLED):
+        for inputs in (INPUTS, prompts([9, 3, 7, 12])):
+            assert_identical(wrapped, head, inputs, **options)
+    adapted = run(wrapped, INPUTS, 0, **GREEDY).sequences
+    assert not torch.equal(adapted, plain), "the adapter was to change the text"
+    with wrapped.disable_adapter():
+        ours = run(wrapped, INPUTS, 0, assistant=head, **GREEDY).sequences
+        assert torch.equal(ours, plain)
+    detach(wrapped)
+    assert "generate" not in vars(target)
+    made = tiny_head(wrapped)
+    assert_identical(wrapped, made, INPUTS, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_soft_prompts_are_refused(target: Any, head: DartHead, kind: Any) -> None:
+    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
+    plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
+    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "soft prompts")
+    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_pipeline(target: Any, head: DartHead) -> None:
+    letters = {chr(97 + i) if i < 26 else chr(39 + i): i for i in range(VOCABULARY)}
+    backend = Tokenizer(models.BPE(letters, []))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="a", padding_side="left")
+    write = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
+    config = GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0)
+    for texts in ("hello", ["hello", "abc", "lossless"]):
+        batch = {"batch_size": 3} if isinstance(texts, list) else {}
+        stock = write(texts, generation_config=config, **batch)
+        assert write(texts, generation_config=config, assistant=head, **batch) == stock
+    assert head.last_stats is not None
+
+
+def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartHead) -> None:
+    config = GenerationConfig(max_new_tokens=12, do_sample=True, top_k=7, temperature=0.8, eos_token_id=[3, 5])
+    kept = config.to_dict()
+    assert_identical(target, head, INPUTS, generation_config=config, pad_token_id=0)
+    assert config.to_dict() == kept
+    target.generation_config = GenerationConfig(max_new_tokens=9, eos_token_id=[4, 8], pad_token_id=0)
+    stock, _ = assert_identical(target, head, prompts([9, 3, 7, 12]))
+    assert stock.sequences.shape[1] <= 12 + 9
+    assert_identical(target, head, {"inputs": INPUTS["input_ids"]})  # no mask
+
+
+# ---- exceptions -------------------------------------------------------------------------------------------
+
+
+class Broken(Exception):
+    pass
+
+
+class RaisesAt(LogitsProcessor):
+    """A processor that fails at its n-th call."""
+
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise Broken
+        return scores
+
+
+class StopRaisesAt(StoppingCriteria):
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.left -= 1
+        if self.left == 0:
+            raise Broken
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("call", [1, 3, 8])
+@pytest.mark.parametrize("kind", ["processor", "criterion"])
+def test_after_an_exception_inside_a_call(target: Any, head: DartHead, kind: str, call: int) -> None:
+    perfect = replay(target, INPUTS, misses=[0.0], **SAMPLED)
+    before = snapshot(target)
+    states = []
+    for drafting in ({}, {"assistant": head}, {"assistant": perfect}):
+        breaking: dict[str, Any] = (
+            {"logits_processor": LogitsProcessorList([RaisesAt(call)])}
+            if kind == "processor"
+            else {"stopping_criteria": [StopRaisesAt(call)]}
+        )
+        torch.manual_seed(0)
+        with pytest.raises(Broken):
+            target.generate(**INPUTS, **SAMPLED, **breaking, **drafting)
+        states.append(torch.get_rng_state())
+        assert snapshot(target) == before
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+def test_a_cache_passed_in_after_an_exception(target: Any, head: DartHead) -> None:
+    """It holds a whole prefix of what it is the cache of, so that the next call can go on."""
+    cache = DynamicCache(config=target.config)
+    first = run(target, INPUTS, 0, past_key_values=cache, assistant=head, **GREEDY).sequences
+    with pytest.raises(Broken):
+        target.generate(
+            input_ids=first,
+            past_key_values=cache,
+            logits_processor=LogitsProcessorList([RaisesAt(5)]),
+            assistant=head,
+            **GREEDY,
+        )
+    held = cache.get_seq_length()
+    assert {layer.keys.shape[2] for layer in cache.layers} == {held}
+    assert held >= first.shape[1] - 1
+    fresh = DynamicCache(config=target.config)
+    whole = run(target, {"input_ids": first}, 0, past_key_values=fresh, **GREEDY).sequences
+    for ours, plain in zip(cache.layers, fresh.layers, strict=True):
+        torch.testing.assert_close(ours.keys, plain.keys[:, :, :held], rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(ours.values, plain.values[:, :, :held], rtol=1e-9, atol=1e-9)
+    if held == first.shape[1] - 1:
+        assert torch.equal(run(target, {"input_ids": first}, 0, past_key_values=cache, **GREEDY).sequences, whole)
+
+
+class PutRaisesAt(BaseStreamer):
+    def __init__(self, call: int) -> None:
+        self.left = call
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Broken
+
+    def end(self) -> None:
+        pass
+
+
+def test_a_streamer_that_breaks_off(target: Any, head: DartHead) -> None:
+    before = snapshot(target)
+    with pytest.raises(Broken):
+        target.generate(**INPUTS, **SAMPLED, streamer=PutRaisesAt(5), assistant=head)
+    assert snapshot(target) == before
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+# ---- refusals ---------------------------------------------------------------------------------------------
+
+
+def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], words: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(kind, match=words) as error:
+        call()
+    message = str(error.value).strip()
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+    assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
+
+
+RIGHT_PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 3, "do_sample": False}, "num_beams"),
+    "sampled beams": ({"num_beams": 2}, "num_beams"),
+    "no cache": ({"use_cache": False}, "use_cache"),
+    "paged": ({"cache_implementation": "paged"}, "paged"),
+    "static": ({"cache_implementation": "static"}, "cache"),
+    "offloaded": ({"cache_implementation": "offloaded"}, "cache"),
+    "offloaded static": ({"cache_implementation": "offloaded_static"}, "cache"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
+    "right padding": (RIGHT_PADDED, "left"),
+    "a hole in the mask": ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "left"),
+    "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
+    "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
+    "two assistants": ({"assistant_model": tiny_target("llama")}, "assistant_model"),
+    "a custom loop": ({"custom_generate": lambda model, input_ids, **kwargs: input_ids}, "custom_generate"),
+    "synced": ({"synced_gpus": True}, "synced_gpus"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_options(target: Any, head: DartHead, name: str) -> None:
+    options, words = REFUSED[name]
+    before = snapshot(target)
+    arguments = {**INPUTS, **SAMPLED, **options}
+    refused(lambda: target.generate(**arguments, assistant=head), ValueError, words)
+    assert snapshot(target) == before
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, "inputs_embeds"),
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|custom_generate|trust_remote_code"),
+        ({"dola_layers": "low"}, "dola_layers|custom_generate|trust_remote_code"),
+    ],
+    ids=["embeddings", "contrastive", "dola"],
+)
+def test_other_inputs_and_strategies(target: Any, head: DartHead, options: dict[str, Any], words: str) -> None:
+    inputs = {} if "inputs_embeds" in options else INPUTS
+    with pytest.raises(ValueError, match=words):
+        target.generate(**inputs, **{**GREEDY, **options}, assistant=head)
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_caches_of_other_kinds_are_refused(target: Any, head: DartHead) -> None:
+    for cache in (
+        StaticCache(config=target.config, max_cache_len=64),
+        DynamicCache(config=target.config, offloading=True),
+    ):
+        arguments = {**INPUTS, **GREEDY, "past_key_values": cache}
+        refused(lambda arguments=arguments: target.generate(**arguments, assistant=head), ValueError, "cache|Cache")
+        assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_quantized_cache_is_refused(target: Any, head: DartHead) -> None:
+    class Quantized(DynamicCache):
+        """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
+
+    arguments = {**INPUTS, **GREEDY, "past_key_values": Quantized(config=target.config)}
+    refused(lambda: target.generate(**arguments, assistant=head), ValueError, "Quantized")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("assistant", ["a-name", 3, torch.nn.Linear(2, 2)], ids=type)
+def test_assistants_of_a_wrong_type(target: Any, head: DartHead, assistant: Any) -> None:
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=assistant), TypeError, "assistant=")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_a_small_model_is_not_a_drafter(target: Any, head: DartHead) -> None:
+    small = tiny_target("llama")
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=small), TypeError, "assistant_model=")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_train_mode(target: Any, head: DartHead) -> None:
+    target.train()
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "eval")
+    target.eval()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_a_target_that_is_being_trained_can_be_attached() -> None:
+    target = tiny_target("llama").train()
+    head = tiny_head(target)
+    target.eval()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_encoder_decoder() -> None:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    refused(lambda: attach(model), ValueError, "encoder-decoder")
+    assert "generate" not in vars(model)
+    drafter = replay(tiny_target("llama"), INPUTS, misses=[0.0], **GREEDY)
+    refused(
+        lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder"
+    )
+    assert model.generate(**INPUTS, **GREEDY).shape[0] == 1
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bloom", "mpt", "gpt_neo"])
+def test_architectures_that_cannot_verify_trees(family: str) -> None:
+    target = tiny_target(family, "eager", torch.float32)
+    plain = run(target, INPUTS, 0, **GREEDY).sequences
+    for attempt in (attach, prove):
+        refused(lambda attempt=attempt: attempt(target), ValueError, "assistant=|not supported|cannot")
+        assert "generate" not in vars(target)
+    refused(lambda: DartHead.from_target(target, feature_layers=[1]), ValueError, "assistant=|not supported|cannot")
+    assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
+
+
+def test_attention_without_tree_masks(target: Any, head: DartHead) -> None:
+    target.config._attn_implementation = "flex_attention"
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "flex_attention")
+    target.config._attn_implementation = "sdpa"
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.set_attn_implementation("eager")
+    assert_identical(target, head, INPUTS, **GREEDY)
