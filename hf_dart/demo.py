@@ -27,7 +27,7 @@ from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import gather_features
 from hf_dart.pair import Pair
-from hf_dart.tree import DraftTree, grow_tree
+from hf_dart.tree import DraftTree, Transitions, grow_tree
 
 # Beginnings of Python files, written for this demo: in no training corpus.
 PROMPTS = (
@@ -208,7 +208,9 @@ def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
     rank = Ranker(transformers.LogitsProcessorList(), config.top_k)
     candidates, scores = rank(proposal.logits[:, : config.depth], None, None)
     nodes = config.resolve_nodes(1, model.device.type)
-    return grow_tree(tokens[:, -1:], candidates, scores, nodes=nodes, beam=config.beam)
+    table = head.transitions(proposal, tokens[:, -1], candidates, scores)
+    scorer = None if table is None else Transitions(table)
+    return grow_tree(tokens[:, -1:], candidates, scores, nodes=nodes, beam=config.beam, scorer=scorer)
 
 
 def _summary(pen: Pen, sums: dict[str, _Sums]) -> list[str]:
