@@ -6,11 +6,18 @@ from hf_dart.version import __version__
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.generation.attach import attach, detach
     from hf_dart.head import DartHead
 
-__all__ = ["DartConfig", "DartHead", "TreeConfig", "__version__"]
+__all__ = ["DartConfig", "DartHead", "TreeConfig", "__version__", "attach", "detach"]
 
-_HOMES = {"DartConfig": "configuration", "TreeConfig": "configuration", "DartHead": "head"}
+_HOMES = {
+    "DartConfig": "configuration",
+    "TreeConfig": "configuration",
+    "DartHead": "head",
+    "attach": "generation.attach",
+    "detach": "generation.attach",
+}
 
 
 def __getattr__(name: str) -> Any:
