@@ -1,0 +1,192 @@
+"""The packaged pair on text that neither was trained on: float32, token for token as stock.
+
+A difference is a failure unless stock's own two best tokens lie within 1e-5 of each other there, in its
+logits, or in log(p / E) when it samples; such cases are counted and printed at the end.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import NEAR_TIE, assert_identical_up_to_near_ties, first_difference, run, tally, top2_gap
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.generation.streamers import BaseStreamer
+
+import hf_dart
+from hf_dart import DartHead, TreeConfig
+
+PAIR = Path(hf_dart.__file__).parent / "demo_pair"
+NEW_TOKENS = 48
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=1": {"do_sample": True, "top_k": 0},
+    "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1},
+}
+LENGTHS = [120, 64, 97, 33, 150, 21, 80, 48]
+FIGURES = tally("float32, packaged pair, text of pytest's own sources")
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, DartHead, Any]:
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+    tokenizer.padding_side = "left"
+    return target, DartHead.from_pretrained(PAIR / "head", target=target, tokenizer=tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module")
+def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
+    """Eight prompts of different lengths, each from the middle of another source file of pytest."""
+    _, _, tokenizer = pair
+    spec = importlib.util.find_spec("_pytest")
+    assert spec is not None
+    assert spec.submodule_search_locations
+    files = sorted(Path(spec.submodule_search_locations[0]).glob("*.py"), key=lambda file: -file.stat().st_size)
+    prompts = []
+    for file, length in zip(files, LENGTHS, strict=False):
+        ids = tokenizer(file.read_text(encoding="utf8"))["input_ids"]
+        prompts.append(ids[len(ids) // 3 :][:length])
+    assert [len(prompt) for prompt in prompts] == LENGTHS
+    return prompts
+
+
+def padded(pair: tuple[Any, DartHead, Any], prompts: list[list[int]]) -> dict[str, torch.Tensor]:
+    return dict(pair[2].pad({"input_ids": prompts}, return_tensors="pt"))
+
+
+def common_token(target: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[int]:
+    """Two tokens that stock writes early and a third that is rare, so that rows end at different places."""
+    text = run(target, inputs, 0, **options).sequences[:, inputs["input_ids"].shape[1] :]
+    return [int(text[0, 9]), int(text[-1, 20]), 5]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_prompt_at_a_time(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
+    target, head, _ = pair
+    for seed, text in enumerate(texts):
+        assert_identical_up_to_near_ties(
+            target,
+            head,
+            padded(pair, [text]),
+            seed=seed,
+            into=FIGURES,
+            label=f"{mode}, prompt {seed}",
+            max_new_tokens=NEW_TOKENS,
+            **MODES[mode],
+        )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ragged_batches(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
+    target, head, _ = pair
+    for half in (texts[:4], texts[4:]):
+        assert_identical_up_to_near_ties(
+            target,
+            head,
+            padded(pair, half),
+            into=FIGURES,
+            label=f"{mode}, batch of 4",
+            max_new_tokens=NEW_TOKENS,
+            **MODES[mode],
+        )
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("mode", MODES)
+def test_several_eos(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str, rows: int) -> None:
+    target, head, _ = pair
+    inputs = padded(pair, texts[:rows])
+    options = {**MODES[mode], "max_new_tokens": NEW_TOKENS}
+    eos = common_token(target, inputs, **options)
+    assert_identical_up_to_near_ties(
+        target, head, inputs, into=FIGURES, label=f"{mode}, EOS, {rows} rows", eos_token_id=eos, **options
+    )
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+@pytest.mark.parametrize("extra", [1, 2, 9])
+def test_max_length(pair: tuple[Any, DartHead, Any], texts: list[list[int]], extra: int, rows: int) -> None:
+    target, head, _ = pair
+    inputs = padded(pair, texts[:rows])
+    length = inputs["input_ids"].shape[1] + extra
+    for mode in ("greedy", "T=1"):
+        options = MODES[mode]
+        assert_identical_up_to_near_ties(
+            target, head, inputs, into=FIGURES, label=f"{mode}, max_length", max_length=length, **options
+        )
+
+
+def test_up_to_the_end_of_the_position_table(pair: tuple[Any, DartHead, Any], texts: list[list[int]]) -> None:
+    """A prompt that leaves less room than a draft is long (rotary: stock itself may go on behind it)."""
+    target, head, tokenizer = pair
+    table = target.config.max_position_embeddings
+    long = [token for text in texts * 8 for token in text][: table - 12]
+    for options in (MODES["greedy"], MODES["T=1"]):
+        assert_identical_up_to_near_ties(
+            target, head, padded(pair, [long]), into=FIGURES, label="end of table", max_length=table, **options
+        )
+    assert tokenizer.model_max_length == table
+
+
+class Recorder(BaseStreamer):
+    def __init__(self) -> None:
+        self.calls: list[Any] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.calls.append(value.tolist())
+
+    def end(self) -> None:
+        self.calls.append("end")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_streaming(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
+    target, head, _ = pair
+    inputs = padded(pair, [texts[2]])
+    outcomes = []
+    for drafting in ({}, {"assistant": head}):
+        recorder = Recorder()
+        done = run(target, inputs, 0, streamer=recorder, max_new_tokens=NEW_TOKENS, **drafting, **MODES[mode])
+        assert recorder.calls == [
+            inputs["input_ids"].tolist(),
+            *([token] for token in done.sequences[0, len(texts[2]) :].tolist()),
+            "end",
+        ]
+        outcomes.append(done.sequences)
+    split = first_difference(*outcomes)
+    if split is not None:
+        position = split[1] - len(texts[2])
+        assert top2_gap(target, inputs, 0, 0, position, max_new_tokens=NEW_TOKENS, **MODES[mode]) < NEAR_TIE
+        FIGURES.near_ties.append(f"{mode}, streaming, token {position}")
+
+
+def test_the_head_beats_drafting_nothing_and_copying_alone(
+    pair: tuple[Any, DartHead, Any], texts: list[list[int]]
+) -> None:
+    """What the trained head adds by itself: no copies, no shared noise."""
+    target, head, _ = pair
+    tree = TreeConfig(lookup=0, shared_noise=False)
+    taus = []
+    for text in texts[:4]:
+        run(target, padded(pair, [text]), 0, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=40)
+        assert head.last_stats is not None
+        taus.append(head.last_stats.tau)
+    assert sum(taus) / len(taus) > 1.3
+
+
+def test_size_and_kind_of_the_files() -> None:
+    files = [file for file in PAIR.rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} <= {".safetensors", ".json", ".md"}
+    assert {file.parent.name for file in files} == {"target", "head"}
+    assert sum(file.stat().st_size for file in files) <= 24 * 2**20
+
+
+def test_the_runs_exercised_commits() -> None:
+    """Mean tau of all the runs above; the figure is printed at the end of the session."""
+    if not FIGURES.taus:
+        pytest.skip("none of the runs that this test adds up was selected")
+    assert FIGURES.mean_tau > 1.3
