@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ class DartConfig(PreTrainedConfig):
         num_layers: decoder layers of the head.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
+        tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
         selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
@@ -49,6 +50,7 @@ class DartConfig(PreTrainedConfig):
     intermediate_size: int = 768
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10000.0
+    tree: dict[str, Any] = field(default_factory=dict)
     selector_rank: int = 0
     initializer_range: float = 0.02
     vocab_size: int = 6144

@@ -146,7 +146,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.selector = BigramSelector(config) if config.selector_rank else None
-        self.tree_config = TreeConfig()
+        self.tree_config = TreeConfig(**config.tree)
         self.last_stats = None
         self._shared = None
         self.post_init()
@@ -257,6 +257,21 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
+    def add_selector(self, rank: int, seed: int = 0) -> DartHead:
+        """Give a trained head a bigram selector (`hf_dart.refine`); untrained, it changes no score.
+
+        Args:
+            rank: its width.
+            seed: of its initial weights; the global generators are not moved.
+        """
+        self.config.selector_rank = rank
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            selector = BigramSelector(self.config)
+            selector.apply(self._init_weights)
+        self.selector = selector.to(device=self.fc.weight.device, dtype=self.dtype)
+        return self
+
     # ---- the pass -----------------------------------------------------------------------------------
 
     @property
@@ -329,9 +344,12 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         self._run(state, *self._real_inputs(features, next_tokens))
         self._advance(state, counts, features.shape[1])
 
-    def propose(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+    def propose(
+        self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
         batch, real = next_tokens.shape
-        draft = self.config.draft_length
+        # A mask slot sees none behind it, so a shorter draft is the beginning of the longer one.
+        draft = depth or self.config.draft_length
         device = self.fc.weight.device
         counts = counts.to(device)
         pair, fused = self._real_inputs(features, next_tokens)
@@ -359,9 +377,8 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         depth, width = candidates.shape[1:]
         tokens = candidates.clamp(min=0)
         in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
-        pairs = self.selector.lookup(
-            proposal.hidden[:, :depth], in_front, tokens, self._shared_modules.embeddings
-        ).float()
+        embeddings = self._shared_modules.embeddings
+        pairs = self.selector.lookup(proposal.hidden[:, :depth], embeddings, in_front, tokens).float()
         # The candidates share out what the draft gave them together, anew behind each predecessor.
         together = scores.logsumexp(-1, keepdim=True)[:, :, None]
         return (scores[:, :, None] + pairs).log_softmax(-1) + together

@@ -75,8 +75,10 @@ class Drafter(ABC, Generic[State]):
         """
 
     @abstractmethod
-    def propose(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
-        """Take in verified positions (as `extend`) and draft behind the last one.
+    def propose(
+        self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        """Take in verified positions (as `extend`) and draft `depth` tokens (d where left out) behind the last one.
 
         What is returned for a row with no new position (`counts` 0) is not used.
         """

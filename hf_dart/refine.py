@@ -30,23 +30,24 @@ class BigramSelector(nn.Module):
         self.log_scale = nn.Embedding(config.draft_length, 1)
         self._tables: tuple[Any, Tensor, Tensor] | None = None
 
-    def forward(self, hidden: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
         """delta of all pairs.
 
         Args:
             hidden: [..., d, H] what the draft logits were read from.
-            previous: [..., d, J, E] embeddings of the tokens in front.
-            candidates: [..., d, K, E] embeddings of the tokens at each depth.
+            embeddings: [n, E] of n different tokens.
+            previous: [..., d, J] which of them are in front.
+            candidates: [..., d, K] which of them are the candidates at each depth.
 
         Returns:
             [..., d, J, K]
         """
-        return self._pairs(hidden, self.previous(previous), self.candidate(candidates))
+        return self._pairs(hidden, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 
-    def lookup(self, hidden: Tensor, previous: Tensor, candidates: Tensor, embeddings: nn.Embedding) -> Tensor:
-        """As `forward`, from token ids [..., d, J] and [..., d, K], by tables over the whole vocabulary.
+    def lookup(self, hidden: Tensor, embeddings: nn.Embedding, previous: Tensor, candidates: Tensor) -> Tensor:
+        """As `forward`, with token ids of the whole vocabulary.
 
-        The tables are made on first use and again when the weights have changed.
+        The projections of all tokens are made on first use, and again when the weights have changed.
         """
         phi, psi = self._vocabulary_tables(embeddings)
         return self._pairs(hidden, phi[previous], psi[candidates])

@@ -177,6 +177,7 @@ class _Call:
             features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])),
             self.rows.recent(accepted.counts, width),
             torch.tensor(accepted.counts),
+            self.depth,
         )
         if self.proposal is not None and 0 in accepted.counts:
             # Rows that stood still keep their draft.
@@ -186,7 +187,7 @@ class _Call:
 
     def grow(self, proposal: Proposal, limits: list[int]) -> DraftTree:
         """Rank the draft's tokens, with the noise they will be drawn with, and grow the tree."""
-        rows, logits = self.rows, proposal.logits[:, : self.depth]
+        rows, logits = self.rows, proposal.logits
         gumbel = None
         if self.noise is not None and self.config.shared_noise:
             gumbel = self.noise.gumbel(rows.emitted, self.depth)

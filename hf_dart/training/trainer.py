@@ -24,11 +24,15 @@ class DartTrainingArguments(TrainingArguments):
     Args:
         anchors_per_row: K, blocks trained per row.
         gamma: of the annealed KL; 0.6 is the paper's best.
+        selector_only: train the head's bigram selector on the frozen head.
+        selector_candidates: K, tokens per depth that the selector learns to rank.
         loss_chunk: blocks whose logits are held at a time (`losses.chunked`); 0 holds all.
     """
 
     anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
     gamma: float = field(default=0.6, metadata={"help": "weight of a draft token relative to the one before"})
+    selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
+    selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
     loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
     # The rows hold what the target needs, not what the head's forward is called with.
     remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
@@ -59,6 +63,11 @@ class DartTrainer(Trainer):
 
     def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
+        if args.selector_only:
+            if head.selector is None:
+                raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
+            head.requires_grad_(False)
+            head.selector.requires_grad_(True)
         kwargs.setdefault("data_collator", BlockCollator(head.draft_length, args.anchors_per_row))
         super().__init__(model=head, args=args, **kwargs)
         self.args: DartTrainingArguments = args
@@ -130,12 +139,38 @@ class DartTrainer(Trainer):
         def block_losses(hidden: Tensor, goals: Tensor) -> Tensor:
             return annealed_kl(self.head.logits(hidden), target_logits[goals], self.args.gamma)
 
-        loss = chunked(block_losses, hidden, goals, self.args.loss_chunk)
+        if self.args.selector_only:
+            loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
+        else:
+            loss = chunked(block_losses, hidden, goals, self.args.loss_chunk)
         if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
             with torch.no_grad():
                 seen = slice(0, 256)
                 self._agreement = agreement(self.head.logits(hidden[seen]), target_logits[goals[seen]])
         return loss, hidden
+
+    def _selector_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, in_front: Tensor) -> Tensor:
+        """Annealed KL among the head's best candidates, each behind the token that really came before it.
+
+        Args:
+            hidden: [N, d, H].
+            target_logits: [B T, V].
+            goals: [N, d] rows of `target_logits`.
+            in_front: [N, d] the token before each drafted one.
+        """
+        assert self.head.selector is not None
+        drafted, wanted, candidates = [], [], []
+        chunk = self.args.loss_chunk or len(hidden)
+        with torch.no_grad():
+            for part in range(0, len(hidden), chunk):
+                best = self.head.logits(hidden[part : part + chunk]).topk(self.args.selector_candidates)
+                drafted.append(best.values)
+                candidates.append(best.indices)
+                wanted.append(target_logits[goals[part : part + chunk]].gather(-1, best.indices))
+        # A token is projected once, however often it occurs.
+        tokens, places = torch.cat([in_front[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
+        pairs = self.head.selector(hidden, self.head.embed(tokens), places[..., :1], places[..., 1:])
+        return annealed_kl(torch.cat(drafted) + pairs[..., 0, :], torch.cat(wanted), self.args.gamma).sum()
 
     @torch.no_grad()
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
