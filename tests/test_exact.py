@@ -51,7 +51,13 @@ def batch(size: int, attention: str) -> dict[str, torch.Tensor]:
 
 
 def replay(
-    model: Any, inputs: dict[str, torch.Tensor], *, misses: list[float], seed: int = 0, draft_length: int = 6, **options: Any
+    model: Any,
+    inputs: dict[str, torch.Tensor],
+    *,
+    misses: list[float],
+    seed: int = 0,
+    draft_length: int = 6,
+    **options: Any,
 ) -> ReplayDrafter:
     """A drafter that knows stock's answer and misses a share of it, per row."""
     pads = (inputs["attention_mask"] == 0).sum(-1).tolist()
@@ -130,7 +136,9 @@ def test_padded_eager_in_fp32(family: str) -> None:
 
 
 @pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("length", [{"max_new_tokens": n} for n in (1, 2, 3)] + [{"max_length": 14}, {"max_length": 15}])
+@pytest.mark.parametrize(
+    "length", [{"max_new_tokens": 1}, {"max_new_tokens": 2}, {"max_new_tokens": 3}, {"max_length": 15}], ids=str
+)
 def test_short_lengths(llama: tuple[Any, Any], size: int, length: dict[str, int]) -> None:
     target, head = llama
     inputs = batch(size, "sdpa")
@@ -230,8 +238,8 @@ class LongerThan(StoppingCriteria):
 def test_custom_criteria(llama: tuple[Any, Any], size: int, criterion: Any, eos: Any) -> None:
     target, head = llama
     inputs = batch(size, "sdpa")
-    for seed in range(3):
-        for mode in (GREEDY, SAMPLED):
+    for seed in range(2):
+        for mode in (GREEDY, SAMPLED)[seed:]:
             options = {
                 **mode,
                 "stopping_criteria": StoppingCriteriaList([criterion]),
@@ -415,8 +423,8 @@ def test_prefill_in_chunks(family: str) -> None:
 )
 def test_every_tree_gives_the_same_text(llama: tuple[Any, Any], size: int, tree: TreeConfig) -> None:
     target, head = llama
-    for mode in MODES.values():
-        assert_identical(target, head, batch(size, "sdpa"), max_new_tokens=24, tree_config=tree, **mode)
+    for mode in ("greedy", "T=1", "several EOS"):
+        assert_identical(target, head, batch(size, "sdpa"), max_new_tokens=24, tree_config=tree, **MODES[mode])
 
 
 def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
@@ -424,7 +432,7 @@ def test_larger_trees_accept_more(llama: tuple[Any, Any]) -> None:
     taus = []
     for nodes in (1, 4, 40):
         total = Tally("")
-        for seed in range(6):
+        for seed in range(4):
             tree = TreeConfig(nodes=nodes, lookup=0)
             assert_identical(target, head, batch(1, "sdpa"), **SAMPLED, seed=seed, tree_config=tree, into=total)
         taus.append(total.mean_tau)
@@ -490,8 +498,8 @@ def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> No
     """Ended rows and rows far ahead do not disturb the others' noise."""
     target, _ = llama
     inputs = batch(4, "sdpa")
-    options = {**SAMPLED, "max_new_tokens": 100, "eos_token_id": [3, 4], "pad_token_id": 0}
-    for seed in range(4):
+    options = {**SAMPLED, "max_new_tokens": 70, "eos_token_id": [3, 4], "pad_token_id": 0}
+    for seed in range(2):
         for misses in ([0.0, 1.0, 0.2, 0.9], [1.0, 1.0, 0.0, 0.0]):
             drafter = replay(target, inputs, misses=misses, seed=seed, draft_length=31, **options)
             assert_identical(target, drafter, inputs, seed=seed, **options)

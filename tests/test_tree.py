@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from math import inf
 from random import Random
 from typing import Any
@@ -276,7 +277,7 @@ def test_follow_on_full_paths() -> None:
         while parents[path[0]] >= 0:
             path.insert(0, parents[path[0]])
         targets = torch.full((1, 20), 99)
-        for node, child in zip(path, path[1:], strict=False):
+        for node, child in pairwise(path):
             targets[0, node] = tokens[child]
         found, emitted, lengths = follow(tree, targets)
         assert int(lengths) == len(path)
