@@ -37,10 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    _set_threads(arguments.threads)
     pair = _load(arguments)
-    from hf_dart.demo import demo
+    from hf_dart.demo import demo, fastest_threads
 
+    _set_threads(arguments.threads or fastest_threads(pair.model))
     color = arguments.color or sys.stdout.isatty()
     same = demo(pair, new_tokens=arguments.new_tokens, seed=arguments.seed, color=color)
     return 0 if same else 1
@@ -197,7 +197,7 @@ def _parser() -> argparse.ArgumentParser:
     pair.add_argument("--head", help="its draft head: a folder or a Hub id (default: the packaged one)")
     pair.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     pair.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
-    pair.add_argument("--threads", type=_positive, help="CPU threads (default: torch's choice)")
+    pair.add_argument("--threads", type=_positive, help="CPU threads (default: torch's choice; demo tries)")
 
     tree = argparse.ArgumentParser(add_help=False)
     tree.add_argument(

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -70,6 +72,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sampled at T = 0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},
 }
 _WARMUP_TOKENS = 12
+_TRIAL_FORWARDS = 20
 
 
 @dataclass
@@ -155,6 +158,31 @@ def demo(
     )
     show(pen(BOLD, f"identical: {verdict}"))
     return verdict.identical
+
+
+@torch.no_grad()
+def fastest_threads(model: Any) -> int:
+    """The number of CPU threads with which the target alone is fastest, torch's own choice being the most.
+
+    A small model is slowed down by many threads, and by any second one where other programs keep the cores busy.
+    """
+    most = torch.get_num_threads()
+    token = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    fastest, record = most, inf
+    try:
+        for threads in sorted({1, 2, 4, most} & set(range(most + 1))) if model.device.type == "cpu" else ():
+            torch.set_num_threads(threads)
+            model(input_ids=token, use_cache=False)
+            start = perf_counter()
+            for _ in range(_TRIAL_FORWARDS):
+                model(input_ids=token, use_cache=False)
+                if perf_counter() - start > record:
+                    break
+            else:
+                fastest, record = threads, perf_counter() - start
+    finally:
+        torch.set_num_threads(most)
+    return fastest
 
 
 def _headline(pair: Pair) -> str:
