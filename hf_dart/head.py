@@ -7,96 +7,24 @@ shifted, so that the last real position predicts the first draft token and mask 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import DartConfig, TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
+from hf_dart.layers import DartLayer, rotation_at
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.refine import BigramSelector
 from hf_dart.slots import SlotSpec, SlotStore
 
 # What says where on the Hub a file lies.
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
-
-
-class DartAttention(nn.Module):
-    """Grouped-query attention with rotary positions over an input of any width."""
-
-    def __init__(self, config: DartConfig, input_size: int) -> None:
-        super().__init__()
-        self.head_dim = config.head_dim
-        query_size = config.num_attention_heads * config.head_dim
-        key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, key_size, bias=False)
-        self.v_proj = nn.Linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
-        self.grouped = config.num_attention_heads != config.num_key_value_heads
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, input_size]
-        rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor,  # [B or 1, 1, Q, S] bool
-        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
-    ) -> Tensor:  # [B, Q, H]
-        split = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (
-            project(x).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = _rotate(query, rotation), _rotate(key, rotation)
-        if remember is not None:
-            key, value = remember(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-
-class DartMLP(nn.Module):
-    def __init__(self, config: DartConfig) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:  # [B, Q, H] -> [B, Q, H]
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
-
-
-class DartLayer(nn.Module):
-    """A decoder layer; the first one attends over (embedding, features) pairs of width E + H."""
-
-    def __init__(self, config: DartConfig, index: int) -> None:
-        super().__init__()
-        first = index == 0
-        width = config.embedding_size + config.hidden_size if first else config.hidden_size
-        # The first layer's input arrives normalised: its two halves are normed apart (section 3.1).
-        self.input_norm = None if first else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DartAttention(config, width)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, E + H] for the first layer, else [B, Q, H]
-        residual: Tensor,  # [B, Q, H]
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
-        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
-    ) -> Tensor:  # [B, Q, H]
-        if self.input_norm is not None:
-            x = self.input_norm(x)
-        hidden = residual + self.self_attn(x, rotation, mask, remember)
-        return hidden + self.mlp(self.mlp_norm(hidden))
 
 
 @dataclass
@@ -327,7 +255,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         pair, fused = self.inputs(features, next_embeddings)
         slot, slot_residual = self.slot_inputs((batch, positions.shape[1] - real))
         x, residual = torch.cat([pair, slot], dim=1), torch.cat([fused, slot_residual], dim=1)
-        rotation = self._rotation(positions)
+        rotation = rotation_at(positions, self.config, self.dtype)
         for layer in self.layers:
             x = residual = layer(x, residual, rotation, attention_mask, None)
         return self.norm(x)
@@ -395,7 +323,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         state.store.reserve(end)
         slots: Tensor | int = state.longest if batch == 1 else positions
         mask = (torch.arange(end, device=x.device) <= positions[..., None])[:, None]
-        rotation = self._rotation(positions)
+        rotation = rotation_at(positions, self.config, self.dtype)
         for index, layer in enumerate(self.layers):
 
             def remember(key: Tensor, value: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
@@ -410,22 +338,3 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         state.lengths = state.lengths + counts.to(state.lengths.device)
         # One row: its entries are all real, and the device need not be asked.
         state.longest = state.longest + entries if len(counts) == 1 else int(state.lengths.max())
-
-    def _rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q], in the head's dtype."""
-        frequencies = _frequencies(self.config.head_dim, self.config.rope_theta, positions.device)
-        angles = positions[:, None, :, None] * frequencies
-        return angles.cos().to(self.dtype), angles.sin().to(self.dtype)
-
-
-@lru_cache(maxsize=16)
-def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
-    """Rotary frequencies [head_dim], each twice (Su et al., arXiv 2104.09864, in the half-split layout)."""
-    exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
-    return theta ** -torch.cat([exponents, exponents])
-
-
-def _rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = rotation
-    left, right = x.chunk(2, dim=-1)
-    return x * cos + torch.cat([-right, left], dim=-1) * sin

@@ -211,9 +211,16 @@ class ReplayDrafter(Drafter[ReplayState]):
     def extend(self, state: ReplayState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         state.lengths = state.lengths + counts
 
-    def propose(self, state: ReplayState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+    def propose(
+        self,
+        state: ReplayState,
+        features: Tensor,
+        next_tokens: Tensor,
+        counts: Tensor,
+        depth: int | None = None,
+    ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
-        slots = (self.pads + state.lengths + 1)[:, None] + torch.arange(self._draft_length)
+        slots = (self.pads + state.lengths + 1)[:, None] + torch.arange(depth or self._draft_length)
         right = self.sequences.gather(1, slots.clamp(max=self.sequences.shape[1] - 1))
         wrong = torch.randint(self.vocabulary, right.shape, generator=self._generator)
         missed = torch.rand(right.shape, generator=self._generator) < self.misses[:, None]
