@@ -1,6 +1,6 @@
 """The demo pair's head.
 
-    python examples/demo_pair/train_head.py corpus.bin regenerated.bin runs/head --max-steps 4200
+    python examples/demo_pair/train_head.py corpus.bin regenerated.bin runs/head --max-steps 3500
 
 The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers; 60 % of the rows
 are the target's own text, the others the corpus. An interrupted run goes on with --resume.
@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
     parser.add_argument("--target-name", default="py8m")
     parser.add_argument("--own-share", type=float, default=0.6, help="of rows: the target's own text")
-    parser.add_argument("--max-steps", type=int, default=4200)
+    parser.add_argument("--max-steps", type=int, default=3500)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=257, help="tokens of a row; 256 real positions")
     parser.add_argument("--anchors", type=int, default=32)
