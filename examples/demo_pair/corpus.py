@@ -60,9 +60,7 @@ def write(files: list[Path], tokenizer: Any, output: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tokenizer", default="hf_dart/demo_pair/target")
     parser.add_argument("--packages", nargs="*", default=PACKAGES)

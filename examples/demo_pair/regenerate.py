@@ -26,9 +26,7 @@ MIX = (  # share of the batches, how they are continued
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="uint16 token ids, as corpus.py writes them")
     parser.add_argument("output", type=Path, help="appended to; the same format")
     parser.add_argument("--target", default="hf_dart/demo_pair/target")

@@ -19,9 +19,7 @@ from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, Packed
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
     parser.add_argument("output", type=Path)

@@ -53,9 +53,7 @@ def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--max-steps", type=int, default=4000)
     parser.add_argument("--length", type=int, default=512)
@@ -105,9 +103,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=PackedTokens(
-            arguments.output / "corpus.bin", arguments.length, eos=config.eos_token_id
-        ),
+        train_dataset=PackedTokens(arguments.output / "corpus.bin", arguments.length, eos=config.eos_token_id),
         data_collator=collate,
     )
     trainer.train()

@@ -37,9 +37,7 @@ def document_positions(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def draw_anchors(
-    documents: Tensor, count: int, draft_length: int, generator: torch.Generator | None = None
-) -> Tensor:
+def draw_anchors(documents: Tensor, count: int, draft_length: int, generator: torch.Generator | None = None) -> Tensor:
     """`count` different anchors per row, uniform over those whose whole draft lies in one document.
 
     Args:

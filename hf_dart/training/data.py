@@ -95,9 +95,7 @@ class Mixture(Dataset[Any]):
         seed: of the shuffles.
     """
 
-    def __init__(
-        self, datasets: Sequence[Dataset[Any]], shares: Sequence[float], rows: int, seed: int = 0
-    ) -> None:
+    def __init__(self, datasets: Sequence[Dataset[Any]], shares: Sequence[float], rows: int, seed: int = 0) -> None:
         self.datasets = list(datasets)
         random = np.random.default_rng(seed)
         total = sum(shares)

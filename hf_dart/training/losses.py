@@ -42,9 +42,7 @@ def annealed_kl(draft_logits: Tensor, target_logits: Tensor, gamma: float = 0.6)
     return (kl_divergence(draft_logits, target_logits) * weights).sum(-1)
 
 
-def chunked(
-    block_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, goals: Tensor, chunk_size: int
-) -> Tensor:
+def chunked(block_losses: Callable[[Tensor, Tensor], Tensor], hidden: Tensor, goals: Tensor, chunk_size: int) -> Tensor:
     """The sum of `block_losses(hidden, goals)` over blocks, `chunk_size` blocks at a time.
 
     Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is
