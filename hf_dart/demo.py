@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf
 from time import perf_counter
 from typing import Any
@@ -204,7 +204,7 @@ def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], sequences: Tensor
     """Draw the tree of one typical round of the first prompt, and the way the target took through it."""
     prompt = inputs["input_ids"].shape[1]
     # Without copies of earlier text: those depend on the whole call, this tree on the head alone.
-    config = TreeConfig(nodes=16, lookup=0)
+    config = replace(pair.head.tree_config, nodes=16, lookup=0)
     options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head, "tree_config": config}
     stats = run(pair.model, inputs, options).stats
     if stats is None or not stats.rounds:
@@ -232,9 +232,10 @@ def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
     outputs = model(input_ids=context, output_hidden_states=head.feature_layers, use_cache=False)
     features = gather_features(outputs, head.feature_layers, context)
     state = head.begin(1, context.shape[1])
-    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]))
+    depth = min(config.depth or head.draft_length, head.draft_length)
+    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]), depth)
     rank = Ranker(transformers.LogitsProcessorList(), config.top_k)
-    candidates, scores = rank(proposal.logits[:, : config.depth], None, None)
+    candidates, scores = rank(proposal.logits, None, None)
     nodes = config.resolve_nodes(1, model.device.type)
     table = head.transitions(proposal, tokens[:, -1], candidates, scores)
     scorer = None if table is None else Transitions(table)
