@@ -194,7 +194,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         """
         self.config.selector_rank = rank
         with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)
             selector = BigramSelector(self.config)
             selector.apply(self._init_weights)
         self.selector = selector.to(device=self.fc.weight.device, dtype=self.dtype)

@@ -205,6 +205,10 @@ def test_up_to_the_end_of_the_position_table(table: int) -> None:
         for length in (table - 1, table, table + 1):
             for mode in ("greedy", "T=1"):
                 assert_identical(target, head, inputs, max_length=length, **MODES[mode])
+            # Rows that end early are filled up for the cache that is returned.
+            kept = {"return_dict_in_generate": True, "max_length": length}
+            for seed in range(3):
+                assert_identical(target, head, inputs, seed=seed, **kept, **MODES["several EOS"])
         options = {"do_sample": False, "max_length": table + 1}
         drafter = replay(target, inputs, misses=[0.0, 0.3, 0.0, 0.0][:size], **options)
         assert_identical(target, drafter, inputs, **options)

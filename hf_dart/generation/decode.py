@@ -257,7 +257,7 @@ class _Call:
             nodes = torch.arange(int(counts.max()))
             starts = self.rows.prompt_length + self.cache.lengths - self.first_lengths
             columns = (starts[:, None] + nodes).clamp(max=sequences.shape[1] - 1).to(sequences.device)
-            self.verify(DraftTree.chain(sequences.gather(1, columns), counts.to(sequences.device)))
+            self.verify(DraftTree.chain(sequences.gather(1, columns), counts.to(sequences.device)), counts.tolist())
             self.cache.commit(nodes.expand(len(self.rows), -1), counts.tolist())
 
 
