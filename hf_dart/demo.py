@@ -25,9 +25,9 @@ from hf_dart.drawing import (
     drafted_tokens,
     tree_lines,
 )
+from hf_dart.features import features_request, gather_features
 from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.verify import gather_features
 from hf_dart.pair import Pair
 from hf_dart.tree import DraftTree, Transitions, grow_tree
 
@@ -229,7 +229,7 @@ def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
     """The greedy tree that the head grows behind `tokens` [1, T], the last of which is the root."""
     model, head = pair.model, pair.head
     context = tokens[:, :-1]
-    outputs = model(input_ids=context, output_hidden_states=head.feature_layers, use_cache=False)
+    outputs = model(input_ids=context, use_cache=False, **features_request(head.feature_layers))
     features = gather_features(outputs, head.feature_layers, context)
     state = head.begin(1, context.shape[1])
     depth = min(config.depth or head.draft_length, head.draft_length)

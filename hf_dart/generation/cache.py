@@ -268,6 +268,6 @@ class RightAlignedCache(TreeCache):
         if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
             where = index[..., None].expand(-1, -1, layer.indexer_keys.shape[-1])
             layer.indexer_keys = layer.indexer_keys.gather(1, where)
-            if layer.indexer_position_ids is not None:
+            if getattr(layer, "indexer_position_ids", None) is not None:  # newer releases
                 where = index[None].expand(layer.indexer_position_ids.shape[0], -1, -1)
                 layer.indexer_position_ids = layer.indexer_position_ids.gather(2, where)

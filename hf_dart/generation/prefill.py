@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.generation.verify import gather_features
+from hf_dart.features import features_request, gather_features
 from hf_dart.proposal import Drafter
 
 
@@ -65,9 +65,7 @@ class PrefillRecorder:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        if self._feature_layers:
-            inputs["output_hidden_states"] = self._feature_layers
-        outputs = self._target(**inputs)
+        outputs = self._target(**inputs, **features_request(self._feature_layers))
         self._feed(gather_features(outputs, self._feature_layers, inputs["input_ids"]))
         return outputs
 

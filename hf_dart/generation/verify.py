@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH
+from hf_dart.features import features_request, gather_features
 from hf_dart.generation.cache import TreeCache, is_placeholder
 from hf_dart.tree import DraftTree
 
@@ -99,8 +100,7 @@ class Verifier:
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
         positions = roots.to(device)[:, None] + tree.depths
         inputs: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
-        if self.feature_layers:
-            inputs["output_hidden_states"] = self.feature_layers
+        inputs.update(features_request(self.feature_layers))
         outputs = self.target(
             input_ids=tree.tokens,
             attention_mask=self.masks(tree, positions),
@@ -131,11 +131,3 @@ class Verifier:
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
             masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
         return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def gather_features(outputs: Any, feature_layers: list[int], like: Tensor) -> Tensor:
-    """The chosen hidden states of a forward over token ids `like` [B, N], concatenated: [B, N, F]."""
-    if not feature_layers:
-        return torch.zeros((*like.shape, 0), device=like.device)
-    states = [outputs.hidden_states[index] for index in feature_layers]
-    return torch.cat([state.to(states[-1].device) for state in states], dim=-1)

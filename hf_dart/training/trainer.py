@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Trainer, TrainingArguments
 
+from hf_dart.features import features_request, gather_features
 from hf_dart.head import DartHead
 from hf_dart.training.blocks import build_blocks, document_positions, gather_blocks, target_positions
 from hf_dart.training.data import BlockCollator
@@ -190,10 +191,9 @@ class DartTrainer(Trainer):
             input_ids=ids,
             position_ids=document_positions(documents) if packed else None,
             use_cache=False,
-            # Recent versions of transformers keep only the layers of the list, others keep all.
-            output_hidden_states=self.head.feature_layers,
+            **features_request(self.head.feature_layers),
         )
-        features = torch.cat([output.hidden_states[layer] for layer in self.head.feature_layers], dim=-1)
+        features = gather_features(output, self.head.feature_layers, ids)
         return features.to(self.head.device), output.logits.to(self.head.device)
 
     def _check_packing(self, device: torch.device) -> None:
