@@ -39,10 +39,11 @@ def run(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: in
     torch.manual_seed(seed)
     synchronize(device)
     start = perf_counter()
-    output = model.generate(**inputs, **options, return_dict_in_generate=True)
+    sequences = model.generate(**inputs, **options)
     synchronize(device)
     seconds = perf_counter() - start
-    return Run(output.sequences, seconds, _generator_state(device), getattr(output, "draft_stats", None))
+    drafter = options.get("assistant")
+    return Run(sequences, seconds, _generator_state(device), None if drafter is None else drafter.last_stats)
 
 
 def synchronize(device: torch.device) -> None:
