@@ -189,5 +189,5 @@ class TreeConfig:
         """N for a batch of `batch_size` rows; memory-bound accelerators verify more nodes for free."""
         if self.nodes is not None:
             return self.nodes
-        budget = 32 if device_type == "cpu" else 256
-        return max(2, min(16 if device_type == "cpu" else 64, budget // batch_size))
+        most, budget = (24, 32) if device_type == "cpu" else (64, 256)
+        return max(2, min(most, budget // batch_size))

@@ -72,9 +72,14 @@ class NoiseStream:
 
 
 def _window(blocks: list[Tensor], starts: list[int], depth: int) -> Tensor:
-    return torch.stack(
-        [torch.stack([block[row] for block in blocks[start : start + depth]]) for row, start in enumerate(starts)]
-    )
+    """[B, depth, V] blocks starts[b] .. starts[b] + depth - 1 of row b, each block being [B, V]."""
+    first, last = min(starts), max(starts)
+    together = torch.stack(blocks[first : last + depth], dim=1)
+    if first == last:
+        return together
+    device = together.device
+    places = torch.tensor(starts, device=device)[:, None] - first + torch.arange(depth, device=device)
+    return together[torch.arange(len(starts), device=device)[:, None], places]
 
 
 def _default_state(device: torch.device) -> Tensor:

@@ -94,7 +94,7 @@ class Walker:
         if self._noise is None:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
-        at_node = window.gather(1, tree.depths[..., None].expand(-1, -1, window.shape[-1]))
+        at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
         return scores.softmax(-1).div_(at_node).argmax(-1)
 
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
@@ -134,8 +134,7 @@ class Walker:
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """The target's next token of a row from its logits [1, V]."""
-        device = self._rows.ids(row).device
-        logits = logits.to(copy=True, dtype=torch.float32, device=device)
+        logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
         if self._row_free:
             scores = self._processors(self._rows.ids(row), logits)
         else:
