@@ -185,9 +185,14 @@ class TreeConfig:
         """One path of `depth` tokens: the width-1 tree."""
         return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1, lookup=0)
 
-    def resolve_nodes(self, batch_size: int, device_type: str) -> int:
-        """N for a batch of `batch_size` rows; memory-bound accelerators verify more nodes for free."""
+    def resolve_nodes(self, batch_size: int, device_type: str, copied: int = 0) -> int:
+        """N for a batch of `batch_size` rows of which one has `copied` tokens grafted.
+
+        An accelerator verifies many nodes in the time of one. A CPU does not: there the drafter's own tree is
+        kept small (8 rows fill a matrix product well), and copied text, which is mostly right, adds to it.
+        """
         if self.nodes is not None:
             return self.nodes
-        most, budget = (24, 32) if device_type == "cpu" else (64, 256)
-        return max(2, min(most, budget // batch_size))
+        if device_type != "cpu":
+            return max(2, min(64, 256 // batch_size))
+        return max(2, min(8 + copied, 32 // batch_size))

@@ -94,6 +94,11 @@ class Graft:
         self._tokens = tokens
         self._log_chances = log_chances
 
+    @property
+    def length(self) -> int:
+        """L, the longest copy of a row."""
+        return self._tokens.shape[1]
+
     @classmethod
     def find(cls, rows: list[RowLookup], length: int, device: torch.device) -> Graft | None:
         """Ask every row for up to `length` tokens; None if none has any."""

@@ -59,8 +59,8 @@ class BigramSelector(nn.Module):
 
     @torch.no_grad()
     def _vocabulary_tables(self, embeddings: nn.Embedding) -> tuple[Tensor, Tensor]:
-        layers = (*self.previous[::2], *self.candidate[::2], embeddings)
-        key = [(id(layer.weight), layer.weight._version, layer.weight.device) for layer in layers]
+        weights = [self.previous[0].weight, self.previous[2].weight, self.candidate[0].weight, self.candidate[2].weight]
+        key = [(id(weight), weight._version, weight.device) for weight in (*weights, embeddings.weight)]
         if self._tables is None or self._tables[0] != key:
             device, dtype = self.context.weight.device, self.context.weight.dtype
             parts = []

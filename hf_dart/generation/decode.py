@@ -140,9 +140,8 @@ class _Call:
 
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
         self.stock_cache = stock
-        self.nodes = self.config.resolve_nodes(batch, rows.device.type)
         kinds = mask_kinds(self.model, stock)
-        self.cache = tree_cache(stock, pads, total + headroom + self.nodes, keep=self.returns_cache)
+        self.cache = tree_cache(stock, pads, total + headroom, keep=self.returns_cache)
         self.first_lengths = self.cache.lengths
         self.verify = Verifier(self.model, self.cache, kinds, layers)
         logits = outputs.logits[:, -1:].to(rows.device)
@@ -208,7 +207,7 @@ class _Call:
             roots,
             candidates,
             scores,
-            nodes=self.nodes,
+            nodes=self.config.resolve_nodes(len(rows), rows.device.type, graft.length if graft else 0),
             beam=self.config.beam,
             depth_limit=torch.tensor(deepest, device=rows.device) if min(deepest) < candidates.shape[1] else None,
             scorer=scorer,

@@ -69,7 +69,10 @@ class Walker:
         self._rows = rows
         self._noise = noise
         self._row_free = len(rows) == 1 or all(type(p) in _ROW_FREE for p in processors)
-        self._vectorised = not keep_scores and not keep_logits and all(type(p) in _VECTORISED for p in processors)
+        # Sampling on a CPU, softmax over all nodes costs more than a few calls for those on the path.
+        everywhere = noise is None or rows.device.type != "cpu"
+        alike = all(type(processor) in _VECTORISED for processor in processors)
+        self._vectorised = everywhere and alike and not keep_scores and not keep_logits
         self.scores: list[Tensor] | None = [] if keep_scores else None
         self.logits: list[Tensor] | None = [] if keep_logits else None
 
