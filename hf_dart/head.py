@@ -117,6 +117,8 @@ class DartHead(Drafter[DartState], PreTrainedModel):
                 what differs.
             OSError: there are no such files.
         """
+        if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+            raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a head.")
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.
             where = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
@@ -124,8 +126,6 @@ class DartHead(Drafter[DartState], PreTrainedModel):
                 raise ValueError(f"{path} holds no config.json of a DART head; give what save_pretrained wrote.")
         # A weight of another shape is reported below, in our words.
         options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
-        if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
-            raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a head.")
         try:
             with torch.random.fork_rng(devices=[]):
                 head, info = super().from_pretrained(path, **{**kwargs, **options})
