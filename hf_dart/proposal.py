@@ -98,11 +98,13 @@ class Drafter(ABC, Generic[State]):
         """
         return None
 
-    def generate(self, model: Any, input_ids: Tensor, **kwargs: Any) -> Any:
+    def generate(
+        self, model: Any, input_ids: Tensor, tree_config: TreeConfig | None = None, **kwargs: Any
+    ) -> Any:
         """`model.generate(..., custom_generate=drafter.generate)`: drafting without `attach`.
 
         transformers passes neither `streamer` nor `tokenizer` on to a callable; `attach` does.
         """
         from hf_dart.generation.decode import speculative_generate
 
-        return speculative_generate(model, input_ids, assistant=self, **kwargs)
+        return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
