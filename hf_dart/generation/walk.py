@@ -70,11 +70,19 @@ class Walker:
         self._noise = noise
         self._row_free = len(rows) == 1 or all(type(p) in _ROW_FREE for p in processors)
         # Sampling on a CPU, softmax over all nodes costs more than a few calls for those on the path.
-        everywhere = noise is None or rows.device.type != "cpu"
-        alike = all(type(processor) in _VECTORISED for processor in processors)
-        self._vectorised = everywhere and alike and not keep_scores and not keep_logits
+        self._everywhere = (
+            self.can_choose_everywhere(processors)
+            and (noise is None or rows.device.type != "cpu")
+            and not keep_scores
+            and not keep_logits
+        )
         self.scores: list[Tensor] | None = [] if keep_scores else None
         self.logits: list[Tensor] | None = [] if keep_logits else None
+
+    @staticmethod
+    def can_choose_everywhere(processors: LogitsProcessorList) -> bool:
+        """Do the processors read scores alone, so that they can run on all nodes in one call?"""
+        return all(type(processor) in _VECTORISED for processor in processors)
 
     def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
         """Walk every row from its root and emit the tokens passed.
@@ -84,7 +92,7 @@ class Walker:
             logits: [B, N, V] of the target, any float type.
             limits: most tokens that each row may emit; 0 makes a row stand still.
         """
-        if self._vectorised:
+        if self._everywhere:
             return self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
         return self._walk_by_token(tree, logits, limits)
 

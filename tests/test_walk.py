@@ -1,0 +1,54 @@
+"""Choosing at every node in one call is choosing along the path, token by token."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from tiny import prompts, tiny_head, tiny_target
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+
+from hf_dart.generation.walk import Accepted, Walker
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False},
+    "T=1": {"do_sample": True, "top_k": 0},
+    "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
+    "suppressed": {"do_sample": True, "top_k": 0, "suppress_tokens": [4, 9]},
+}
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("mode", OPTIONS)
+def test_both_walks_give_stocks_tokens(
+    mode: str, size: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    plain_call, walked = Walker.__call__, []
+
+    def call(self: Walker, *args: Any) -> Accepted:
+        self._everywhere = everywhere
+        walked.append(args[0].size)
+        return plain_call(self, *args)
+
+    monkeypatch.setattr(Walker, "__call__", call)
+    inputs = prompts([7, 3, 9, 5][:size])
+    assert_identical(target, head, inputs, max_new_tokens=24, **OPTIONS[mode])
+    assert len(walked) > 1
+    assert max(walked) > 1
+
+
+def test_what_may_run_on_all_nodes() -> None:
+    alone = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
+    assert Walker.can_choose_everywhere(alone)
+    assert not Walker.can_choose_everywhere(LogitsProcessorList([*alone, TopPLogitsWarper(0.5)]))
+
+    class Warmer(TemperatureLogitsWarper):
+        def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
+            return super().__call__(input_ids, scores) * input_ids.shape[1]
+
+    assert not Walker.can_choose_everywhere(LogitsProcessorList([Warmer(0.5)]))
