@@ -27,8 +27,17 @@ def features_request(layers: list[int]) -> dict[str, Any]:
 
 
 def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
-    """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F]."""
+    """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
+
+    Raises:
+        ValueError: the model's hidden states are not [B, N, width] (Gemma 3n keeps several streams).
+    """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
     states = [outputs.hidden_states[index] for index in layers]
+    if any(state.ndim != 3 for state in states):
+        raise ValueError(
+            "This target's hidden states have more than one stream per position and cannot be fused into features; it "
+            "is not supported yet, call generate without assistant=."
+        )
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
