@@ -24,6 +24,8 @@ class DartConfig(PreTrainedConfig):
         embedding_size: E, the width of the target's token embeddings, which the drafter shares.
         feature_size: width of one target hidden state.
         num_layers: decoder layers of the head.
+        block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
+            "bidirectional", all of them.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
@@ -44,6 +46,7 @@ class DartConfig(PreTrainedConfig):
     embedding_size: int = 256
     feature_size: int = 256
     num_layers: int = 1
+    block_attention: str = "causal"
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
     head_dim: int = 64
@@ -66,6 +69,8 @@ class DartConfig(PreTrainedConfig):
             raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
         if self.num_layers < 1:
             raise ValueError(f"num_layers is {self.num_layers}; a head needs at least 1 layer.")
+        if self.block_attention not in ("causal", "bidirectional"):
+            raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
         if not self.feature_layers:
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
         if self.feature_layers[0] < 0 or self.feature_layers[-1] > self.target_num_layers:

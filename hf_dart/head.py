@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
@@ -22,6 +22,9 @@ from hf_dart.layers import DartLayer, rotation_at
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.refine import BigramSelector
 from hf_dart.slots import SlotSpec, SlotStore
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 # What says where on the Hub a file lies.
 _HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
@@ -244,7 +247,7 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor,  # [B, 1, T + M, T + M] bool
+        attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool
     ) -> Tensor:
         """The training pass: T real positions, then M mask slots of many blocks (`training.blocks`).
 
@@ -276,27 +279,30 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         batch, real = next_tokens.shape
-        # A mask slot sees none behind it, so a shorter draft is the beginning of the longer one.
-        draft = depth or self.config.draft_length
+        depth = depth or self.config.draft_length
+        # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
+        causal = self.config.block_attention == "causal"
+        draft = depth if causal else self.config.draft_length
         device = self.fc.weight.device
         counts = counts.to(device)
         pair, fused = self._real_inputs(features, next_tokens)
         slot, slot_residual = self.slot_inputs((batch, draft - 1))
         x, residual = torch.cat([pair, slot], dim=1), torch.cat([fused, slot_residual], dim=1)
         if batch > 1:
-            # A row's mask slots begin right behind its own last real entry; what lies behind them is
-            # never looked at, since a slot sees no later slot.
+            # A row's mask slots begin right behind its own last real entry; what lies behind its d - 1 slots
+            # is never looked at.
             entry = torch.arange(real + draft - 1, device=device)
             padding = ((entry >= counts[:, None]) & (entry < real))[..., None]
             x = torch.where(padding, self.mask_slot.weight, x)
             residual = torch.where(padding, self.mask_slot.weight[:, : residual.shape[-1]], residual)
-        hidden = self._run(state, x, residual)
+        hidden = self._run(state, x, residual, None if causal else state.lengths + counts)
         if batch > 1:
             block = (counts - 1).clamp(min=0)[:, None] + torch.arange(draft, device=device)
             hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
         else:
             hidden = hidden[:, real - 1 :]
         self._advance(state, counts, real)
+        hidden = hidden[:, :depth]
         return Proposal(self.logits(hidden), hidden)
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
@@ -315,14 +321,23 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         features = features.to(device=self.fc.weight.device, dtype=self.dtype)
         return self.inputs(features, self.embed(next_tokens))
 
-    def _run(self, state: DartState, x: Tensor, residual: Tensor) -> Tensor:
-        """Q entries per row behind the cached ones, each seeing the slots up to its own; [B, Q, H]."""
+    def _run(self, state: DartState, x: Tensor, residual: Tensor, block: Tensor | None = None) -> Tensor:
+        """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
+
+        Where `block` [B] is given, the d - 1 entries from that position on see each other in both directions.
+        """
         batch, queries = x.shape[:2]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
         end = state.longest + queries
         state.store.reserve(end)
         slots: Tensor | int = state.longest if batch == 1 else positions
-        mask = (torch.arange(end, device=x.device) <= positions[..., None])[:, None]
+        keys_at = torch.arange(end, device=x.device)
+        mask = (keys_at <= positions[..., None])[:, None]
+        if block is not None:
+            first, behind = block[:, None], block[:, None] + self.config.draft_length - 1
+            queries_inside = (positions >= first) & (positions < behind)
+            keys_inside = (keys_at >= first) & (keys_at < behind)
+            mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])[:, None]
         rotation = rotation_at(positions, self.config, self.dtype)
         for index, layer in enumerate(self.layers):
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 class DartAttention(nn.Module):
@@ -30,7 +34,7 @@ class DartAttention(nn.Module):
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor,  # [B or 1, 1, Q, S] bool
+        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool
         remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     ) -> Tensor:  # [B, Q, H]
         split = (*x.shape[:2], -1, self.head_dim)
@@ -40,7 +44,11 @@ class DartAttention(nn.Module):
         query, key = _rotate(query, rotation), _rotate(key, rotation)
         if remember is not None:
             key, value = remember(key, value)
-        mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
+        if isinstance(mask, Tensor):
+            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
+        else:
+            attend = _flex_attention(query.device.type)
+            mixed = attend(query, key, value, block_mask=mask, enable_gqa=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
 
@@ -73,7 +81,7 @@ class DartLayer(nn.Module):
         x: Tensor,  # [B, Q, E + H] for the first layer, else [B, Q, H]
         residual: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
+        mask: Tensor | BlockMask,
         remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
     ) -> Tensor:  # [B, Q, H]
         if self.input_norm is not None:
@@ -87,6 +95,14 @@ def rotation_at(positions: Tensor, config: DartConfig, dtype: torch.dtype) -> tu
     frequencies = _frequencies(config.head_dim, config.rope_theta, positions.device)
     angles = positions[:, None, :, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+@lru_cache(maxsize=2)
+def _flex_attention(device_type: str) -> Any:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Uncompiled it is exact and slow: all scores are written down. On a CPU there is no backward pass.
+    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
 @lru_cache(maxsize=16)

@@ -8,10 +8,15 @@ target's at position n + t.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 
 @dataclass(frozen=True)
@@ -21,12 +26,13 @@ class Blocks:
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.
         positions: [B, T - 1 + K (d - 1)] positions, counted from the start of each document.
-        mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1); True where a query (dim 2) sees a key (dim 3).
+        mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1), True where a query (dim 2) sees a key (dim 3); or
+            the same as a `BlockMask` for FlexAttention.
     """
 
     anchors: Tensor
     positions: Tensor
-    mask: Tensor
+    mask: Tensor | BlockMask
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -64,20 +70,24 @@ def draw_anchors(documents: Tensor, count: int, draft_length: int, generator: to
     return anchors
 
 
-def build_blocks(documents: Tensor, anchors: Tensor, draft_length: int) -> Blocks:
+def build_blocks(
+    documents: Tensor, anchors: Tensor, draft_length: int, bidirectional: bool = False, flex: bool = False
+) -> Blocks:
     """Positions and mask of the prefix-shared pass.
 
     Real positions attend causally inside their document. The slots of anchor n see the real positions of its
-    document up to n, and the slots of their own block up to themselves; nothing sees another block.
+    document up to n, and the slots of their own block up to themselves, or all of them; nothing sees another
+    block.
 
     Args:
         documents: [B, T] as in `draw_anchors`.
         anchors: [B, K] as `draw_anchors` gives them.
         draft_length: d.
+        bidirectional: the slots of a block see each other in both directions.
+        flex: give the mask as a `BlockMask`, which leaves the tiles that nobody looks at out of the work.
     """
     batch, count = anchors.shape
     slots, real = draft_length - 1, documents.shape[1] - 1
-    size = real + count * slots
     device = documents.device
     documents = documents[:, :real]
     at = anchors.clamp(min=0)
@@ -87,16 +97,39 @@ def build_blocks(documents: Tensor, anchors: Tensor, draft_length: int) -> Block
     slot_places = places.gather(1, at)[..., None] + 1 + offsets  # [B, K, d - 1]
     positions = torch.cat([places, slot_places.reshape(batch, -1)], dim=1)
 
-    mask = torch.zeros(batch, size, size, dtype=torch.bool, device=device)
-    index = torch.arange(real, device=device)
-    same_document = documents[:, :, None] == documents[:, None, :]
-    mask[:, :real, :real] = same_document & (index <= index[:, None])
-    prefix = (index <= anchors[..., None]) & (documents[:, None, :] == documents.gather(1, at)[..., None])
-    mask[:, real:, :real] = prefix.repeat_interleave(slots, dim=1)
-    block = torch.arange(count, device=device).repeat_interleave(slots)
-    offset = offsets.repeat(count)
-    mask[:, real:, real:] = (block == block[:, None]) & (offset <= offset[:, None])
-    return Blocks(anchors, positions, mask[:, None])
+    # Of every entry: its document, the last real position that it may see, its block.
+    entry_documents = torch.cat([documents, documents.gather(1, at).repeat_interleave(slots, dim=1)], dim=1)
+    own = torch.arange(real, device=device).expand(batch, -1)
+    last_seen = torch.cat([own, anchors.repeat_interleave(slots, dim=1)], dim=1)
+    numbers = torch.arange(count, device=device).repeat_interleave(slots)
+    block = torch.cat([numbers.new_full((real,), -1), numbers])
+
+    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        prefix = (key <= last_seen[row, query]) & (entry_documents[row, query] == entry_documents[row, key])
+        own_block = block[query] == block[key]
+        if not bidirectional:
+            own_block = own_block & (key <= query)
+        return torch.where(key < real, prefix, own_block)
+
+    return Blocks(anchors, positions, (_block_mask if flex else _bool_mask)(sees, batch, positions.shape[1], device))
+
+
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
+
+
+def _bool_mask(sees: MaskFunction, batch: int, size: int, device: torch.device) -> Tensor:
+    """[B, 1, S, S]"""
+    row, index = torch.arange(batch, device=device), torch.arange(size, device=device)
+    return sees(row[:, None, None], row[:1], index[:, None], index)[:, None]
+
+
+def _block_mask(sees: MaskFunction, batch: int, size: int, device: torch.device) -> BlockMask:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    # Uncompiled, it writes the whole [B, 1, S, S] down before it looks for empty tiles.
+    create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
+    return create(sees, B=batch, H=None, Q_LEN=size, KV_LEN=size, device=device)  # type: ignore[arg-type]
 
 
 def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:

@@ -28,6 +28,8 @@ class DartTrainingArguments(TrainingArguments):
         selector_only: train the head's bigram selector on the frozen head.
         selector_candidates: K, tokens per depth that the selector learns to rank.
         loss_chunk: blocks whose logits are held at a time (`losses.chunked`); 0 holds all.
+        attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
+            CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
     """
 
     anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
@@ -35,6 +37,7 @@ class DartTrainingArguments(TrainingArguments):
     selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
     selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
     loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
+    attention: str = field(default="auto", metadata={"help": "auto, sdpa, or flex (CUDA only)"})
     # The rows hold what the target needs, not what the head's forward is called with.
     remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
 
@@ -44,6 +47,10 @@ class DartTrainingArguments(TrainingArguments):
             raise ValueError(f"anchors_per_row is {self.anchors_per_row}; give 1 or more.")
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
+        if self.attention not in ("auto", "sdpa", "flex"):
+            raise ValueError(f"attention is {self.attention!r}; give 'auto', 'sdpa' or 'flex'.")
+        if self.attention == "flex" and self.device.type != "cuda":
+            raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
 
@@ -78,6 +85,9 @@ class DartTrainer(Trainer):
             self.target.to(args.device)
         # The loss is divided by the blocks of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
+        # The compiled kernels take no smaller heads, and no float64.
+        fits = args.device.type == "cuda" and head.config.head_dim >= 16 and head.dtype != torch.float64
+        self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
         self._agreement: Tensor | None = None
         self._packing_checked = False
 
@@ -124,7 +134,8 @@ class DartTrainer(Trainer):
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         draft_length = self.head.draft_length
         features, target_logits = self.teach(ids, documents)
-        blocks = build_blocks(documents, anchors, draft_length)
+        bidirectional = self.head.config.block_attention == "bidirectional"
+        blocks = build_blocks(documents, anchors, draft_length, bidirectional, self.flex)
         everything = model(
             features=features[:, :-1],
             next_embeddings=self.head.embed(ids[:, 1:]),

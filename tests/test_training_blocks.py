@@ -1,0 +1,154 @@
+"""The prefix-shared pass: its mask, its anchors, and that it is the inference pass."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from tiny_training import LENGTHS, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from torch.nn.attention.flex_attention import create_mask
+
+from hf_dart.training import BlockCollator
+from hf_dart.training.blocks import Blocks, build_blocks, draw_anchors, gather_blocks
+from hf_dart.training.losses import annealed_kl
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+@pytest.mark.parametrize("draft_length", [1, 2, 4])
+def test_mask_and_positions_against_brute_force(draft_length: int, bidirectional: bool) -> None:
+    documents = documents_of(*LENGTHS)
+    anchors = draw_anchors(documents, 9, draft_length, torch.Generator().manual_seed(1))
+    anchors[1, -1] = -1
+    blocks = build_blocks(documents, anchors, draft_length, bidirectional)
+    length, slots = documents.shape[1], draft_length - 1
+    assert isinstance(blocks.mask, torch.Tensor)
+    assert blocks.mask.dtype == torch.bool
+
+    for row in range(len(documents)):
+        # What each entry is: (document, position in it, block, offset in the block).
+        starts: dict[int, int] = {}
+        entries = []
+        for i in range(length - 1):
+            document = int(documents[row, i])
+            entries.append((document, i - starts.setdefault(document, i), -1, -1))
+        for block, anchor in enumerate(anchors[row].tolist()):
+            document = int(documents[row, max(anchor, 0)])
+            for offset in range(slots):
+                entries.append((document, max(anchor, 0) - starts[document] + 1 + offset, block, offset))
+        assert blocks.positions[row].tolist() == [entry[1] for entry in entries]
+
+        for q, (q_document, _, q_block, q_offset) in enumerate(entries):
+            for k, (k_document, _, k_block, k_offset) in enumerate(entries):
+                if q_block < 0:
+                    sees = k_block < 0 and k <= q and k_document == q_document
+                elif k_block < 0:
+                    sees = k <= int(anchors[row, q_block]) and k_document == q_document
+                else:
+                    sees = k_block == q_block and (bidirectional or k_offset <= q_offset)
+                assert bool(blocks.mask[row, 0, q, k]) == sees, (row, q, k)
+
+
+def test_anchors_are_different_and_leave_room_for_the_draft() -> None:
+    documents = documents_of(*LENGTHS)
+    possible = [{*range(8), *range(12, 15), 19}, set(range(20)), set(range(3, 14))]
+    for count in (5, 40):
+        anchors = draw_anchors(documents, count, 4)
+        for row, expected in zip(anchors.tolist(), possible, strict=True):
+            chosen = [anchor for anchor in row if anchor >= 0]
+            assert len(set(chosen)) == len(chosen) == min(count, len(expected))
+            assert set(chosen) <= expected
+            assert row == sorted(chosen) + [-1] * (count - len(chosen))
+    assert (draw_anchors(documents[:, :3], 2, 4) == -1).all()
+
+
+@pytest.mark.parametrize(("draft_length", "layers"), [(1, 1), (1, 2), (5, 1), (5, 2)])
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layers: int, block_attention: str) -> None:
+    """The shared pass over packed documents equals drafting one block at a time from a state."""
+    target = tiny_target(torch.float64)
+    head = tiny_head(target, draft_length=draft_length, num_layers=layers, block_attention=block_attention)
+    rows = token_rows(LENGTHS)
+    trainer = tiny_trainer(tmp_path, head, target, rows)
+    batch = BlockCollator(draft_length, 7)(rows)
+    ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
+    features, logits = trainer.teach(ids, documents)
+    blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")
+    with torch.no_grad():
+        shared = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
+    hidden = gather_blocks(shared, anchors, draft_length)
+
+    losses = []
+    for row, block in (anchors >= 0).nonzero().tolist():
+        anchor = int(anchors[row, block])
+        begin = int((documents[row] == documents[row, anchor]).nonzero()[0])
+        end = int((documents[row] == documents[row, anchor]).nonzero()[-1]) + 1
+        with torch.no_grad():
+            alone = target(ids[row : row + 1, begin:end], output_hidden_states=True)
+            own = torch.cat([alone.hidden_states[layer] for layer in head.feature_layers], dim=-1)
+            state = head.begin(1, 8)
+            split = (anchor - begin) // 2
+            following = ids[row : row + 1, begin + 1 : anchor + 2]
+            if split:
+                head.extend(state, own[:, :split], following[:, :split], torch.tensor([split]))
+            rest = anchor + 1 - begin
+            proposal = head.propose(state, own[:, split:rest], following[:, split:], torch.tensor([rest - split]))
+        torch.testing.assert_close(hidden[row, block], proposal.hidden[0], rtol=0, atol=1e-12)
+        # Draft token t is token n + 1 + t, which the target predicts at position n + t.
+        at = anchor - begin + 1
+        goals = alone.logits[0, at : at + draft_length]
+        torch.testing.assert_close(logits[row, anchor + 1 : anchor + 1 + draft_length], goals, rtol=0, atol=1e-12)
+        losses.append(annealed_kl(proposal.logits, goals[None]).item())
+    assert len(losses) >= 15
+    with torch.no_grad():
+        assert trainer.compute_loss(head, batch).item() == pytest.approx(np.mean(losses), rel=1e-5)
+
+
+def flex_and_bool(bidirectional: bool, draft_length: int = 4) -> tuple[Blocks, Blocks]:
+    documents = documents_of(*LENGTHS)
+    anchors = draw_anchors(documents, 9, draft_length, torch.Generator().manual_seed(1))
+    flex, reference = (build_blocks(documents, anchors, draft_length, bidirectional, flex) for flex in (True, False))
+    assert torch.equal(flex.positions, reference.positions)
+    return flex, reference
+
+
+@pytest.mark.parametrize("bidirectional", [False, True])
+def test_the_block_mask_is_the_bool_mask(bidirectional: bool) -> None:
+    flex, reference = flex_and_bool(bidirectional)
+    written_out = create_mask(flex.mask.mask_mod, 3, 1, *reference.mask.shape[2:], device="cpu")
+    assert torch.equal(written_out, reference.mask)
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_flex_attention_gives_what_sdpa_gives(block_attention: str) -> None:
+    head = tiny_head(tiny_target(torch.float64), num_layers=2, block_attention=block_attention)
+    hidden = []
+    for blocks in flex_and_bool(block_attention == "bidirectional"):
+        real = 23
+        random = torch.Generator().manual_seed(2)
+        features = torch.randn(3, real, head.config.features_width, generator=random, dtype=torch.float64)
+        embeddings = torch.randn(3, real, head.config.embedding_size, generator=random, dtype=torch.float64)
+        hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_flex_attention_trains_as_sdpa_does(block_attention: str, tmp_path: Path) -> None:
+    """Compiled, forward and backward, through the trainer that chooses it by itself."""
+    rows = token_rows([[130, 70], [200], [3, 150, -47]])
+    runs = []
+    for attention in ("auto", "sdpa"):
+        target = tiny_target(head_dim=32)
+        head = tiny_head(target, block_attention=block_attention)
+        collator = BlockCollator(head.draft_length, 200)
+        trainer = tiny_trainer(tmp_path, head, target, rows, collator, attention=attention, use_cpu=False)
+        assert trainer.flex == (attention == "auto")
+        batch = trainer._prepare_inputs(collator(rows))
+        loss = trainer.compute_loss(head.to(trainer.args.device), batch)
+        loss.backward()
+        runs.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
+    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-5)

@@ -1,0 +1,71 @@
+"""A tiny target, its head and rows to train it on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_dart import DartHead
+from hf_dart.training import DartTrainer, DartTrainingArguments
+
+VOCABULARY = 61
+# Of the documents of each row; a negative length is padding.
+LENGTHS = [[12, 7, 5], [24], [3, 15, -6]]
+
+
+def tiny_target(dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Any:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        config = Qwen3Config(
+            vocab_size=VOCABULARY,
+            hidden_size=32,
+            intermediate_size=48,
+            num_hidden_layers=3,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            head_dim=head_dim,
+            initializer_range=0.3,
+            tie_word_embeddings=True,
+            eos_token_id=0,
+            pad_token_id=1,
+        )
+        return Qwen3ForCausalLM(config).to(dtype).eval()
+
+
+def tiny_head(target: Any, **config: Any) -> DartHead:
+    fields = {"feature_layers": [0, 2, 3], "draft_length": 4, "initializer_range": 0.2}
+    return DartHead.from_target(target, **{**fields, **config})
+
+
+def tiny_trainer(
+    folder: Path, head: DartHead, target: Any, rows: Any, collator: Any = None, **arguments: Any
+) -> DartTrainer:
+    fields: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "anchors_per_row": 6,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 5,
+    }
+    extra = {} if collator is None else {"data_collator": collator}
+    return DartTrainer(head, target, DartTrainingArguments(**{**fields, **arguments}), train_dataset=rows, **extra)
+
+
+def documents_of(*rows: list[int]) -> Tensor:
+    """[B, T] from the lengths of each row's documents; a negative length is padding."""
+    return torch.tensor([[i if n > 0 else -1 for i, n in enumerate(row) for _ in range(abs(n))] for row in rows])
+
+
+def token_rows(lengths: list[list[int]], seed: int = 0) -> list[dict[str, Tensor]]:
+    documents = documents_of(*lengths)
+    ids = torch.randint(2, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(seed))
+    return [{"input_ids": i, "documents": d} for i, d in zip(ids, documents, strict=True)]
