@@ -1,49 +1,273 @@
-"""Losses against what their papers write down, and chunked against whole."""
+"""Losses against what their papers write down, in float64; their identities are in `test_loss_identities.py`."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 from torch import Tensor
 
-from hf_dart.training.losses import annealed_kl, annealing_weights, chunked
+from hf_dart.training import losses
+from hf_dart.training.chunks import chunked
+from hf_dart.training.losses import NO_LABEL
+
+BLOCKS, LENGTH, WORDS = 5, 4, 7
+Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
-def test_annealed_kl_against_the_sum_written_out() -> None:
+def examples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft and target logits [5, 4, 7], labels [5, 4] of which some are missing; drafts often agree."""
     random = torch.Generator().manual_seed(0)
-    draft = torch.randn(3, 4, 7, generator=random)
-    goal = torch.randn(3, 4, 7, generator=random)
-    losses = annealed_kl(draft, goal, gamma=0.6)
-    weights = [0.6**t for t in range(4)]
-    for n in range(3):
-        expected = 0.0
-        for t in range(4):
-            p = [math.exp(x) for x in goal[n, t].tolist()]
-            q = [math.exp(x) for x in draft[n, t].tolist()]
-            p, q = [x / sum(p) for x in p], [x / sum(q) for x in q]
-            kl = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
-            expected += weights[t] / sum(weights) * kl
-        assert losses[n].item() == pytest.approx(expected, rel=1e-5)
-    assert annealed_kl(goal, goal).abs().max() < 1e-6
-    assert annealing_weights(8, 1.0).tolist() == pytest.approx([1 / 8] * 8)
+    target = 1.5 * torch.randn(BLOCKS, LENGTH, WORDS, generator=random, dtype=torch.float64)
+    draft = 0.7 * target + torch.randn(target.shape, generator=random, dtype=torch.float64)
+    labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
+    labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
+    return draft.to(dtype), target.to(dtype), labels
 
 
-def test_chunks_give_the_loss_and_gradient_of_the_whole() -> None:
+def probabilities(logits: Tensor) -> list[list[list[float]]]:
+    """The textbook softmax."""
+    return (logits.exp() / logits.exp().sum(-1, keepdim=True)).tolist()
+
+
+def assert_close(ours: Tensor, expected: list) -> None:
+    torch.testing.assert_close(ours, torch.tensor(expected, dtype=ours.dtype), rtol=1e-10, atol=1e-12)
+
+
+def kl(p: list[float], q: list[float]) -> float:
+    return sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+
+
+def js(p: list[float], q: list[float]) -> float:
+    middle = [(a + b) / 2 for a, b in zip(p, q, strict=True)]
+    return (kl(p, middle) + kl(q, middle)) / 2
+
+
+def overlap(p: list[float], q: list[float]) -> float:
+    return sum(min(a, b) for a, b in zip(p, q, strict=True))
+
+
+DIVERGENCES: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], Callable[[list[float], list[float]], float]]] = {
+    "kl": (losses.kl_divergence, kl),
+    "reverse kl": (losses.reverse_kl, lambda p, q: kl(q, p)),
+    "js": (losses.js_divergence, js),
+    "tv": (losses.total_variation, lambda p, q: 1 - overlap(p, q)),
+    "log acceptance": (losses.log_acceptance, lambda p, q: math.log(overlap(p, q))),
+    "lk": (
+        partial(losses.lk_divergence, acceptance=torch.tensor(0.4, dtype=torch.float64), eta=2.0),
+        lambda p, q: math.exp(-0.8) * kl(p, q) + (1 - math.exp(-0.8)) * (1 - overlap(p, q)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences(name: str) -> None:
+    ours, formula = DIVERGENCES[name]
+    draft, target, _ = examples()
+    p, q = probabilities(target), probabilities(draft)
+    assert_close(ours(draft, target), [[formula(p[n][t], q[n][t]) for t in range(LENGTH)] for n in range(BLOCKS)])
+    assert torch.autograd.gradcheck(lambda draft: ours(draft, target), draft.requires_grad_())
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_divergences_of_extreme_logits_are_finite(name: str) -> None:
+    """fp16 in, fp32 out: hopeless drafts, and tokens that target and LM head rule out with -inf."""
+    ours, _ = DIVERGENCES[name]
+    target = torch.tensor([[[3e4, 0.0, -3e4, -torch.inf]], [[0.0, 0.0, 0.0, -torch.inf]]], dtype=torch.float16)
+    draft = torch.tensor([[[-3e4, 0.0, 3e4, -torch.inf]], [[0.0, 0.0, 0.0, 0.0]]], dtype=torch.float16)
+    draft.requires_grad_()
+    result = ours(draft, target)
+    assert result.dtype == torch.float32
+    assert result.isfinite().all()
+    result.sum().backward()
+    assert draft.grad.isfinite().all()
+    assert ours(target, target).abs().max() < 1e-6
+
+
+def test_annealed_kl() -> None:
+    draft, target, _ = examples()
+    p, q = probabilities(target), probabilities(draft)
+    weights = [0.6**t for t in range(LENGTH)]
+    expected = [
+        sum(weight / sum(weights) * kl(p[n][t], q[n][t]) for t, weight in enumerate(weights)) for n in range(BLOCKS)
+    ]
+    assert_close(losses.annealed_kl(draft, target, gamma=0.6), expected)
+
+
+def test_cross_entropy() -> None:
+    draft, _, labels = examples()
+    q = probabilities(draft)
+    expected = [
+        [0.0 if y == NO_LABEL else -math.log(q[n][t][y]) for t, y in enumerate(row)]
+        for n, row in enumerate(labels.tolist())
+    ]
+    assert_close(losses.cross_entropy(draft, labels), expected)
+    assert torch.autograd.gradcheck(lambda draft: losses.cross_entropy(draft, labels), draft.requires_grad_())
+
+
+def test_fixed_weights() -> None:
+    tokens = torch.zeros(2, 3, dtype=torch.float64)
+    assert_close(losses.exponential_weights(tokens, 1.0), [1 / 3, 1 / 3, 1 / 3])
+    assert_close(losses.exponential_weights(tokens, 0.5), [4 / 7, 2 / 7, 1 / 7])
+    assert_close(losses.linear_weights(tokens), [3 / 6, 2 / 6, 1 / 6])
+
+
+def known_lengths(labels: Tensor) -> list[int]:
+    return [[*row.tolist(), NO_LABEL].index(NO_LABEL) for row in labels]
+
+
+@pytest.mark.parametrize("alpha", [0.0, 0.5, 1.0])
+def test_dpace_weights(alpha: float) -> None:
+    draft, _, labels = examples()
+    q = probabilities(draft)
+    expected = []
+    for n, known in enumerate(known_lengths(labels)):
+        row = [0.0] * LENGTH
+        for j in range(known):
+            for m in range(j, known):
+                row[j] += math.prod((1 - alpha) * q[n][i][int(labels[n, i])] + alpha for i in range(m + 1))
+        expected.append(row)
+    ce = losses.cross_entropy(draft.requires_grad_(), labels)
+    weights = losses.dpace_weights(ce, labels, alpha)
+    assert not weights.requires_grad
+    assert_close(weights, expected)
+
+
+def test_first_errors_and_the_focal_loss() -> None:
+    draft, _, labels = examples()
+    labels[0] = draft[0].argmax(-1)  # no error
+    labels[4, 0] = draft[4, 0].argmax()
+    labels[4, 1] = (draft[4, 1].argmax() + 1) % WORDS
+    ce = losses.cross_entropy(draft, labels)
+    errors = losses.first_errors(draft, labels)
+    assert errors.sum(-1).tolist()[0] == errors.sum(-1).tolist()[3] == 0
+    assert errors[4].tolist() == [False, True, False, False]
+    expected = []
+    for n, known in enumerate(known_lengths(labels)):
+        wrong = [t for t in range(known) if int(draft[n, t].argmax()) != int(labels[n, t])]
+        assert errors[n].nonzero().flatten().tolist() == wrong[:1]
+        expected.append(float(ce[n, wrong[0]]) if wrong else 0.0)
+    assert_close(losses.focal_loss(ce, errors), expected)
+
+
+def hard(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
+    return losses.hard_chain(losses.cross_entropy(draft, labels), labels)
+
+
+CHAINS: dict[str, Losses] = {"hard": hard, "token": losses.token_chain, "block": losses.block_chain}
+
+
+def chain_written_out(rule: str, p: list[list[float]], q: list[list[float]], y: list[int]) -> list[float]:
+    """exp of the chain of one block, as far as its labels are known."""
+    terms: list[float] = []
+    survival = ratio = lowest = 1.0
+    for t in range(LENGTH):
+        if rule == "hard":
+            if y[t] == NO_LABEL:
+                break
+            survival *= q[t][y[t]]
+            terms.append(survival)
+            continue
+        if rule == "token":
+            terms.append(survival * overlap(p[t], q[t]))
+        else:
+            terms.append(sum(min(lowest * a, ratio * b) for a, b in zip(p[t], q[t], strict=True)))
+        if y[t] == NO_LABEL:
+            break
+        survival *= min(1.0, q[t][y[t]] / p[t][y[t]])
+        ratio *= q[t][y[t]] / p[t][y[t]]
+        lowest = min(lowest, ratio)
+    return terms
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_chains(rule: str) -> None:
+    draft, target, labels = examples()
+    p, q = probabilities(target), probabilities(draft)
+    written = [chain_written_out(rule, p[n], q[n], labels[n].tolist()) for n in range(BLOCKS)]
+    chain = CHAINS[rule](draft, target, labels)
+    assert_close(chain.exp(), [terms + [0.0] * (LENGTH - len(terms)) for terms in written])
+    assert_close(losses.chain_loss(chain), [-sum(terms) for terms in written])
+    for beta in (1.0, 0.3):
+        expected = [
+            -math.log(sum(term**beta for term in terms) / len(terms)) / beta if terms else 0.0 for terms in written
+        ]
+        assert_close(losses.chain_loss(chain, "log", beta), expected)
+
+
+@pytest.mark.parametrize("form", ["linear", "log"])
+@pytest.mark.parametrize("rule", CHAINS)
+def test_gradients_of_chains(rule: str, form: str) -> None:
+    """Also of blocks whose labels are missing, in part or altogether."""
+    draft, target, labels = examples()
+
+    def loss(draft: Tensor) -> Tensor:
+        return losses.chain_loss(CHAINS[rule](draft, target, labels), form)
+
+    assert torch.autograd.gradcheck(loss, draft.requires_grad_())
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_hopeless_chains_are_finite(rule: str) -> None:
+    """A draft that holds every label for all but impossible: the linear form gives up, the log form does not."""
+    draft = torch.zeros(1, 31, 3)
+    draft[..., 0] = -200
+    labels = torch.zeros(1, 31, dtype=torch.long)
+    for form in ("linear", "log"):
+        leaf = draft.clone().requires_grad_()
+        loss = losses.chain_loss(CHAINS[rule](leaf, -draft, labels), form)
+        loss.sum().backward()
+        assert loss.isfinite().all()
+        assert leaf.grad.isfinite().all()
+        assert bool(leaf.grad.abs().max() > 1e-3) == (form == "log")
+
+
+def test_masked_cross_entropy() -> None:
+    draft, _, labels = examples()
+    masked = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.6
+    time = torch.tensor([0.1, 0.3, 0.5, 0.7, 1.0], dtype=torch.float64)
+    q = probabilities(draft)
+    expected = []
+    for n in range(BLOCKS):
+        hidden = [t for t in range(LENGTH) if masked[n, t] and labels[n, t] != NO_LABEL]
+        total = sum(-math.log(q[n][t][int(labels[n, t])]) for t in hidden)
+        expected.append(total / (float(time[n]) * LENGTH))
+    assert_close(losses.masked_cross_entropy(draft, labels, masked, time), expected)
+
+
+def test_confidence_loss() -> None:
+    logits = torch.tensor([[2.0, -1.0, 0.0]], dtype=torch.float64, requires_grad=True)
+    accepted = torch.tensor([[0.9, 0.5, 0.0]], dtype=torch.float64, requires_grad=True)
+    expected = 0.0
+    for x, c in zip(logits[0].tolist(), accepted[0].tolist(), strict=True):
+        sigmoid = 1 / (1 + math.exp(-x))
+        expected -= (c * math.log(sigmoid) + (1 - c) * math.log(1 - sigmoid)) / 3
+    loss = losses.confidence_loss(logits, accepted)
+    assert_close(loss, [expected])
+    loss.sum().backward()
+    assert accepted.grad is None
+    torch.testing.assert_close(logits.grad, (logits.sigmoid() - accepted).detach() / 3)
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_chunks_give_the_loss_and_gradient_of_the_whole(more: bool) -> None:
     random = torch.Generator().manual_seed(0)
     weight = torch.randn(11, 6, generator=random, dtype=torch.float64)
     goals = torch.randn(5, 4, 11, generator=random, dtype=torch.float64)
+    scales = [torch.arange(5.0, dtype=torch.float64)] if more else []
 
-    def losses(hidden: Tensor, goals: Tensor) -> Tensor:
-        return ((hidden @ weight.T).log_softmax(-1) * goals).sum((1, 2))
+    def block_losses(hidden: Tensor, goals: Tensor, *scales: Tensor) -> Tensor:
+        one = ((hidden @ weight.T).log_softmax(-1) * goals).sum((1, 2))
+        return one * scales[0] if scales else one
 
     results = []
     for size in (0, 1, 2, 5, 9):
         hidden = torch.linspace(-1, 1, 5 * 4 * 6, dtype=torch.float64).view(5, 4, 6).requires_grad_()
-        total = chunked(losses, hidden, goals, size)
+        total = chunked(block_losses, hidden, goals, *scales, chunk_size=size)
         (3 * total).backward()
-        results.append((total.item(), hidden.grad))
-    for total, gradient in results[1:]:
-        assert total == pytest.approx(results[0][0], rel=1e-6)
-        torch.testing.assert_close(gradient, results[0][1])
+        results.append((total.detach(), hidden.grad))
+    for result in results[1:]:
+        torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-12)

@@ -106,14 +106,15 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-def test_two_processes_are_one(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["dart", "left_to_right", "lk"])
+def test_two_processes_are_one(loss: str, tmp_path: Path) -> None:
     """DDP over gloo: unequal numbers of blocks on the two sides, one step, the weights of one process."""
     weights = []
     for processes in (1, 2):
         path = tmp_path / f"{processes}.pt"
         launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
         subprocess.run(
-            [sys.executable, *launch, __file__, str(path)],
+            [sys.executable, *launch, __file__, str(path), loss],
             env={**os.environ, "OMP_NUM_THREADS": "1"},
             check=True,
             timeout=300,
@@ -123,7 +124,7 @@ def test_two_processes_are_one(tmp_path: Path) -> None:
         torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-12)
 
 
-def one_distributed_step(path: str) -> None:
+def one_distributed_step(path: str, loss: str) -> None:
     target = tiny_target(torch.float64)
     head = tiny_head(target)
     trainer = tiny_trainer(
@@ -132,6 +133,7 @@ def one_distributed_step(path: str) -> None:
         target,
         token_rows([[24], [8, -16], [12, 12], [6, -18]]),
         collator=BlockCollator(head.draft_length, 24),
+        loss=loss,
         max_steps=1,
         per_device_train_batch_size=4 // int(os.environ["WORLD_SIZE"]),
         optim="sgd",
@@ -222,4 +224,4 @@ def test_the_packaged_head_fits_the_packaged_target() -> None:
 
 
 if __name__ == "__main__":
-    one_distributed_step(sys.argv[1])
+    one_distributed_step(*sys.argv[1:])

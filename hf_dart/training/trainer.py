@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -14,8 +14,10 @@ from transformers import Trainer, TrainingArguments
 from hf_dart.features import features_request, gather_features
 from hf_dart.head import DartHead
 from hf_dart.training.blocks import build_blocks, document_positions, gather_blocks, target_positions
+from hf_dart.training.chunks import chunked
 from hf_dart.training.data import BlockCollator
-from hf_dart.training.losses import agreement, annealed_kl, chunked
+from hf_dart.training.losses import NO_LABEL, annealed_kl, log_acceptance
+from hf_dart.training.objective import PRESETS, Objective
 
 
 @dataclass
@@ -24,16 +26,31 @@ class DartTrainingArguments(TrainingArguments):
 
     Args:
         anchors_per_row: K, blocks trained per row.
-        gamma: of the annealed KL; 0.6 is the paper's best.
-        selector_only: train the head's bigram selector on the frozen head.
+        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk" (`objective.PRESETS`).
+        divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
+        chain_rule, chain_form, chain_beta: change that field of the preset (`objective.Objective`).
+        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
         selector_candidates: K, tokens per depth that the selector learns to rank.
-        loss_chunk: blocks whose logits are held at a time (`losses.chunked`); 0 holds all.
+        loss_chunk: blocks whose logits are held at a time (`chunks.chunked`); 0 holds all.
         attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
             CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
     """
 
     anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
-    gamma: float = field(default=0.6, metadata={"help": "weight of a draft token relative to the one before"})
+    loss: str = field(default="dart", metadata={"help": f"one of {', '.join(PRESETS)}"})
+    divergence: str | None = field(default=None, metadata={"help": "ce, kl, reverse_kl, js, tv, log_acceptance or lk"})
+    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential, linear or dpace"})
+    gamma: float | None = field(
+        default=None, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
+    )
+    dpace_alpha: float | None = field(default=None, metadata={"help": "smoothing of the dpace weights"})
+    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL behind"})
+    token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
+    focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
+    chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
+    chain_rule: str | None = field(default=None, metadata={"help": "hard, token or block"})
+    chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
+    chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
     selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
     selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
     loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
@@ -45,14 +62,23 @@ class DartTrainingArguments(TrainingArguments):
         super().__post_init__()
         if self.anchors_per_row < 1:
             raise ValueError(f"anchors_per_row is {self.anchors_per_row}; give 1 or more.")
-        if not 0 < self.gamma <= 1:
-            raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
+        if self.loss not in PRESETS:
+            raise ValueError(f"loss is {self.loss!r}; give one of {', '.join(PRESETS)}.")
+        objective = self.objective  # says what is out of range
+        if self.selector_only and objective != replace(PRESETS["dart"], gamma=objective.gamma):
+            raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")
         if self.attention not in ("auto", "sdpa", "flex"):
             raise ValueError(f"attention is {self.attention!r}; give 'auto', 'sdpa' or 'flex'.")
         if self.attention == "flex" and self.device.type != "cuda":
             raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
+
+    @property
+    def objective(self) -> Objective:
+        """The preset with the fields that were given."""
+        given = {one.name: getattr(self, one.name) for one in fields(Objective)}
+        return replace(PRESETS[self.loss], **{name: value for name, value in given.items() if value is not None})
 
 
 class DartTrainer(Trainer):
@@ -80,6 +106,7 @@ class DartTrainer(Trainer):
         super().__init__(model=head, args=args, **kwargs)
         self.args: DartTrainingArguments = args
         self.head = head
+        self.objective = args.objective
         self.target = target.eval()
         if getattr(target, "hf_device_map", None) is None:
             self.target.to(args.device)
@@ -111,7 +138,7 @@ class DartTrainer(Trainer):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """Annealed KL of the batch's blocks.
+        """The mean loss of the batch's blocks.
 
         Args:
             model: the head, as `accelerate` has wrapped it.
@@ -145,21 +172,51 @@ class DartTrainer(Trainer):
         present = anchors >= 0  # [B, K]
         hidden = gather_blocks(everything, anchors, draft_length)[present]  # [N, d, H]
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors)[present]
-        goals = rows[:, None] * ids.shape[1] + target_positions(anchors[present], draft_length)  # [N, d]
+        places = target_positions(anchors[present], draft_length)  # [N, d]
+        goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
-
-        def block_losses(hidden: Tensor, goals: Tensor) -> Tensor:
-            return annealed_kl(self.head.logits(hidden), target_logits[goals], self.args.gamma)
 
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:
-            loss = chunked(block_losses, hidden, goals, self.args.loss_chunk)
+            labels = _following(ids, documents, rows[:, None], places)
+            loss = self._draft_loss(hidden, target_logits, goals, labels)
         if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
             with torch.no_grad():
                 seen = slice(0, 256)
-                self._agreement = agreement(self.head.logits(hidden[seen]), target_logits[goals[seen]])
+                parts = hidden[seen].split(self.args.loss_chunk or 256)
+                drafted = torch.cat([self.head.logits(part).argmax(-1) for part in parts])
+                self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
         return loss, hidden
+
+    def _draft_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+        """The sum of the objective over the blocks.
+
+        Args:
+            hidden: [N, d, H].
+            target_logits: [B T, V].
+            goals: [N, d] rows of `target_logits`.
+            labels: [N, d].
+        """
+        acceptance = self._acceptance(hidden, target_logits, goals) if self.objective.needs_acceptance else None
+
+        def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+            return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance)
+
+        return chunked(block_losses, hidden, goals, labels, chunk_size=self.args.loss_chunk)
+
+    @torch.no_grad()
+    def _acceptance(self, hidden: Tensor, target_logits: Tensor, goals: Tensor) -> Tensor:
+        """[d] mean acceptance per depth, over the blocks of this micro-batch on all processes."""
+
+        def acceptances(hidden: Tensor, goals: Tensor) -> Tensor:
+            return log_acceptance(self.head.logits(hidden), target_logits[goals]).exp()
+
+        chunk = self.args.loss_chunk or max(len(hidden), 1)
+        parts = [acceptances(*part).sum(0) for part in zip(hidden.split(chunk), goals.split(chunk), strict=True)]
+        counts = torch.full_like(parts[0], len(hidden))
+        total, counts = self.accelerator.reduce(torch.stack([torch.stack(parts).sum(0), counts]), "sum")
+        return total / counts.clamp(min=1)
 
     def _selector_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, in_front: Tensor) -> Tensor:
         """Annealed KL among the head's best candidates, each behind the token that really came before it.
@@ -182,7 +239,7 @@ class DartTrainer(Trainer):
         # A token is projected once, however often it occurs.
         tokens, places = torch.cat([in_front[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
         pairs = self.head.selector(hidden, self.head.embed(tokens), places[..., :1], places[..., 1:])
-        return annealed_kl(torch.cat(drafted) + pairs[..., 0, :], torch.cat(wanted), self.args.gamma).sum()
+        return annealed_kl(torch.cat(drafted) + pairs[..., 0, :], torch.cat(wanted), self.objective.gamma).sum()
 
     @torch.no_grad()
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
@@ -248,6 +305,19 @@ class DartTrainer(Trainer):
         """Of the head alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
+
+
+def _following(ids: Tensor, documents: Tensor, rows: Tensor, places: Tensor) -> Tensor:
+    """The token behind each place of its row, `NO_LABEL` where the document ends there.
+
+    Args:
+        ids, documents: [B, T].
+        rows: [N, 1] of 0..B-1.
+        places: [N, d] of 0..T-1.
+    """
+    behind = (places + 1).clamp(max=ids.shape[1] - 1)
+    inside = (behind > places) & (documents[rows, behind] == documents[rows, places])
+    return torch.where(inside, ids[rows, behind], NO_LABEL)
 
 
 @contextmanager

@@ -1,0 +1,224 @@
+"""Losses as a training run uses them: presets and their parameters, labels, chunks and memory."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_losses import CHAINS, DIVERGENCES, examples
+from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dart.training import BlockCollator, DartTrainingArguments, losses
+from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.objective import PRESETS, Objective
+
+
+@pytest.mark.parametrize("name", DIVERGENCES)
+def test_every_divergence_can_be_chosen(name: str) -> None:
+    draft, target, labels = examples()
+    acceptance = torch.tensor([0.4] * 4, dtype=torch.float64)
+    objective = Objective(divergence=name.replace(" ", "_"), position_weights="uniform", lk_eta=2.0)
+    assert objective.needs_acceptance == (name == "lk")
+    sign = -1 if name == "log acceptance" else 1
+    expected = sign * DIVERGENCES[name][0](draft, target).mean(-1)
+    torch.testing.assert_close(objective(draft, target, labels, acceptance), expected)
+
+
+def test_position_weights() -> None:
+    draft, target, labels = examples()
+    ce, kl = losses.cross_entropy(draft, labels), losses.kl_divergence(draft, target)
+    for name, weights in {
+        "uniform": torch.tensor([0.25] * 4),
+        "exponential": torch.tensor([8, 4, 2, 1]) / 15,
+        "linear": torch.tensor([4, 3, 2, 1]) / 10,
+        "dpace": losses.dpace_weights(ce, labels, 0.3) / 4,
+    }.items():
+        for divergence, tokens in (("ce", ce), ("kl", kl)):
+            objective = Objective(divergence, name, gamma=0.5, dpace_alpha=0.3)
+            expected = (tokens * weights.double()).sum(-1)
+            torch.testing.assert_close(objective(draft, target, labels), expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("rule", CHAINS)
+def test_the_parts_add_up(rule: str) -> None:
+    draft, target, labels = examples()
+    ce = losses.cross_entropy(draft, labels)
+    focal = losses.focal_loss(ce, losses.first_errors(draft, labels))
+    chain = losses.chain_loss(CHAINS[rule](draft, target, labels), "log", 0.7)
+    whole = Objective(
+        "ce",
+        "uniform",
+        token_weight=2.0,
+        focal_weight=3.0,
+        chain_weight=5.0,
+        chain_rule=rule,
+        chain_form="log",
+        chain_beta=0.7,
+    )
+    torch.testing.assert_close(whole(draft, target, labels), 2 * ce.mean(-1) + 3 * focal + 5 * chain)
+    alone = replace(whole, token_weight=0.0, focal_weight=0.0)
+    torch.testing.assert_close(alone(draft, target, labels), 5 * chain)
+
+
+def test_presets_are_what_the_papers_say() -> None:
+    draft, target, labels = examples()
+    ce = losses.cross_entropy(draft, labels)
+    decay = torch.exp(-torch.arange(4.0, dtype=torch.float64) / 10)
+    focal = losses.focal_loss(ce, losses.first_errors(draft, labels))
+    accepted = losses.hard_chain(ce, labels).exp().sum(-1)
+    expected = {
+        "dart": losses.annealed_kl(draft, target, 0.6),
+        # 40 times the mean chain, at the paper's 15 draft tokens
+        "left_to_right": (ce * decay).sum(-1) / decay.sum() + 0.3 * focal - 40 / 15 * accepted,
+        "dpace": (ce * losses.dpace_weights(ce, labels, 0.5)).mean(-1),
+    }
+    for name, value in expected.items():
+        torch.testing.assert_close(PRESETS[name](draft, target, labels), value)
+    assert PRESETS["lk"] == replace(PRESETS["dart"], divergence="lk", lk_eta=3.0)
+
+
+def test_arguments_change_the_preset(tmp_path: Path) -> None:
+    changed = {
+        "divergence": "js",
+        "position_weights": "linear",
+        "gamma": 0.9,
+        "dpace_alpha": 0.2,
+        "lk_eta": 4.0,
+        "token_weight": 0.5,
+        "focal_weight": 0.1,
+        "chain_weight": 2.0,
+        "chain_rule": "block",
+        "chain_form": "log",
+        "chain_beta": 0.5,
+    }
+    assert changed.keys() == {one.name for one in fields(Objective)}
+    for preset, objective in PRESETS.items():
+        assert DartTrainingArguments(output_dir=str(tmp_path), loss=preset).objective == objective
+        for name, value in changed.items():
+            arguments = DartTrainingArguments(output_dir=str(tmp_path), loss=preset, **{name: value})
+            assert arguments.objective == replace(objective, **{name: value})
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss": "mse"},
+        {"divergence": "l2"},
+        {"position_weights": "random"},
+        {"gamma": 1.1},
+        {"dpace_alpha": -0.1},
+        {"lk_eta": float("nan")},
+        {"focal_weight": -1.0},
+        {"chain_weight": float("inf")},
+        {"chain_rule": "soft"},
+        {"chain_form": "power"},
+        {"chain_beta": 0.0},
+        {"token_weight": 0.0},
+        {"selector_only": True, "loss": "dpace"},
+    ],
+    ids=str,
+)
+def test_arguments_out_of_range(wrong: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        DartTrainingArguments(output_dir=str(tmp_path), **wrong)
+
+
+def batch_of(trainer: Any, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return BlockCollator(trainer.head.draft_length, 20)(rows)
+
+
+@pytest.mark.parametrize("draft_length", [1, 4])
+def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None:
+    """Token t of the draft behind anchor n is token n + 1 + t of the row, if the document goes on so far."""
+    target = tiny_target()
+    head = tiny_head(target, draft_length=draft_length)
+    rows = token_rows(LENGTHS)
+    trainer = tiny_trainer(tmp_path, head, target, rows)
+    seen: list[list[int]] = []
+
+    def draft_loss(hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+        seen.extend(labels.tolist())
+        return hidden.sum()
+
+    trainer._draft_loss = draft_loss
+    batch = batch_of(trainer, rows)
+    trainer.compute_loss(head, batch)
+    expected = []
+    for ids, documents, anchors in zip(batch["input_ids"], batch["documents"], batch["anchors"], strict=True):
+        for anchor in anchors[anchors >= 0].tolist():
+            places = [anchor + 1 + t for t in range(1, draft_length + 1)]
+            inside = [place < len(ids) and documents[place] == documents[anchor] for place in places]
+            expected.append([int(ids[p]) if ok else NO_LABEL for p, ok in zip(places, inside, strict=True)])
+    assert seen == expected
+    assert any(NO_LABEL in row for row in expected)
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_training_lowers_every_preset(loss: str, tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(target, block_attention="bidirectional")
+    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS * 4), max_steps=25, logging_steps=5, loss=loss)
+    trainer.train()
+    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1] < 0.9 * logs[0]
+
+
+class LargestLogits(TorchDispatchMode):
+    """The most elements of any tensor over the vocabulary, of all that operators return."""
+
+    def __init__(self, *ignored: int) -> None:
+        super().__init__()
+        self.ignored, self.elements = ignored, 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for one in result if isinstance(result, (tuple, list)) else (result,):
+            over_words = isinstance(one, Tensor) and one.ndim and one.shape[-1] == VOCABULARY
+            if over_words and one.numel() not in self.ignored:
+                self.elements = max(self.elements, one.numel())
+        return result
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"loss": "dart"},
+        {"loss": "lk"},
+        {"loss": "left_to_right"},
+        {"loss": "dpace", "divergence": "js", "chain_weight": 1.0, "chain_rule": "block", "chain_form": "log"},
+        {"loss": "dart", "chain_weight": 1.0, "chain_rule": "token"},
+    ],
+    ids=lambda options: "-".join(str(value) for value in options.values()),
+)
+def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp_path: Path) -> None:
+    """Forward and backward, with the agreement that is logged: 3 blocks' logits at a time, never those of all."""
+    target = tiny_target(torch.float64)
+    rows = token_rows(LENGTHS)
+    results, largest, blocks = [], [], 0
+    for chunk in (0, 3):
+        head = tiny_head(target)
+        trainer = tiny_trainer(tmp_path, head, target, rows, loss_chunk=chunk, **options)
+        trainer.state.logging_steps = 1
+        target.requires_grad_(False)
+        torch.manual_seed(1)
+        batch = batch_of(trainer, rows)
+        head.train()
+        trainer.teach(batch["input_ids"], batch["documents"])  # the target is tried out once, on a row of its own
+        # Of the target itself there is one distribution per token, not per block; and there are its weights.
+        per_token, weights = batch["input_ids"].numel() * VOCABULARY, target.lm_head.weight.numel()
+        with LargestLogits(per_token, weights) as mode:
+            loss, outputs = trainer.compute_loss(head, batch, return_outputs=True)
+            loss.backward()
+        blocks = len(outputs["hidden"])
+        largest.append(mode.elements)
+        results.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
+        assert trainer._agreement is not None
+    per_block = head.draft_length * VOCABULARY
+    assert blocks > 30
+    assert largest == [blocks * per_block, 3 * per_block]
+    torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
