@@ -1,4 +1,4 @@
-"""The command line: `hf-dart demo | generate | bench`."""
+"""The command line: `hf-dart demo | generate | bench | audit`."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_dart.pair import DTYPES, Pair, UserError, load_pair, sentence
 from hf_dart.version import __version__
 
 _SMOKE = {"prompts": 2, "prompt_tokens": 24, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
+_AUDIT_PROMPTS, _AUDIT_PROMPT_TOKENS = 8, 96
 
 # torch and transformers are imported by the commands that need them: --help must not wait for them.
 
@@ -110,8 +111,7 @@ def _sampling(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def _bench(arguments: argparse.Namespace) -> int:
-    if arguments.json is not None and not arguments.json.parent.is_dir():
-        raise UserError(f"There is no folder {str(arguments.json.parent)!r} to write the JSON to.")
+    _check_folder(arguments.json)
     _set_threads(arguments.threads)
     from hf_dart.bench import report, speed, suites
 
@@ -131,9 +131,50 @@ def _bench(arguments: argparse.Namespace) -> int:
     measurements = speed.measure(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
     about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
     print(report.as_table(measurements, about))
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(report.as_json(measurements, about), indent=2) + "\n", encoding="utf8")
+    _write_json(arguments.json, report.as_json(measurements, about))
     return 0 if all(one.verdict.identical for one in measurements if one.method == speed.OURS) else 1
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    _check_folder(arguments.json)
+    _set_threads(arguments.threads)
+    from hf_dart.bench import audit, report, speed, suites
+
+    pair = _load(arguments)
+    if arguments.prompts:
+        text = "from the command line"
+        prompts = [pair.tokenizer(prompt)["input_ids"] for prompt in arguments.prompts]
+        if not all(prompts):
+            raise UserError("A prompt is empty; give some text.")
+        prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch
+    else:
+        text = "pytest's source"
+        prompts = suites.cut_prompts(pair.tokenizer, suites.default_files(), _AUDIT_PROMPTS, _AUDIT_PROMPT_TOKENS)
+    settings = speed.Settings(
+        prompts=len(prompts),
+        prompt_tokens=max(map(len, prompts)),
+        new_tokens=arguments.new_tokens,
+        repeats=1,
+        batches=(1, len(prompts)),
+        seed=arguments.seed,
+    )
+    tree = _tree_config(arguments, pair.head.tree_config)
+    done = audit.audit(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
+    about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
+    print(audit.as_table(done, about))
+    _write_json(arguments.json, audit.as_json(done, about))
+    return 0 if done.passed else 1
+
+
+def _check_folder(file: Path | None) -> None:
+    """Before a long run, not behind it."""
+    if file is not None and not file.parent.is_dir():
+        raise UserError(f"There is no folder {str(file.parent)!r} to write the JSON to.")
+
+
+def _write_json(file: Path | None, content: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 def _load(arguments: argparse.Namespace) -> Pair:
@@ -190,7 +231,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Faster model.generate() with draft heads and token trees, token for token the same.",
     )
     parser.add_argument("--version", action="version", version=f"hf-dart {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="{demo,generate,bench}")
+    commands = parser.add_subparsers(required=True, metavar="{demo,generate,bench,audit}")
 
     pair = argparse.ArgumentParser(add_help=False)
     pair.add_argument("--target", help="the model: a folder or a Hub id (default: the packaged one)")
@@ -240,6 +281,15 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     bench.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     bench.set_defaults(command=_bench)
+
+    audit = commands.add_parser(
+        "audit", parents=[pair, tree], help="drafted against stock, prompt by prompt: the first differences, in ulp"
+    )
+    audit.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
+    audit.add_argument("--new-tokens", type=_positive, default=64, help="per prompt and run (default: %(default)s)")
+    audit.add_argument("--seed", type=int, default=0, help="of the sampled runs (default: %(default)s)")
+    audit.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    audit.set_defaults(command=_audit)
     return parser
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import frexp
+from math import frexp, inf
 from time import perf_counter
 from typing import Any
 
@@ -14,6 +14,8 @@ from hf_dart.generation.stats import DraftStats
 
 NEAR_TIE = 1e-5
 """A float32 difference is a near-tie if stock's own best two choices lie closer than this there."""
+LOW_PRECISION_ULPS = 4
+"""A bfloat16 or float16 difference is a near-tie up to so many units in the last place of the top logit."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,13 @@ class Verdict:
     differences: int = 0
     generator: bool = True
 
+    @classmethod
+    def of(cls, found: list[Difference | None], stock: Run, other: Run) -> Verdict:
+        """The verdict on two runs whose `run_differences` are `found`."""
+        ties = sum(one is not None and one.near_tie for one in found)
+        apart = sum(one is not None for one in found) - ties
+        return cls(len(found), ties, apart, torch.equal(stock.generator, other.generator))
+
     @property
     def identical(self) -> bool:
         """Token for token the same, near-ties apart, generator included."""
@@ -93,6 +102,64 @@ class Verdict:
         return f"yes, but for {self.near_ties} near-ties" if self.near_ties else "yes"
 
 
+@dataclass(frozen=True)
+class Difference:
+    """Where two runs of one row part, and how close stock's own choice was there.
+
+    Attributes:
+        position: of the first generated token that differs.
+        gap: how much better stock's own token was than the one written instead, in its processed logits, or in
+            log(p / noise) when sampling; inf where a run goes on and the other has stopped.
+        top2: the same of stock's two best tokens.
+        ulp: one unit in the last place of the top logit there, in the model's dtype.
+        allowed: the largest gap that counts as a near-tie.
+    """
+
+    position: int
+    gap: float
+    top2: float
+    ulp: float
+    allowed: float
+
+    @property
+    def near_tie(self) -> bool:
+        return self.gap <= self.allowed
+
+
+def differences(
+    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Tensor, other: Tensor
+) -> list[Difference | None]:
+    """The first difference of each row; None for rows that agree as far as both go.
+
+    Args:
+        options: those of the stock run; where tokens differ it is repeated, to see how close its choices were.
+        stock, other: [B, T] generated tokens, the prompts left out; their lengths may differ.
+    """
+    positions = [_first_difference(left, right) for left, right in zip(stock, other, strict=True)]
+    if not any(position is not None for position in positions):
+        return [None] * len(positions)
+    torch.manual_seed(seed)
+    told = model.generate(
+        **inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True
+    )
+    found: list[Difference | None] = []
+    for row, position in enumerate(positions):
+        if position is None:
+            found.append(None)
+            continue
+        scores = told.scores[position].float()
+        if options.get("do_sample"):
+            torch.manual_seed(seed)
+            for _ in range(position + 1):
+                noise = torch.empty_like(scores).exponential_(1)
+            scores = scores.log_softmax(-1) - noise.log()
+        top = float(told.logits[position][row].max())
+        best, second = scores[row].topk(2).values.tolist()
+        gap = best - float(scores[row, other[row, position]])
+        found.append(Difference(position, gap, best - second, ulp(model.dtype, top), tolerance(model.dtype, top)))
+    return found
+
+
 def compare(
     model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
 ) -> Verdict:
@@ -101,24 +168,22 @@ def compare(
     Args:
         options: those of the stock run; where tokens differ it is repeated, to see how close its choice was.
     """
-    generator = torch.equal(stock.generator, other.generator)
-    rows = len(stock.sequences)
+    return Verdict.of(run_differences(model, inputs, options, seed, stock, other), stock, other)
+
+
+def run_differences(
+    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
+) -> list[Difference | None]:
+    """`differences` of whole runs: an end at another place is one too."""
     if torch.equal(stock.sequences, other.sequences):
-        return Verdict(rows, generator=generator)
+        return [None] * len(stock.sequences)
     prompt = inputs["input_ids"].shape[1]
-    near_ties = differences = 0
-    for row in range(rows):
-        position = _first_difference(stock.sequences[row, prompt:], other.sequences[row, prompt:])
-        if position is None:
-            continue
-        if _is_near_tie(model, inputs, options, seed, row, position):
-            near_ties += 1
-        else:
-            differences += 1
+    found = differences(model, inputs, options, seed, stock.sequences[:, prompt:], other.sequences[:, prompt:])
     # One row's near-tie can change how much padding stands behind the others; nothing else may.
-    if not near_ties and not differences:
-        differences = 1
-    return Verdict(rows, near_ties, differences, generator)
+    if not any(found):
+        shorter = min(stock.sequences.shape[1], other.sequences.shape[1]) - prompt
+        found[0] = Difference(shorter, gap=inf, top2=inf, ulp=0.0, allowed=0.0)
+    return found
 
 
 def _first_difference(left: Tensor, right: Tensor) -> int | None:
@@ -127,29 +192,18 @@ def _first_difference(left: Tensor, right: Tensor) -> int | None:
     return int(apart[0]) if len(apart) else None
 
 
-def _is_near_tie(
-    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, row: int, position: int
-) -> bool:
-    """Were stock's two best choices of this token as good as equal, in logits or in log(p / noise)?"""
-    torch.manual_seed(seed)
-    output = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
-    scores = output.scores[position].float()
-    if options.get("do_sample"):
-        torch.manual_seed(seed)
-        for _ in range(position + 1):
-            noise = torch.empty_like(scores).exponential_(1)
-        scores = scores.log_softmax(-1) - noise.log()
-    best, second = scores[row].topk(2).values.tolist()
-    return best - second <= tolerance(model.dtype, best)
-
-
-def tolerance(dtype: torch.dtype, score: float) -> float:
-    """How close a near-tie is: nothing in float64, `NEAR_TIE` in float32, 4 ulp of the score in 16 bits."""
+def tolerance(dtype: torch.dtype, logit: float) -> float:
+    """How close a near-tie is: nothing in float64, `NEAR_TIE` in float32, 4 ulp of the top logit in 16 bits."""
     if dtype == torch.float64:
         return 0.0
     if dtype == torch.float32:
         return NEAR_TIE
-    return 4 * torch.finfo(dtype).eps * 2.0 ** (frexp(score)[1] - 1)
+    return LOW_PRECISION_ULPS * ulp(dtype, logit)
+
+
+def ulp(dtype: torch.dtype, value: float) -> float:
+    """The distance of neighbouring numbers of `dtype` at the size of `value`."""
+    return torch.finfo(dtype).eps * 2.0 ** (frexp(value)[1] - 1)
 
 
 def repeated_4grams(rows: list[list[int]]) -> float:

@@ -107,13 +107,20 @@ def _spread(values: list[float]) -> dict[str, float]:
     return dict(zip(("median", "min", "max"), spread(values), strict=True))
 
 
+def headline(about: dict[str, Any]) -> str:
+    """Pair, dtype, hardware and versions on one line."""
+    return (
+        f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
+        f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
+        f"{about['threads']} threads; " + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+    )
+
+
 def as_table(measurements: list[Measurement], about: dict[str, Any]) -> str:
     """Two Markdown tables, what they were measured on above them."""
     settings = about["settings"]
     lines = [
-        f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
-        f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
-        f"{about['threads']} threads; " + ", ".join(f"{name} {number}" for name, number in about["versions"].items()),
+        headline(about),
         f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {about['text']}, "
         f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
         "repeats",

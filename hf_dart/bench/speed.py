@@ -148,7 +148,7 @@ def measure(
     }
     groups = {
         batch: [
-            pad_left(prompts[start : start + batch], _pad_token(pair), pair.model.device)
+            pad_left(prompts[start : start + batch], pad_token(pair), pair.model.device)
             for start in range(0, len(prompts) - batch + 1, batch)
         ]
         for batch in settings.batches
@@ -195,7 +195,8 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[s
     return {"input_ids": ids.to(device), "attention_mask": mask.to(device)}
 
 
-def _pad_token(pair: Pair) -> int:
+def pad_token(pair: Pair) -> int:
+    """What fills up the shorter prompts of a batch."""
     for token in (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id):
         if token is not None:
             return int(token)

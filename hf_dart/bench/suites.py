@@ -19,7 +19,10 @@ def default_files() -> list[Path]:
     """
     spec = find_spec("_pytest")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("The default text is pytest's own source: install pytest, or name files with --text.")
+        raise UserError(
+            "The default text is pytest's own source: install pytest, or give text of your own (bench: name files with "
+            "--text; audit: prompts)."
+        )
     found = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
     return [path for path in found if path.stat().st_size >= _SMALLEST]
 

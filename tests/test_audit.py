@@ -1,0 +1,172 @@
+"""`hf-dart audit`: it passes what is exact and fails what is not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from math import isinf
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
+
+from hf_dart.bench.audit import audit
+from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp
+from hf_dart.bench.speed import Settings
+from hf_dart.cli import main
+from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation.rows import Rows
+from hf_dart.pair import Pair
+
+PROMPTS = [
+    "import os\n\n\ndef join(left, right):\n    ",
+    "class Reader:\n    def __init__(self, path: Path) -> None:\n        self.path = path\n        self.",
+]
+
+
+def tiny_pair() -> Pair:
+    model = tiny_target("qwen3")
+    return Pair(model, tiny_head(model), SimpleNamespace(pad_token_id=PAD), "tiny", "tiny")
+
+
+def test_float64_is_identical_and_so_is_the_control() -> None:
+    # The control's sampled run is a greedy one with noise added: without the right noise no token would agree.
+    texts = [ids[ids != PAD].tolist() for ids in prompts([9, 5, 7])["input_ids"]]
+    done = audit(tiny_pair(), texts, Settings(prompts=3, new_tokens=24, batches=(1, 3)))
+    assert done.passed
+    assert [(one.mode, one.prompt) for one in done.findings] == [
+        (mode, number) for mode in ("greedy", "sampled, T=1") for number in (1, 2, 3)
+    ]
+    assert not done.drafted
+    assert not done.control
+    assert sum(one.rows for one in done.verdicts) == 12
+
+
+def test_packaged_pair_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "audit.json"
+    words = ["audit", *PROMPTS, "--new-tokens", "32", "--dtype", "bfloat16", "--json", str(file)]
+    assert main(words) == 0
+    shown = capsys.readouterr().out
+    assert ", bfloat16, " in shown
+    assert shown.rstrip().endswith("audit: passed")
+    report = json.loads(file.read_text(encoding="utf8"))
+    assert report["passed"]
+    assert report["compared"]["rows"] == 2 * 2 * len(PROMPTS)
+    assert len(report["findings"]) == 2 * len(PROMPTS)
+    parted = [one[column] for one in report["findings"] for column in ("drafted", "drafted_batch") if one[column]]
+    assert report["compared"]["near_ties"] == len(parted)
+    for one in parted:
+        assert one["gap"] <= 4 * one["ulp"]
+        assert 0 <= one["top2_ulp"] <= one["gap_ulp"]
+
+
+def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A walk that emits another token than the target chose, at the fifth position."""
+    append = Rows.append
+
+    def broken(self: Rows, row: int, token: int, scores: Any = None) -> bool:
+        return append(self, row, (token + 7) % 500 if self.emitted[row] == 4 else token, scores)
+
+    monkeypatch.setattr(Rows, "append", broken)
+
+
+def early_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    room = Rows.room
+    monkeypatch.setattr(Rows, "room", lambda self, row: room(self, row) - 1)
+
+
+def generator_unmoved(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(NoiseStream, "leave_as_stock", lambda self, steps: None)
+
+
+@pytest.mark.parametrize(
+    ("breakage", "dtype", "cell", "says"),
+    [
+        (wrong_token, "bfloat16", "| token 5: ", "8 of them beyond 4 ulp"),
+        (early_end, "float32", "| token 6: impossible (no near-tie) |", "6 with a first difference, 6 of them beyond"),
+        (generator_unmoved, "float32", "| as stock | as stock |", "generator left as stock leaves it: no"),
+    ],
+    ids=["wrong token", "early end", "generator"],
+)
+def test_what_is_broken_fails(
+    breakage: Callable[[pytest.MonkeyPatch], None],
+    dtype: str,
+    cell: str,
+    says: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    breakage(monkeypatch)
+    file = tmp_path / "audit.json"
+    assert main(["audit", *PROMPTS, "--new-tokens", "6", "--dtype", dtype, "--json", str(file)]) == 1
+    shown = capsys.readouterr().out
+    assert cell in shown
+    assert says in shown
+    assert shown.rstrip().endswith("audit: FAILED")
+    report = json.loads(file.read_text(encoding="utf8"))
+    assert not report["passed"]
+    # Stock against stock is not touched by any of this.
+    assert all(one["control"] is None or one["control"]["near_tie"] for one in report["findings"])
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_gap_is_to_the_token_that_was_written(sampled: bool) -> None:
+    model = tiny_target("llama")
+    inputs = prompts([6])
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 6, **({"top_k": 0} if sampled else {})}
+    stock = run(model, inputs, options, seed=3)
+    other = stock.sequences.clone()
+    token = int(other[0, 9] + 1) % VOCABULARY
+    other[0, 9:] = token
+    found = differences(model, inputs, options, 3, stock.sequences[:, 6:], other[:, 6:])[0]
+    assert found is not None
+    assert found.position == 3
+
+    with torch.no_grad():
+        logits = model(stock.sequences[:, :9]).logits[0, -1]
+    scores = logits.float()
+    if sampled:
+        torch.manual_seed(3)
+        noise = [torch.empty(1, VOCABULARY).exponential_(1) for _ in range(4)][3][0]
+        scores = scores.log_softmax(-1) - noise.log()
+    best = scores.sort(descending=True).values
+    assert int(scores.argmax()) == int(stock.sequences[0, 9])
+    assert found.gap == pytest.approx((best[0] - scores[token]).item(), abs=1e-5)
+    assert found.top2 == pytest.approx((best[0] - best[1]).item(), abs=1e-5)
+    assert found.ulp == ulp(torch.float64, logits.max().item())
+    assert not found.near_tie
+
+
+def test_an_end_at_another_place_is_no_near_tie() -> None:
+    model = tiny_target("llama")
+    inputs = prompts([6, 4])
+    stock = run(model, inputs, {"do_sample": False, "max_new_tokens": 6})
+    short = run(model, inputs, {"do_sample": False, "max_new_tokens": 5})
+    found = run_differences(model, inputs, {"do_sample": False, "max_new_tokens": 6}, 0, stock, short)
+    assert isinstance(found[0], Difference)
+    assert isinf(found[0].gap)
+    assert not found[0].near_tie
+    assert found[1] is None
+
+
+def test_ulp() -> None:
+    assert ulp(torch.bfloat16, 20.0) == 2.0**-7 * 16
+    for value in (0.3, 1.0, 20.0, 250.0):
+        step = torch.tensor(value, dtype=torch.bfloat16)
+        assert float(torch.nextafter(step, step * 2) - step) == ulp(torch.bfloat16, float(step))
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [([""], "prompt is empty"), (["x", "--json", "./nowhere/audit.json"], "no folder")],
+)
+def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["audit", *words]) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert shown.err.count("\n") == 1
+    assert not shown.out
