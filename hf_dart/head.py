@@ -271,6 +271,13 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         store = SlotStore([spec] * (2 * config.num_layers), batch_size, capacity + config.draft_length)
         return DartState(store, torch.zeros(batch_size, dtype=torch.long, device=device), 0)
 
+    def resume(self, state: DartState, lengths: Tensor) -> bool:
+        lengths = lengths.to(state.lengths.device)
+        if not state.store.writable(self.fc.weight.device, self.dtype) or bool((state.lengths < lengths).any()):
+            return False
+        state.lengths, state.longest = lengths, int(lengths.max())
+        return True
+
     def extend(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._run(state, *self._real_inputs(features, next_tokens))
         self._advance(state, counts, features.shape[1])

@@ -14,6 +14,9 @@ from hf_dart.generation.stats import DraftStats
 
 State = TypeVar("State")
 
+Verified = tuple[Tensor, Tensor, Tensor]
+"""Verified positions as `Drafter.extend` takes them in: features, the tokens behind them, counts."""
+
 
 @dataclass(frozen=True)
 class Proposal:
@@ -73,6 +76,14 @@ class Drafter(ABC, Generic[State]):
             next_tokens: [B, A] the token behind each position.
             counts: [B] how many of the A entries of a row are real; the rest is padding.
         """
+
+    def resume(self, state: State, lengths: Tensor) -> bool:
+        """Make a state of an earlier call one of `lengths` [B] positions per row, dropping those behind.
+
+        Returns:
+            Whether `extend` can go on from there; a new state is begun otherwise.
+        """
+        return False
 
     @abstractmethod
     def propose(

@@ -51,6 +51,14 @@ class SlotStore:
             grown[..., :old, :] = storage
             self._storage[spec] = grown
 
+    def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Do the buffers take values of that kind? Those made in inference mode take none outside it."""
+        return all(
+            (spec.device, spec.dtype) == (device, dtype)
+            and (torch.is_inference_mode_enabled() or not storage.is_inference())
+            for spec, storage in self._storage.items()
+        )
+
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
         spec, place = self._place[index]

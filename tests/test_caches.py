@@ -16,7 +16,8 @@ from transformers import DynamicCache
 
 from hf_dart.generation import decode
 from hf_dart.generation.attach import attach
-from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, is_placeholder, tree_cache
+from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
+from hf_dart.generation.stock_layers import is_placeholder
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.tree import DraftTree
 
@@ -34,7 +35,7 @@ def ragged(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) 
 
 
 def right_aligned(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
-    return RightAlignedCache(prefilled, pads)
+    return RightAlignedCache(prefilled, pads, keep)
 
 
 def kinds_of_cache(family: str) -> list[Callable[..., TreeCache]]:

@@ -18,7 +18,7 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_dart.generation.rows import Rows
+from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.walk import Walker, follow
 from hf_dart.tree import Beam, DraftTree, grow_tree
 
@@ -260,7 +260,7 @@ def test_follow_takes_the_path_of_the_reference_walk(seed: int, eos: list[int]) 
     outcomes = []
     for walk in ("__call__", "_walk_by_token"):
         rows = rows_for(batch, 20, eos)
-        walker = Walker(LogitsProcessorList(), rows, None)
+        walker = Walker(LogitsProcessorList(), rows, Streaming(None, rows), None)
         accepted = getattr(walker, walk)(tree, logits, limits)
         path = [accepted.path[b, :count].tolist() for b, count in enumerate(accepted.counts)]
         outcomes.append((path, accepted.counts, rows.emitted, rows.generated(0, max(rows.emitted)).tolist()))

@@ -8,41 +8,48 @@ padding and a commit moves accepted entries only. `RightAlignedCache` does the s
 
 from __future__ import annotations
 
+import copy
 from abc import ABC, abstractmethod
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import (
-    Cache,
-    CacheLayerMixin,
-    DynamicCache,
-    DynamicLayer,
-    DynamicSlidingWindowLayer,
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_dart.generation.stock_layers import (
+    SIMPLE_LAYERS,
+    DynamicIndexedLayer,
+    attention_layers,
+    held_by,
+    is_placeholder,
+    undone_on_failure,
 )
-
-try:  # layer kinds that older releases do not have
-    from transformers.cache_utils import DummyLayer
-except ImportError:  # pragma: no cover
-    DummyLayer = type("DummyLayer", (), {})
-try:
-    from transformers.cache_utils import DynamicIndexedLayer
-except ImportError:  # pragma: no cover
-    DynamicIndexedLayer = type("DynamicIndexedLayer", (), {})
-
 from hf_dart.slots import SlotSpec, SlotStore
 
 
 class TreeCache(ABC):
     """What the round needs of a cache.
 
+    Args:
+        prefilled: the stock cache after prefill.
+        pads: left padding per row.
+        keep: the stock cache will be needed again (`write_back`); otherwise its memory may be freed.
+
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
+        prompt_lengths: [B] entries per row after prefill, on the CPU.
         lengths: [B] committed entries per row (positions 0 .. lengths - 1), on the CPU.
     """
 
     cache: Cache
-    lengths: Tensor
+
+    def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
+        self._stock = prefilled
+        self._keep_stock = keep
+        self._written_back = False
+        self._prompt_slots = int(prefilled.get_seq_length())
+        self.prompt_lengths = torch.tensor([self._prompt_slots - pad for pad in pads])
+        self.lengths = self.prompt_lengths
 
     @abstractmethod
     def past_positions(self, layer: int, nodes: int) -> Tensor:
@@ -60,20 +67,38 @@ class TreeCache(ABC):
     def truncate(self, lengths: Tensor) -> None:
         """Drop the last entries of rows that are longer than `lengths` [B]."""
 
-    @abstractmethod
-    def write_back(self) -> None:
-        """Lay the committed entries into the stock cache, in stock's slots.
+    def write_back(self, grown: int) -> None:
+        """Lay the first `grown` entries behind the prompt into the stock cache, in stock's slots; once only.
 
-        All rows must have grown by the same number of entries since prefill.
+        Every row must have as many. Should it fail, the stock cache still holds the prompt.
+
+        Raises:
+            RuntimeError: a commit was broken off, and what it left cannot be read.
         """
+        if self._written_back:
+            return
+        self.truncate(self.prompt_lengths + grown)
+        with undone_on_failure(self._stock):
+            if grown > 0:
+                for index, layer in enumerate(attention_layers(self._stock)):
+                    self._append(index, layer, grown)
+            self._written_back = True
+
+    @abstractmethod
+    def _append(self, index: int, layer: Any, grown: int) -> None:
+        """Append the last `grown` entries of every row to `layer`, the stock cache's `index`-th that keeps any."""
+
+    def _release_stock(self) -> None:
+        """Free what has been taken over, if nobody will look at it. Static layers may be used again by their maker."""
+        if not self._keep_stock:
+            for layer in attention_layers(self._stock):
+                if isinstance(layer, DynamicLayer):
+                    layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.device)
+                if isinstance(layer, DynamicIndexedLayer):
+                    layer.indexer_keys = None
 
 
-def is_placeholder(layer: Any) -> bool:
-    """Layers that keep nothing themselves (they read another layer's keys and values)."""
-    return isinstance(layer, DummyLayer)
-
-
-def tree_cache(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
+def tree_cache(prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
     """Take over a prefilled stock cache.
 
     Args:
@@ -82,13 +107,9 @@ def tree_cache(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bo
         capacity: positions to make room for at first.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
     """
-    simple = all(
-        is_placeholder(layer) or type(layer) in (DynamicLayer, DynamicSlidingWindowLayer)
-        for layer in prefilled.layers
-    )
-    if simple:
+    if all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(prefilled)):
         return RaggedCache(prefilled, pads, capacity, keep)
-    return RightAlignedCache(prefilled, pads)
+    return RightAlignedCache(prefilled, pads, keep)
 
 
 class _RaggedLayer(CacheLayerMixin):
@@ -126,33 +147,29 @@ class _RaggedLayer(CacheLayerMixin):
 class RaggedCache(TreeCache):
     """Static buffers in which position p of a row lies in slot p; tree nodes follow the longest row."""
 
-    def __init__(self, prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> None:
-        self._stock = prefilled
-        total = prefilled.get_seq_length()
-        self._prompt_lengths = [total - pad for pad in pads]
-        self.lengths = torch.tensor(self._prompt_lengths)
-        self.longest = max(self._prompt_lengths)
-        attention = [layer for layer in prefilled.layers if not is_placeholder(layer)]
+    def __init__(self, prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> None:
+        super().__init__(prefilled, pads, keep)
+        self.longest = max(self.lengths.tolist())
+        held = [held_by(layer) for layer in attention_layers(prefilled)]
         specs = [
             SlotSpec(states.shape[1], states.shape[3], states.dtype, states.device)
-            for layer in attention
-            for states in (layer.keys, layer.values)
+            for layer in held
+            for states in layer
         ]
         self.store = SlotStore(specs, len(pads), max(capacity, self.longest))
+        for index, layer in enumerate(held):
+            for part, states in enumerate(layer):
+                self._take_over(2 * index + part, states, pads)
         places: list[Any] = []
         for layer in prefilled.layers:
             places.append(layer if is_placeholder(layer) else _RaggedLayer(self, _count_ragged(places)))
-        for index, layer in enumerate(attention):
-            for part, states in enumerate((layer.keys, layer.values)):
-                self._take_over(2 * index + part, states, pads, total)
-            if not keep:
-                layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.device)
         self.cache = Cache(layers=places)
         self._positions = torch.arange(self.store.capacity)
+        self._release_stock()
 
-    def _take_over(self, index: int, states: Tensor, pads: list[int], total: int) -> None:
-        """Copy a stock layer's entries, the last ones of `total`, to the slots of their positions."""
-        buffer, kept = self.store.buffer(index), states.shape[2]
+    def _take_over(self, index: int, states: Tensor, pads: list[int]) -> None:
+        """Copy a stock layer's entries, the last ones of the prompt, to the slots of their positions."""
+        buffer, kept, total = self.store.buffer(index), states.shape[2], self._prompt_slots
         for row, pad in enumerate(pads):
             first = max(total - kept, pad)
             buffer[row, :, first - pad : total - pad] = states[row, :, kept - (total - first) :]
@@ -180,19 +197,13 @@ class RaggedCache(TreeCache):
         self.lengths = torch.minimum(self.lengths, lengths)
         self.longest = int(self.lengths.max())
 
-    def write_back(self) -> None:
-        grown = self.lengths - torch.tensor(self._prompt_lengths)
-        slots = torch.tensor(self._prompt_lengths)[:, None] + torch.arange(int(grown.max()))
-        index = 0
-        for layer in self._stock.layers:
-            if is_placeholder(layer):
-                continue
-            new = []
-            for buffer in (self.store.buffer(index), self.store.buffer(index + 1)):
-                where = slots.to(buffer.device)[:, None, :, None]
-                new.append(buffer.gather(2, where.expand(-1, buffer.shape[1], -1, buffer.shape[3])))
-            layer.update(*new)
-            index += 2
+    def _append(self, index: int, layer: Any, grown: int) -> None:
+        slots = self.prompt_lengths[:, None] + torch.arange(grown)
+        new = []
+        for buffer in (self.store.buffer(2 * index), self.store.buffer(2 * index + 1)):
+            where = slots.to(buffer.device)[:, None, :, None]
+            new.append(buffer.gather(2, where.expand(-1, buffer.shape[1], -1, buffer.shape[3])))
+        layer.update(*new)
 
 
 def _count_ragged(layers: list[Any]) -> int:
@@ -200,17 +211,18 @@ def _count_ragged(layers: list[Any]) -> int:
 
 
 class RightAlignedCache(TreeCache):
-    """A stock `DynamicCache`, compacted after each round; rows that accept less gain left padding."""
+    """A copy of a stock `DynamicCache`, compacted after each round; rows that accept less gain left padding."""
 
-    def __init__(self, prefilled: DynamicCache, pads: list[int]) -> None:
-        self.cache = prefilled
-        self._columns = prefilled.get_seq_length()
-        self._first_lengths = torch.tensor([self._columns - pad for pad in pads])
-        self._first_columns = self._columns
-        self.lengths = self._first_lengths
-        self._nodes = 0
+    def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
+        super().__init__(prefilled, pads, keep)
+        # Layers of its own; their tensors are shared until the first update makes new ones.
+        self.cache = Cache(layers=[copy.copy(layer) for layer in prefilled.layers])
         # Not before: a sliding layer would have kept the whole prompt.
-        prefilled.activate_past_recording()
+        self.cache.activate_past_recording()
+        self._columns = self._prompt_slots
+        self._out_of_window = [self._columns - layer.keys.shape[2] for layer in attention_layers(self.cache)]
+        self._readable = True
+        self._release_stock()
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         shown, offset = self.cache.layers[layer].get_mask_sizes(nodes)
@@ -218,53 +230,61 @@ class RightAlignedCache(TreeCache):
         return (columns - (self._columns - self.lengths)[:, None]).clamp(min=-1)
 
     def prepare(self, nodes: int) -> None:
-        self._nodes = nodes
+        """Layers grow as they are updated."""
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         added = max(counts)
-        self._columns += added
-        for layer in self._attention_layers():
-            past = layer.keys.shape[2] - self._nodes
+        self._readable = False  # from here on some layers are ahead of the others
+        for layer, past in self._widths():
             index = torch.zeros(len(counts), past + added, dtype=torch.long)
             for row, count in enumerate(counts):
                 shift = added - count
                 index[row, shift : shift + past] = torch.arange(past)
                 index[row, shift + past :] = past + path[row, :count]
-            self._keep(layer, index.to(layer.keys.device))
+            self._keep(layer, index, self._columns + added)
+        self._columns += added
         self.lengths = self.lengths + torch.tensor(counts)
+        self._readable = True
 
     def truncate(self, lengths: Tensor) -> None:
+        if not self._readable:
+            raise RuntimeError("A commit was broken off; what it left cannot be read.")
         surplus = (self.lengths - lengths).clamp(min=0)
+        if not surplus.any():
+            return
+        self._readable = False
+        for layer, width in self._widths():
+            self._keep(layer, (torch.arange(width) - surplus[:, None]).clamp(min=0), self._columns)
         self.lengths = self.lengths - surplus
-        for layer in self._attention_layers():
-            columns = torch.arange(layer.keys.shape[2]) - surplus[:, None]
-            self._keep(layer, columns.clamp(min=0).to(layer.keys.device))
+        self._readable = True
 
-    def write_back(self) -> None:
-        grown = int((self.lengths - self._first_lengths)[0])
-        surplus = self._columns - self._first_columns - grown
-        self._columns -= surplus
-        self._nodes = 0
-        for layer in self._attention_layers():
-            columns = torch.arange(min(surplus, max(layer.keys.shape[2] - self._columns, 0)), layer.keys.shape[2])
-            self._keep(layer, columns.expand(len(self.lengths), -1).to(layer.keys.device))
-            if isinstance(layer, DynamicSlidingWindowLayer):
-                layer.record_past = False
+    def _append(self, index: int, layer: Any, grown: int) -> None:
+        own, width = self._widths()[index]
+        new = slice(width - grown, width)
+        layer.update(own.keys[:, :, new], own.values[:, :, new])
+        if isinstance(own, DynamicIndexedLayer) and own.is_indexer_initialized:
+            layer.update_indexer(own.indexer_keys[:, new])
+            if getattr(own, "indexer_position_ids", None) is not None:  # newer releases
+                held = (layer.indexer_position_ids, own.indexer_position_ids[..., new])
+                layer.indexer_position_ids = torch.cat(held, dim=-1)
 
-    def _attention_layers(self) -> list[Any]:
-        return [layer for layer in self.cache.layers if not is_placeholder(layer)]
+    def _widths(self) -> list[tuple[Any, int]]:
+        """The layers and how many committed columns each holds; the nodes of a tree may follow them."""
+        layers = attention_layers(self.cache)
+        return [(layer, self._columns - gone) for layer, gone in zip(layers, self._out_of_window, strict=True)]
 
-    def _keep(self, layer: Any, index: Tensor) -> None:
-        """Keep columns `index` [B, S] of a layer; a sliding one then drops what has left its window."""
+    def _keep(self, layer: Any, index: Tensor, columns: int) -> None:
+        """Keep columns `index` [B, S] of a layer, the last of `columns` in all.
+
+        A sliding layer keeps what has left its window, too: a row that is truncated may see it again.
+        """
+        index = index.to(layer.keys.device)
         for name in ("keys", "values"):
             states = getattr(layer, name)
             where = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
             setattr(layer, name, states.gather(2, where))
         if isinstance(layer, DynamicSlidingWindowLayer):
-            layer.cumulative_length = self._columns
-            if self._columns >= layer.sliding_window:
-                layer.keys = layer.keys[:, :, 1 - layer.sliding_window :]
-                layer.values = layer.values[:, :, 1 - layer.sliding_window :]
+            layer.cumulative_length = columns
         if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
             where = index[..., None].expand(-1, -1, layer.indexer_keys.shape[-1])
             layer.indexer_keys = layer.indexer_keys.gather(1, where)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -14,15 +16,17 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.candidates import Ranker, seen_tokens
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.options import left_padding, refuse_cache, refuse_options
+from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_short_cache
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.stats import DraftStats
+from hf_dart.generation.stock_layers import undone_on_failure
+from hf_dart.generation.turns import Draft, leave, take_up
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.generation.walk import Accepted, Walker
 from hf_dart.lookup import Graft, RowLookup
-from hf_dart.proposal import Drafter, Proposal
+from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.tree import DraftTree, Transitions, grow_tree
 
 # The first allocation of the key and value buffers reaches this far behind the prompt; they double from there.
@@ -70,17 +74,14 @@ def speculative_generate(
     refuse_options(generation_config, logits_processor, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria)
-    noise = None
     stats = DraftStats()
     streaming = Streaming(streamer, rows)
+    with stats.phase("prefill"):
+        call = _Call(model, assistant, tree_config or assistant.tree_config, generation_config, logits_processor)
+        logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
     try:
-        with stats.phase("prefill"):
-            call = _Call(model, assistant, tree_config or assistant.tree_config, generation_config, logits_processor)
-            logits, features = call.prefill(input_ids, rows, model_kwargs)
-            noise = call.noise
         tree = DraftTree.chain(input_ids[:, -1:])
         accepted = call.walk(tree, logits, call.limits())
-        streaming.send()
         while not rows.finished:
             with stats.phase("draft"):
                 proposal = call.propose(features, accepted)
@@ -94,14 +95,13 @@ def speculative_generate(
             with stats.phase("commit"):
                 call.cache.commit(accepted.path, accepted.counts)
                 stats.count(accepted.counts, limits, tree.size)
-                streaming.send()
-    finally:
-        # Where stock would have left the generator at this very token, also if the call was broken off.
-        if noise is not None:
-            noise.leave_as_stock(rows.steps)
+        output = call.result(stats, features, accepted)
+    except BaseException as failure:
+        call.break_off(streaming.position_at(failure))
+        raise
     streaming.end()
     assistant.last_stats = stats
-    return call.result(stats)
+    return output
 
 
 class _Call:
@@ -117,32 +117,39 @@ class _Call:
         self.noise: NoiseStream | None = None
         self.proposal: Proposal | None = None
 
-    def prefill(self, input_ids: Tensor, rows: Rows, model_kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """Stock prefill; logits [B, 1, V] and features [B, 1, F] of the last prompt position."""
+    def prefill(
+        self, input_ids: Tensor, rows: Rows, streaming: Streaming, model_kwargs: dict[str, Any]
+    ) -> tuple[Tensor, Tensor]:
+        """Stock prefill; logits [B, 1, V] and features [B, 1, F] of the last prompt position.
+
+        Should it fail, a cache that was passed in is as it was.
+        """
         config, batch = self.generation_config, len(rows)
         stock = refuse_cache(model_kwargs.get("past_key_values"))
-        cached = stock.get_seq_length()
+        cached = int(stock.get_seq_length())
         mask = model_kwargs.get("attention_mask")
         total = max(input_ids.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
-        headroom = min(rows.room(0), _HEADROOM)
+        capacity = total + min(rows.room(0), _HEADROOM)
+        refuse_short_cache(stock, total + rows.room(0) - 1)
 
         self.rows = rows
         self.lookups = [RowLookup(tokens) for tokens in rows.tokens]
-        self.state = self.drafter.begin(batch, total + headroom)
+        self.first_slot = total - input_ids.shape[1]
+        draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
+        self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
         feed = PromptFeed(
-            self.drafter, self.state, input_ids[:, cached - total :], [max(pad - cached, 0) for pad in pads]
+            self.drafter, self.draft.state, input_ids[:, cached - total :], [max(pad - cached, 0) for pad in pads]
         )
         layers = self.drafter.feature_layers
-        outputs = PrefillRecorder(self.model, feed, layers).prefill(input_ids, config, model_kwargs)
-        refuse_cache(stock)  # some layers show their kind only when they are first used
-        assert feed.last is not None
-
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
         self.stock_cache = stock
-        kinds = mask_kinds(self.model, stock)
-        self.cache = tree_cache(stock, pads, total + headroom, keep=self.returns_cache)
-        self.first_lengths = self.cache.lengths
+        with undone_on_failure(stock):
+            outputs = PrefillRecorder(self.model, feed, layers).prefill(input_ids, config, model_kwargs)
+            refuse_cache(stock)  # some layers show their kind only when they are first used
+            kinds = mask_kinds(self.model, stock)
+            self.cache = tree_cache(stock, pads, capacity, keep=self.returns_cache)
+        assert feed.last is not None
         self.verify = Verifier(self.model, self.cache, kinds, layers)
         logits = outputs.logits[:, -1:].to(rows.device)
         if config.do_sample:
@@ -151,6 +158,7 @@ class _Call:
         self.walk = Walker(
             self.processors,
             rows,
+            streaming,
             self.noise,
             keep_scores=collect and bool(config.output_scores),
             keep_logits=collect and bool(config.output_logits),
@@ -169,20 +177,22 @@ class _Call:
 
     def propose(self, features: Tensor, accepted: Accepted) -> Proposal:
         """Hand the accepted positions to the drafter, each with the token behind it; it drafts on."""
-        width = max(1, *accepted.counts)
-        path = accepted.path[:, :width].to(features.device)
-        proposal = self.drafter.propose(
-            self.state,
-            features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])),
-            self.rows.recent(accepted.counts, width),
-            torch.tensor(accepted.counts),
-            self.depth,
-        )
+        proposal = self.drafter.propose(self.draft.state, *self.verified(features, accepted), self.depth)
         if self.proposal is not None and 0 in accepted.counts:
             # Rows that stood still keep their draft.
             proposal = proposal.where(torch.tensor(accepted.counts) > 0, self.proposal)
         self.proposal = proposal
         return proposal
+
+    def verified(self, features: Tensor, accepted: Accepted) -> Verified:
+        """The accepted positions: features [B, A, F], the tokens [B, A] behind them, and how many each row has [B]."""
+        width = max(1, *accepted.counts)
+        path = accepted.path[:, :width].to(features.device)
+        return (
+            features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])),
+            self.rows.recent(accepted.counts, width),
+            torch.tensor(accepted.counts),
+        )
 
     def grow(self, proposal: Proposal, limits: list[int]) -> DraftTree:
         """Rank the draft's tokens, with the noise they will be drawn with, and grow the tree."""
@@ -228,12 +238,19 @@ class _Call:
             table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
         return Transitions(table if graft is None else graft.boost(candidates, table))
 
-    def result(self, stats: DraftStats) -> Tensor | DartGenerateOutput:
-        """What `generate` returns; a cache that outlives the call is laid in stock's slots."""
+    def result(self, stats: DraftStats, features: Tensor, accepted: Accepted) -> Tensor | DartGenerateOutput:
+        """What `generate` returns; a cache that outlives the call is laid in stock's slots.
+
+        Args:
+            features, accepted: of the last round, whose positions the drafter has not taken in.
+        """
         sequences = self.rows.sequences()
+        if self.noise is not None:
+            self.noise.leave_as_stock(self.rows.steps)
         if self.returns_cache:
-            self.level_rows(sequences)
-            self.cache.write_back()
+            pending = [self.verified(features, accepted), *self.level_rows(sequences)]
+            self.cache.write_back(self.rows.steps - 1)
+            leave(self.stock_cache, self.drafter, self.draft, pending, self.first_slot, sequences.clone())
         if not self.generation_config.return_dict_in_generate:
             return sequences
         return DartGenerateOutput(
@@ -244,20 +261,35 @@ class _Call:
             draft_stats=stats,
         )
 
-    def level_rows(self, sequences: Tensor) -> None:
+    def level_rows(self, sequences: Tensor) -> Iterator[Verified]:
         """Bring every row to where stock's cache ends, one token short of `sequences`.
 
-        Stock runs the pad tokens behind a row's end through the model too.
+        Stock runs the pad tokens behind a row's end through the model too; these are the positions that come out.
         """
-        wanted = self.first_lengths + self.rows.steps - 1
+        prompt = self.cache.prompt_lengths
+        wanted = prompt + self.rows.steps - 1
         self.cache.truncate(wanted)
         while int((wanted - self.cache.lengths).max()) > 0:
             counts = (wanted - self.cache.lengths).clamp(max=_FILL)
-            nodes = torch.arange(int(counts.max()))
-            starts = self.rows.prompt_length + self.cache.lengths - self.first_lengths
+            nodes = torch.arange(int(counts.max()) + 1)
+            starts = self.rows.prompt_length + self.cache.lengths - prompt
             columns = (starts[:, None] + nodes).clamp(max=sequences.shape[1] - 1).to(sequences.device)
-            self.verify(DraftTree.chain(sequences.gather(1, columns), counts.to(sequences.device)), counts.tolist())
-            self.cache.commit(nodes.expand(len(self.rows), -1), counts.tolist())
+            tokens = sequences.gather(1, columns)
+            _, features = self.verify(DraftTree.chain(tokens[:, :-1], counts.to(tokens.device)), counts.tolist())
+            self.cache.commit(nodes[:-1].expand(len(self.rows), -1), counts.tolist())
+            yield features, tokens[:, 1:], counts
+
+    def break_off(self, position: int) -> None:
+        """Leave the generator, and a cache that was passed in, as stock would have after `position` tokens per row.
+
+        The cache then holds the prompt and so much of those tokens as every row has committed.
+        """
+        if self.noise is not None:
+            self.noise.leave_as_stock(position)
+        if getattr(self.stock_cache, "_is_user_defined", False):
+            committed = int((self.cache.lengths - self.cache.prompt_lengths).min())
+            with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
+                self.cache.write_back(max(min(committed, position - 1), 0))
 
 
 def _tuple(tensors: list[Tensor] | None) -> Any:

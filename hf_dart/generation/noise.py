@@ -26,22 +26,24 @@ class NoiseStream:
         self._device = device
         self._generator = torch.Generator(device)
         self._generator.set_state(_default_state(device))
-        self._first = 0  # position of the oldest block kept
-        self._blocks: list[Tensor] = []
-        self._gumbels: list[Tensor] = []  # as far as they were asked for
-        # _states[i] is the generator's state before block _first + i was drawn.
-        self._states = [self._generator.get_state()]
+        self._drawn = 0  # positions
+        # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
+        # that an interruption anywhere leaves the states of all positions that were reached.
+        self._blocks: dict[int, Tensor] = {}
+        self._gumbels: dict[int, Tensor] = {}  # as far as they were asked for
+        self._states = {0: self._generator.get_state()}  # before the block of that position was drawn
 
     def _draw_to(self, end: int) -> None:
-        while self._first + len(self._blocks) < end:
+        while self._drawn < end:
             block = torch.empty(self._shape, device=self._device).exponential_(1, generator=self._generator)
-            self._blocks.append(block)
-            self._states.append(self._generator.get_state())
+            self._blocks[self._drawn] = block
+            self._states[self._drawn + 1] = self._generator.get_state()
+            self._drawn += 1
 
     def exponential(self, row: int, position: int) -> Tensor:
         """E [1, V] of one row at one position."""
         self._draw_to(position + 1)
-        return self._blocks[position - self._first][row : row + 1]
+        return self._blocks[position][row : row + 1]
 
     def exponentials(self, starts: list[int], depth: int) -> Tensor:
         """E [B, depth, V] of positions starts[b] .. starts[b] + depth - 1.
@@ -49,32 +51,34 @@ class NoiseStream:
         A row that has ended lies behind what is kept; it gets the oldest blocks, which it does not use.
         """
         self._draw_to(max(starts) + depth)
-        return _window(self._blocks, [max(start - self._first, 0) for start in starts], depth)
+        oldest = next(iter(self._blocks))
+        return _window(self._blocks, [max(start, oldest) for start in starts], depth)
 
     def gumbel(self, starts: list[int], depth: int) -> Tensor:
         """-log E [B, depth, V], as `exponentials`: standard Gumbel noise."""
         self._draw_to(max(starts) + depth)
-        for i in range(len(self._gumbels), len(self._blocks)):
-            self._gumbels.append(-self._blocks[i].log())
-        return _window(self._gumbels, [max(start - self._first, 0) for start in starts], depth)
+        for position, block in self._blocks.items():
+            if position not in self._gumbels:
+                self._gumbels[position] = -block.log()
+        oldest = next(iter(self._blocks))
+        return _window(self._gumbels, [max(start, oldest) for start in starts], depth)
 
     def forget_before(self, position: int) -> None:
         """Drop blocks that no row needs any more."""
-        gone = min(position - self._first, len(self._blocks))
-        if gone > 0:
-            del self._blocks[:gone], self._gumbels[:gone], self._states[:gone]
-            self._first += gone
+        for kept in (self._blocks, self._gumbels, self._states):
+            for old in [drawn for drawn in kept if drawn < min(position, self._drawn)]:
+                del kept[old]
 
     def leave_as_stock(self, steps: int) -> None:
         """Put the default generator where stock `generate` leaves it after `steps` output positions."""
         self._draw_to(steps)
-        _set_default_state(self._device, self._states[steps - self._first])
+        _set_default_state(self._device, self._states[steps])
 
 
-def _window(blocks: list[Tensor], starts: list[int], depth: int) -> Tensor:
+def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
     """[B, depth, V] blocks starts[b] .. starts[b] + depth - 1 of row b, each block being [B, V]."""
     first, last = min(starts), max(starts)
-    together = torch.stack(blocks[first : last + depth], dim=1)
+    together = torch.stack([blocks[position] for position in range(first, last + depth)], dim=1)
     if first == last:
         return together
     device = together.device

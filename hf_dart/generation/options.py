@@ -9,14 +9,15 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     LogitsProcessorList,
+    StaticCache,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
 )
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, StaticLayer
 
-from hf_dart.generation.cache import DummyLayer, DynamicIndexedLayer
+from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer
 
-_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
 
 
@@ -86,25 +87,44 @@ def refuse_options(
         raise ValueError("The prompt is empty; give at least one token.")
 
 
-def refuse_cache(cache: Any) -> DynamicCache:
+def refuse_cache(cache: Any) -> Cache:
     """Return the cache if it is one whose rounds can be undone, raise otherwise.
 
     Raises:
-        ValueError: static, quantised, offloaded or encoder-decoder caches; linear-attention or state layers.
+        ValueError: quantised, offloaded or encoder-decoder caches; linear-attention or state layers.
     """
-    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+    offloading = getattr(cache, "offloading", False)
+    if type(cache) not in (DynamicCache, StaticCache) or offloading:
         raise ValueError(
-            f"A {type(cache).__name__}{' with offloading' if type(cache) is DynamicCache else ''} cannot take back "
-            "rejected drafts; leave cache_implementation out or pass a plain DynamicCache (hf_dart keeps static "
-            "buffers of its own)."
+            f"A {type(cache).__name__}{' with offloading' if offloading else ''} cannot take back rejected drafts; "
+            "leave cache_implementation out or pass a plain DynamicCache or StaticCache."
         )
     for layer in cache.layers:
+        if type(layer) not in _LAYERS and isinstance(layer, StaticLayer):
+            raise ValueError(
+                f"Entries of a {type(layer).__name__} cannot be taken back; leave cache_implementation out or pass a "
+                "DynamicCache."
+            )
         if type(layer) not in _LAYERS:
             raise ValueError(
                 f"This model keeps a {type(layer).__name__}, a running state that a rejected draft would spoil; it is "
                 "not supported yet, call generate without assistant=."
             )
     return cache
+
+
+def refuse_short_cache(cache: Cache, slots: int) -> None:
+    """Raise for a static cache in which `slots` would not find room.
+
+    Raises:
+        ValueError: stock would run over the end of it, unless every row ended early.
+    """
+    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    if rooms and min(rooms) < slots:
+        raise ValueError(
+            f"This StaticCache has room for {min(rooms)} tokens and this call may need {slots}; pass a longer one or a "
+            "smaller max_new_tokens."
+        )
 
 
 def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, total: int, batch_size: int) -> list[int]:

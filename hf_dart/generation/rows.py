@@ -16,6 +16,7 @@ class Rows:
         prompt_length: P, slots of the prompt.
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
+        turn: the row for which a token is being chosen, if any.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Rows:
         if attention_mask is not None:
             pads = (attention_mask[:, -self.prompt_length :] == 0).sum(-1).tolist()
         self.tokens = [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads, strict=True)]
+        self.turn: int | None = None
         self._stopped_at: list[int | None] = [None] * batch
         self._criteria = stopping_criteria
         self._fill_with_pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
@@ -60,6 +62,11 @@ class Rows:
         if self.finished:
             return max(stop for stop in self._stopped_at if stop is not None)
         return max(self.emitted)
+
+    @property
+    def common(self) -> int:
+        """How many positions all rows have come, those aside that have ended."""
+        return self.steps if self.finished else self.slowest()
 
     @property
     def finished(self) -> bool:
@@ -128,15 +135,28 @@ class Streaming:
         self._streamer = streamer
         self._rows = rows
         self._sent = 0
+        self._sending = False
 
     def send(self) -> None:
         """Put what is new."""
         if self._streamer is None:
             return
-        ready = self._rows.steps if self._rows.finished else self._rows.slowest()
-        for position in range(self._sent, ready):
+        self._sending = True
+        for position in range(self._sent, self._rows.common):
+            self._sent = position + 1
             self._streamer.put(self._rows.generated(position, position + 1)[:, 0].cpu())
-        self._sent = max(self._sent, ready)
+        self._sending = False
+
+    def position_at(self, failure: BaseException) -> int:
+        """How many tokens per row stock would have generated where `failure` came up.
+
+        That of the row whose processor or criterion failed; in the middle of other work, and if it was the user who
+        broke off, as many as all unfinished rows have.
+        """
+        if self._sending:
+            return self._sent
+        turn = self._rows.turn
+        return self._rows.common if turn is None or not isinstance(failure, Exception) else self._rows.emitted[turn]
 
     def end(self) -> None:
         """Tell the streamer that no more tokens come."""

@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import Cache
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.cache import TreeCache, is_placeholder
+from hf_dart.generation.cache import TreeCache
+from hf_dart.generation.stock_layers import is_placeholder, window_of
 from hf_dart.tree import DraftTree
 
 
@@ -26,14 +27,14 @@ class MaskKind:
     layer: int
 
 
-def mask_kinds(target: Any, prefilled: DynamicCache) -> list[MaskKind]:
+def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
     """The kinds of attention layer of a prefilled cache, each once."""
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     kinds: dict[str, MaskKind] = {}
     for index, layer in enumerate(prefilled.layers):
         if is_placeholder(layer):
             continue
-        window = getattr(layer, "sliding_window", None)
+        window = window_of(layer)
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())

@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.rows import Rows
+from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.tree import DraftTree
 
 # Processors of scores alone, cheap enough to be run on every node at once.
@@ -52,6 +52,7 @@ class Walker:
     Args:
         processors: as `generate` prepared them.
         rows: grows with every token.
+        streaming: is told of every token.
         noise: the noise stream when sampling; None for greedy.
         keep_scores, keep_logits: collect what `output_scores` / `output_logits` ask for.
     """
@@ -60,6 +61,7 @@ class Walker:
         self,
         processors: LogitsProcessorList,
         rows: Rows,
+        streaming: Streaming,
         noise: NoiseStream | None,
         *,
         keep_scores: bool = False,
@@ -67,6 +69,7 @@ class Walker:
     ) -> None:
         self._processors = processors
         self._rows = rows
+        self._streaming = streaming
         self._noise = noise
         self._row_free = len(rows) == 1 or all(type(p) in _ROW_FREE for p in processors)
         # Sampling on a CPU, softmax over all nodes costs more than a few calls for those on the path.
@@ -93,8 +96,11 @@ class Walker:
             limits: most tokens that each row may emit; 0 makes a row stand still.
         """
         if self._everywhere:
-            return self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
-        return self._walk_by_token(tree, logits, limits)
+            accepted = self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
+        else:
+            accepted = self._walk_by_token(tree, logits, limits)
+        self._rows.turn = None
+        return accepted
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """The target's token behind every node, [B, N]."""
@@ -111,9 +117,10 @@ class Walker:
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
         counts = []
         for row, (row_tokens, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
+            self._rows.turn = row
             start = self._rows.emitted[row]
             for token in row_tokens[: min(length, limits[row])]:
-                if not self._rows.append(row, token):
+                if not self._append(row, token):
                     break
             counts.append(self._rows.emitted[row] - start)
         return Accepted(path.cpu(), counts)
@@ -123,6 +130,7 @@ class Walker:
         parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
         paths: list[list[int]] = []
         for row, limit in enumerate(limits):
+            self._rows.turn = row
             node = 0
             path: list[int] = []
             children = {
@@ -133,7 +141,7 @@ class Walker:
             while len(path) < limit:
                 path.append(node)
                 token = self._choose(row, logits[row : row + 1, node])
-                if not self._rows.append(row, token, None if self.scores is None else tuple(self.scores)):
+                if not self._append(row, token):
                     break
                 if (node, token) not in children:
                     break
@@ -142,6 +150,12 @@ class Walker:
         longest = max(1, max(map(len, paths)))
         padded = torch.tensor([path + [0] * (longest - len(path)) for path in paths])
         return Accepted(padded, [len(path) for path in paths])
+
+    def _append(self, row: int, token: int) -> bool:
+        """Add a token to a row; False if the row ends with it."""
+        goes_on = self._rows.append(row, token, None if self.scores is None else tuple(self.scores))
+        self._streaming.send()
+        return goes_on
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """The target's next token of a row from its logits [1, V]."""

@@ -1,0 +1,95 @@
+"""The layers of transformers' own caches: what they hold, and how an update of them is taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import (
+    Cache,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+    StaticLayer,
+    StaticSlidingWindowLayer,
+)
+
+try:  # layer kinds that older releases do not have
+    from transformers.cache_utils import DummyLayer
+except ImportError:  # pragma: no cover
+    DummyLayer = type("DummyLayer", (), {})
+try:
+    from transformers.cache_utils import DynamicIndexedLayer
+except ImportError:  # pragma: no cover
+    DynamicIndexedLayer = type("DynamicIndexedLayer", (), {})
+
+SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
+"""Layers of which keys and values are all there is."""
+
+
+def is_placeholder(layer: Any) -> bool:
+    """Layers that keep nothing themselves (they read another layer's keys and values)."""
+    return isinstance(layer, DummyLayer)
+
+
+def attention_layers(cache: Cache) -> list[Any]:
+    """The layers that keep keys and values."""
+    return [layer for layer in cache.layers if not is_placeholder(layer)]
+
+
+def window_of(layer: Any) -> int | None:
+    """How many positions a layer's queries see, their own included; None if all."""
+    if isinstance(layer, StaticSlidingWindowLayer):
+        return layer.max_cache_len
+    return getattr(layer, "sliding_window", None)
+
+
+def held_by(layer: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, heads, n, head_dim] of the last n slots; empty slots of a static layer left out."""
+    if isinstance(layer, StaticLayer):
+        filled = min(int(layer.get_seq_length()), layer.max_cache_len)
+        return layer.keys[:, :, :filled], layer.values[:, :, :filled]
+    return layer.keys, layer.values
+
+
+@contextmanager
+def undone_on_failure(cache: Cache) -> Iterator[None]:
+    """Put a stock cache back to what it held before, should the block raise: no layer is ahead of another."""
+    undo = [_undo(layer) for layer in cache.layers]
+    try:
+        yield
+    except BaseException:
+        del cache.layers[len(undo) :]
+        for restore in undo:
+            restore()
+        raise
+
+
+def _undo(layer: Any) -> Callable[[], None]:
+    """What puts one layer back to its present state."""
+    before = dict(vars(layer))
+    cut = {}
+    if isinstance(layer, StaticLayer):
+        # Written in place. A full layer's new entries are hidden again by its old length; a sliding one shifts.
+        kept = [
+            (tensor, tensor.clone())
+            for tensor in before.values()
+            if isinstance(tensor, Tensor) and (tensor.ndim == 0 or layer.is_sliding)
+        ]
+    else:
+        kept = []
+        if not getattr(layer, "is_sliding", False):
+            # It only grows. Its old tensors are cut from the new ones, so that both are never kept alive at once.
+            for name, axis in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
+                if before.get(name) is not None and before[name].numel():
+                    cut[name] = (axis, before.pop(name).shape[axis])
+
+    def restore() -> None:
+        whole = {name: vars(layer)[name].narrow(axis, 0, length) for name, (axis, length) in cut.items()}
+        vars(layer).clear()
+        vars(layer).update(before, **whole)
+        for tensor, values in kept:
+            tensor.copy_(values)
+
+    return restore

@@ -1,0 +1,101 @@
+"""Several turns over one cache: the drafter goes on with the state that it left there, if that still fits.
+
+The state hangs on the cache object and goes with it; copies and pickles of the cache start anew. It can only
+change what is drafted, never what is generated.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer
+
+from hf_dart.generation.stock_layers import attention_layers
+from hf_dart.proposal import Drafter, Verified
+
+
+@dataclass
+class Draft:
+    """A drafter's state and what of the text it covers.
+
+    Attributes:
+        state: as the drafter's `begin` returned it.
+        start: slot of the first position that it took in; a prefix that lay in the cache already was left out.
+        pads: left padding of each row.
+    """
+
+    state: Any
+    start: int
+    pads: list[int]
+
+    def lengths(self, slots: int) -> Tensor:
+        """[B] positions that the state has taken in when it covers that many slots."""
+        return torch.tensor([max(slots - max(pad, self.start), 0) for pad in self.pads])
+
+
+@dataclass
+class _Left:
+    """What a call left with a cache."""
+
+    drafter: ref[Drafter[Any]]
+    draft: Draft
+    pending: list[Verified]
+    first: int  # slot of the first token that is known
+    tokens: Tensor  # [B, S] from there to the slot behind the cache
+    keys: ref[Tensor] | None  # of the first layer, where every update makes a new tensor
+
+
+_left: WeakKeyDictionary[Cache, _Left] = WeakKeyDictionary()
+
+
+def leave(
+    cache: Cache, drafter: Drafter[Any], draft: Draft, pending: list[Verified], first: int, tokens: Tensor
+) -> None:
+    """Keep a drafter's state for the next call over this cache.
+
+    Args:
+        pending: verified positions that the state has not taken in yet, up to the end of the cache.
+        tokens: [B, S] in slots first .. first + S - 1; the cache holds all but the last.
+    """
+    _left[cache] = _Left(ref(drafter), draft, pending, first, tokens, _first_keys(cache))
+
+
+def take_up(cache: Cache, drafter: Drafter[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
+    """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
+
+    Whatever was left is handed out once: a call that breaks off leaves nothing.
+
+    Args:
+        input_ids: [B, P] of this call, in slots first .. first + P - 1.
+        pads: left padding of each row.
+    """
+    left = _left.pop(cache, None)
+    cached = int(cache.get_seq_length())
+    if left is None or left.drafter() is not drafter or left.draft.pads != pads or cached <= left.draft.start:
+        return None
+    # A position is taken in together with the token behind it, so one more than the cache holds has to agree.
+    known = max(first, left.first)
+    if not known <= cached < left.first + left.tokens.shape[1]:
+        return None
+    tokens = left.tokens[:, known - left.first : cached + 1 - left.first].to(input_ids.device)
+    if not torch.equal(tokens, input_ids[:, known - first : cached + 1 - first]):
+        return None
+    # Where not all tokens can be compared, the cache has to be the very one that was left.
+    if known > 0 and (left.keys is None or left.keys() is not _first_layer(cache).keys):
+        return None
+    for verified in left.pending:
+        drafter.extend(left.draft.state, *verified)
+    return left.draft if drafter.resume(left.draft.state, left.draft.lengths(cached)) else None
+
+
+def _first_layer(cache: Cache) -> Any:
+    return attention_layers(cache)[0]
+
+
+def _first_keys(cache: Cache) -> ref[Tensor] | None:
+    layer = _first_layer(cache)
+    return ref(layer.keys) if isinstance(layer, DynamicLayer) else None
