@@ -214,8 +214,12 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         return list(self.config.feature_layers)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype."""
-        return self._shared_modules.embeddings(tokens).to(device=self.fc.weight.device, dtype=self.dtype)
+        """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype.
+
+        What is floating already is a prompt given as `inputs_embeds`.
+        """
+        embeddings = tokens if tokens.is_floating_point() else self._shared_modules.embeddings(tokens)
+        return embeddings.to(device=self.fc.weight.device, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V] of the target's own LM head."""

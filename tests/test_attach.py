@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from compare import assert_identical, run
-from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from outcome import snapshot
+from peft import LoraConfig, get_peft_model
 from test_exact import replay
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from tokenizers import Tokenizer, decoders, models
+from tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -20,17 +19,14 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedTokenizerFast,
-    StaticCache,
     StoppingCriteria,
-    T5Config,
-    T5ForConditionalGeneration,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
+from users import TOKENIZER
 
 from hf_dart import DartHead
 from hf_dart.generation.attach import attach, detach
-from hf_dart.generation.probe import prove
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
@@ -48,23 +44,6 @@ def target() -> Any:
 @pytest.fixture
 def head(target: Any) -> DartHead:
     return tiny_head(target)
-
-
-def snapshot(model: Any) -> dict[str, Any]:
-    """All of a model that a call could leave changed."""
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_forward_hooks_with_kwargs")
-    return {
-        "config": model.config.to_dict(),
-        "attention": model.config._attn_implementation,
-        "generation": model.generation_config.to_dict(),
-        "training": [module.training for module in model.modules()],
-        "hooks": [len(getattr(module, name)) for module in model.modules() for name in hooks],
-        # A static cache that was asked for is made by stock, before it calls us, and kept on the model.
-        "own": [sorted(vars(m).keys() - {"_cache", "_previous_max_cache_length"}) for m in model.modules()],
-        "forward": [module.forward.__func__ for module in model.modules()],
-        "weights": [weight.data_ptr() for weight in model.state_dict().values()],
-        "values": [weight.sum().item() for weight in model.state_dict().values()],
-    }
 
 
 # ---- attached and not -------------------------------------------------------------------------------------
@@ -140,21 +119,8 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
     assert_identical(wrapped, made, INPUTS, **GREEDY)
 
 
-@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.filterwarnings("ignore:Position ids are not supported")
-@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_soft_prompts_are_refused(target: Any, head: DartHead, kind: Any) -> None:
-    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
-    plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
-    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "soft prompts")
-    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
 def test_pipeline(target: Any, head: DartHead) -> None:
-    letters = {chr(97 + i) if i < 26 else chr(39 + i): i for i in range(VOCABULARY)}
-    backend = Tokenizer(models.BPE(letters, []))
-    backend.decoder = decoders.Fuse()
+    backend = TOKENIZER.backend_tokenizer
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="a", padding_side="left")
     write = pipeline("text-generation", model=target, tokenizer=tokenizer, device="cpu")
     config = GenerationConfig(max_new_tokens=16, do_sample=False, pad_token_id=0)
@@ -272,144 +238,3 @@ def test_a_streamer_that_breaks_off(target: Any, head: DartHead) -> None:
         target.generate(**INPUTS, **SAMPLED, streamer=PutRaisesAt(5), assistant=head)
     assert snapshot(target) == before
     assert_identical(target, head, INPUTS, **SAMPLED)
-
-
-# ---- refusals ---------------------------------------------------------------------------------------------
-
-
-def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], words: str) -> None:
-    state = torch.get_rng_state()
-    with pytest.raises(kind, match=words) as error:
-        call()
-    message = str(error.value).strip()
-    assert "\n" not in message, message
-    assert message.endswith("."), message
-    assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
-
-
-RIGHT_PADDED = {
-    "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]]),
-    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
-}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "beams": ({"num_beams": 3, "do_sample": False}, "num_beams"),
-    "sampled beams": ({"num_beams": 2}, "num_beams"),
-    "no cache": ({"use_cache": False}, "use_cache"),
-    "paged": ({"cache_implementation": "paged"}, "paged"),
-    "offloaded": ({"cache_implementation": "offloaded"}, "cache"),
-    "offloaded static": ({"cache_implementation": "offloaded_static"}, "cache"),
-    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
-    "hidden states": ({"return_dict_in_generate": True, "output_hidden_states": True}, "output_hidden_states"),
-    "right padding": (RIGHT_PADDED, "left"),
-    "a hole in the mask": ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "left"),
-    "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
-    "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
-    "two assistants": ({"assistant_model": tiny_target("llama")}, "assistant_model"),
-    "a custom loop": ({"custom_generate": lambda model, input_ids, **kwargs: input_ids}, "custom_generate"),
-    "synced": ({"synced_gpus": True}, "synced_gpus"),
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_refused_options(target: Any, head: DartHead, name: str) -> None:
-    options, words = REFUSED[name]
-    before = snapshot(target)
-    arguments = {**INPUTS, **SAMPLED, **options}
-    refused(lambda: target.generate(**arguments, assistant=head), ValueError, words)
-    assert snapshot(target) == before
-    assert_identical(target, head, INPUTS, **SAMPLED)
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"inputs_embeds": torch.zeros(1, 4, 32, dtype=torch.float64)}, "inputs_embeds"),
-        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|custom_generate|trust_remote_code"),
-        ({"dola_layers": "low"}, "dola_layers|custom_generate|trust_remote_code"),
-    ],
-    ids=["embeddings", "contrastive", "dola"],
-)
-def test_other_inputs_and_strategies(target: Any, head: DartHead, options: dict[str, Any], words: str) -> None:
-    inputs = {} if "inputs_embeds" in options else INPUTS
-    with pytest.raises(ValueError, match=words):
-        target.generate(**inputs, **{**GREEDY, **options}, assistant=head)
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_caches_of_other_kinds_are_refused(target: Any, head: DartHead) -> None:
-    for cache in (
-        StaticCache(config=target.config, max_cache_len=20),
-        DynamicCache(config=target.config, offloading=True),
-    ):
-        arguments = {**INPUTS, **GREEDY, "past_key_values": cache}
-        refused(lambda arguments=arguments: target.generate(**arguments, assistant=head), ValueError, "cache|Cache")
-        assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_quantized_cache_is_refused(target: Any, head: DartHead) -> None:
-    class Quantized(DynamicCache):
-        """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
-
-    arguments = {**INPUTS, **GREEDY, "past_key_values": Quantized(config=target.config)}
-    refused(lambda: target.generate(**arguments, assistant=head), ValueError, "Quantized")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-@pytest.mark.parametrize("assistant", ["a-name", 3, torch.nn.Linear(2, 2)], ids=type)
-def test_assistants_of_a_wrong_type(target: Any, head: DartHead, assistant: Any) -> None:
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=assistant), TypeError, "assistant=")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_a_small_model_is_not_a_drafter(target: Any, head: DartHead) -> None:
-    small = tiny_target("llama")
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=small), TypeError, "assistant_model=")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_train_mode(target: Any, head: DartHead) -> None:
-    target.train()
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "eval")
-    target.eval()
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_a_target_that_is_being_trained_can_be_attached() -> None:
-    target = tiny_target("llama").train()
-    head = tiny_head(target)
-    target.eval()
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_encoder_decoder() -> None:
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
-    )
-    model = T5ForConditionalGeneration(config).eval()
-    refused(lambda: attach(model), ValueError, "encoder-decoder")
-    assert "generate" not in vars(model)
-    drafter = replay(tiny_target("llama"), INPUTS, misses=[0.0], **GREEDY)
-    refused(
-        lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder"
-    )
-    assert model.generate(**INPUTS, **GREEDY).shape[0] == 1
-
-
-@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bloom", "mpt", "gpt_neo"])
-def test_architectures_that_cannot_verify_trees(family: str) -> None:
-    target = tiny_target(family, "eager", torch.float32)
-    plain = run(target, INPUTS, 0, **GREEDY).sequences
-    for attempt in (attach, prove):
-        refused(lambda attempt=attempt: attempt(target), ValueError, "assistant=|not supported|cannot")
-        assert "generate" not in vars(target)
-    refused(lambda: DartHead.from_target(target, feature_layers=[1]), ValueError, "assistant=|not supported|cannot")
-    assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
-
-
-def test_attention_without_tree_masks(target: Any, head: DartHead) -> None:
-    target.config._attn_implementation = "flex_attention"
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, "flex_attention")
-    target.config._attn_implementation = "sdpa"
-    assert_identical(target, head, INPUTS, **GREEDY)
-    target.set_attn_implementation("eager")
-    assert_identical(target, head, INPUTS, **GREEDY)

@@ -5,8 +5,6 @@ All in float64 without tolerance, unless a test says otherwise.
 
 from __future__ import annotations
 
-import string
-from collections.abc import Callable
 from threading import Thread
 from typing import Any
 
@@ -14,17 +12,12 @@ import pytest
 import torch
 from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
 from tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_head, tiny_target
-from tokenizers import Tokenizer, decoders, models
 from transformers import (
-    LogitsProcessor,
-    LogitsProcessorList,
-    PreTrainedTokenizerFast,
-    StoppingCriteria,
-    StoppingCriteriaList,
     TextIteratorStreamer,
     TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
+from users import TOKENIZER
 
 from hf_dart import TreeConfig
 from hf_dart.generation import decode
@@ -148,53 +141,6 @@ def test_short_lengths(llama: tuple[Any, Any], size: int, length: dict[str, int]
         assert_identical(target, replay(target, inputs, misses=misses, **mode, **length), inputs, **mode, **length)
 
 
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"min_new_tokens": 12, "eos_token_id": [3, 11, 19, 27, 35]},
-        {"min_length": 20, "eos_token_id": [3, 11, 19, 27, 35]},
-        {"no_repeat_ngram_size": 2},
-        {"repetition_penalty": 1.5},
-        {"bad_words_ids": [[3], [4, 5], [6, 7, 8]]},
-        {"suppress_tokens": [2, 3, 4], "begin_suppress_tokens": [5, 6]},
-        {"forced_eos_token_id": 3},
-        {"sequence_bias": {(5,): 2.0, (7, 9): -3.0}},
-        {"exponential_decay_length_penalty": (4, 1.3), "eos_token_id": 3},
-        {"encoder_repetition_penalty": 1.3},
-        {"encoder_no_repeat_ngram_size": 2},
-        {"renormalize_logits": True, "remove_invalid_values": True},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_processors(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
-    target, head = llama
-    inputs = batch(size, "sdpa")
-    # A random head is right more often when it shares the noise; greedy runs get a drafter that is.
-    assert_identical(target, head, inputs, **{"pad_token_id": 0, **SAMPLED, **options})
-    greedy = {"pad_token_id": 0, **GREEDY, **options}
-    assert_identical(target, replay(target, inputs, misses=[0.2, 0.7, 0.4, 0.0][:size], **greedy), inputs, **greedy)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"temperature": 0.3, "top_k": 5},
-        {"min_p": 0.05},
-        {"typical_p": 0.8},
-        {"epsilon_cutoff": 0.02},
-        {"eta_cutoff": 0.02},
-        {"top_h": 0.5},
-        {"top_p": 0.5, "temperature": 1.7},
-    ],
-    ids=lambda options: next(iter(options)),
-)
-def test_warpers(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
-    target, head = llama
-    assert_identical(target, head, batch(size, "sdpa"), **{**SAMPLED, **options})
-
-
 @pytest.mark.parametrize("table", [32, 40])
 def test_up_to_the_end_of_the_position_table(table: int) -> None:
     target = tiny_target("gpt2", n_positions=table)
@@ -214,113 +160,7 @@ def test_up_to_the_end_of_the_position_table(table: int) -> None:
         assert_identical(target, drafter, inputs, **options)
 
 
-class Ends(StoppingCriteria):
-    """Ends a row at any of some tokens; unlike EOS, stock lets ended rows run on beside the others."""
-
-    def __init__(self, tokens: list[int]) -> None:
-        self.tokens = torch.tensor(tokens)
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.isin(input_ids[:, -1], self.tokens)
-
-
-class LongerThan(StoppingCriteria):
-    """Ends all rows at one length."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: torch.Tensor, scores: Any, **kwargs: Any) -> torch.Tensor:
-        return torch.full((len(input_ids),), input_ids.shape[1] >= self.length)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize(
-    "criterion", [Ends([3, 4, 5, 6, 7, 8]), LongerThan(19), Ends([7])], ids=["ends", "longer", "rarely"]
-)
-@pytest.mark.parametrize("eos", [None, [9, 10, 11]])
-def test_custom_criteria(llama: tuple[Any, Any], size: int, criterion: Any, eos: Any) -> None:
-    target, head = llama
-    inputs = batch(size, "sdpa")
-    for seed in range(2):
-        for mode in (GREEDY, SAMPLED)[seed:]:
-            options = {
-                **mode,
-                "stopping_criteria": StoppingCriteriaList([criterion]),
-                "eos_token_id": eos,
-                "pad_token_id": 0,
-            }
-            assert_identical(target, head, inputs, seed=seed, **options)
-            misses = [0.0, 0.6, 0.2, 1.0][:size]
-            drafter = replay(target, inputs, misses=misses, seed=seed, **options)
-            assert_identical(target, drafter, inputs, seed=seed, **options)
-
-
-class LastTokenBias(LogitsProcessor):
-    """Scores that depend on the ids so far; also notes the lengths at which it was called."""
-
-    def __init__(self) -> None:
-        self.lengths: list[int] = []
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.lengths.append(input_ids.shape[1])
-        liked = (input_ids[:, -1:] * 7 + input_ids[:, :1] + torch.arange(3)) % scores.shape[-1]
-        return scores.scatter_add(1, liked, torch.full(liked.shape, 1.5, dtype=scores.dtype))
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_custom_processor(llama: tuple[Any, Any], size: int) -> None:
-    target, head = llama
-    inputs = batch(size, "sdpa")
-    for mode in (GREEDY, SAMPLED):
-        calls = []
-        for drafting in ({}, {"assistant": head}):
-            bias = LastTokenBias()
-            done = run(target, inputs, 0, logits_processor=LogitsProcessorList([bias]), **drafting, **mode)
-            calls.append((done, bias.lengths))
-        (stock, stock_lengths), (ours, our_lengths) = calls
-        assert torch.equal(ours.sequences, stock.sequences)
-        assert torch.equal(ours.state, stock.state)
-        if size == 1:  # the very calls, also for processors that keep state
-            assert our_lengths == stock_lengths
-
-
-def test_num_return_sequences(llama: tuple[Any, Any]) -> None:
-    target, head = llama
-    stock, _ = assert_identical(target, head, batch(1, "sdpa"), **SAMPLED, num_return_sequences=3, into=EXACT)
-    assert len(stock.sequences) == 3
-    assert_identical(target, head, batch(4, "sdpa"), **SAMPLED, num_return_sequences=2, into=EXACT)
-
-
 # ---- text -------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerFast:
-    """Forty-eight letters: ids and texts map one to one."""
-    letters = {letter: i for i, letter in enumerate(string.ascii_letters[:VOCABULARY])}
-    backend = Tokenizer(models.BPE(letters, []))
-    backend.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
-
-
-def some_of_the_text(target: Any, tokenizer: Any, inputs: Any, **options: Any) -> str:
-    """Two letters from the middle of what stock writes."""
-    text = run(target, inputs, 0, **options).sequences[0, inputs["input_ids"].shape[1] :]
-    return tokenizer.decode(text[8:10])
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_stop_strings(llama: tuple[Any, Any], tokenizer: Any, size: int) -> None:
-    target, head = llama
-    inputs = batch(size, "sdpa")
-    for mode in (GREEDY, SAMPLED):
-        stops = [some_of_the_text(target, tokenizer, inputs, **mode), "xyz"]
-        both = {**mode, "stop_strings": stops, "tokenizer": tokenizer, "pad_token_id": 0}
-        stock, _ = assert_identical(target, head, inputs, **both)
-        if size == 1:
-            assert stock.sequences.shape[1] < 7 + 24, "the string was to end the text early"
-        assert_identical(target, replay(target, inputs, misses=[0.1] * size, **both), inputs, **both)
 
 
 class Recorder(BaseStreamer):
@@ -350,22 +190,22 @@ def test_streamer_sees_the_same_calls(llama: tuple[Any, Any], size: int, mode: s
     assert calls[1][-1] == "end"
 
 
-def test_text_streamers(llama: tuple[Any, Any], tokenizer: Any, capsys: pytest.CaptureFixture[str]) -> None:
+def test_text_streamers(llama: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
     target, head = llama
     inputs = batch(1, "sdpa")
     texts = []
     for drafting in ({}, {"assistant": head}):
-        target.generate(**inputs, **GREEDY, streamer=TextStreamer(tokenizer, skip_prompt=True), **drafting)
+        target.generate(**inputs, **GREEDY, streamer=TextStreamer(TOKENIZER, skip_prompt=True), **drafting)
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1]
     assert texts[0].strip()
 
-    streamer = TextIteratorStreamer(tokenizer, timeout=60)
+    streamer = TextIteratorStreamer(TOKENIZER, timeout=60)
     thread = Thread(target=lambda: target.generate(**inputs, **GREEDY, streamer=streamer, assistant=head))
     thread.start()
     streamed = "".join(streamer)
     thread.join()
-    assert streamed == tokenizer.decode(run(target, inputs, 0, **GREEDY).sequences[0])
+    assert streamed == TOKENIZER.decode(run(target, inputs, 0, **GREEDY).sequences[0])
 
 
 # ---- outputs and routes -----------------------------------------------------------------------------------
@@ -384,24 +224,6 @@ def test_returned_dict(llama: tuple[Any, Any], mode: str) -> None:
             torch.testing.assert_close(left, right, rtol=1e-6, atol=1e-6)
     assert ours.output.draft_stats is head.last_stats
     assert set(stock.output.keys()) | {"draft_stats"} == set(ours.output.keys())
-
-
-def test_scores_of_a_batch_are_refused_and_the_dict_is_not(llama: tuple[Any, Any]) -> None:
-    target, head = llama
-    inputs = batch(4, "sdpa")
-    with pytest.raises(ValueError, match="one row only"):
-        target.generate(**inputs, **GREEDY, assistant=head, return_dict_in_generate=True, output_scores=True)
-    assert_identical(target, head, inputs, **GREEDY, return_dict_in_generate=True)
-
-
-@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v32"])
-def test_prefill_in_chunks(family: str) -> None:
-    target = tiny_target(family)
-    head = tiny_head(target)
-    for lengths in ([23], [23, 5, 12, 17]):
-        for chunk in (1, 7, 22, 40):
-            options = {**SAMPLED, "max_new_tokens": 9, "prefill_chunk_size": chunk}
-            assert_identical(target, head, prompts(lengths), **options, into=EXACT)
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -506,24 +328,6 @@ def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> No
         for misses in ([0.0, 1.0, 0.2, 0.9], [1.0, 1.0, 0.0, 0.0]):
             drafter = replay(target, inputs, misses=misses, seed=seed, draft_length=31, **options)
             assert_identical(target, drafter, inputs, seed=seed, **options)
-
-
-def test_concurrent_calls_share_one_head(llama: tuple[Any, Any]) -> None:
-    target, head = llama
-    cases = [prompts(lengths, seed) for seed, lengths in enumerate([[7], [9, 4], [12], [3, 5, 8]])]
-    options = {**GREEDY, "max_new_tokens": 60}
-    alone = [run(target, inputs, 0, **options).sequences for inputs in cases]
-    together: list[Any] = [None] * len(cases)
-
-    def work(index: int, call: Callable[..., Any]) -> None:
-        together[index] = call(**cases[index], **options, assistant=head)
-
-    threads = [Thread(target=work, args=(index, target.generate)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
 
 
 # ---- at the end -------------------------------------------------------------------------------------------

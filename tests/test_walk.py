@@ -8,8 +8,15 @@ import pytest
 import torch
 from compare import assert_identical
 from tiny import prompts, tiny_head, tiny_target
-from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
+from transformers import (
+    LogitsProcessorList,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
 
+from hf_dart.generation.processors import scores_alone
 from hf_dart.generation.walk import Accepted, Walker
 
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -17,6 +24,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "T=1": {"do_sample": True, "top_k": 0},
     "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
     "suppressed": {"do_sample": True, "top_k": 0, "suppress_tokens": [4, 9]},
+    "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.7},
+    "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.6},
+    "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
+    "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.7},
+    "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
+    "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
 }
 
 
@@ -43,12 +56,16 @@ def test_both_walks_give_stocks_tokens(
 
 
 def test_what_may_run_on_all_nodes() -> None:
+    cpu, accelerator = torch.device("cpu"), torch.device("cuda")
     alone = LogitsProcessorList([TemperatureLogitsWarper(0.5), TopKLogitsWarper(3)])
-    assert Walker.can_choose_everywhere(alone)
-    assert not Walker.can_choose_everywhere(LogitsProcessorList([*alone, TopPLogitsWarper(0.5)]))
+    assert scores_alone(alone, cpu)
+    sorting = LogitsProcessorList([*alone, TopPLogitsWarper(0.5)])
+    assert not scores_alone(sorting, cpu)
+    assert scores_alone(sorting, accelerator)
+    assert not scores_alone(LogitsProcessorList([RepetitionPenaltyLogitsProcessor(1.2)]), accelerator)
 
     class Warmer(TemperatureLogitsWarper):
         def __call__(self, input_ids: Any, scores: torch.Tensor) -> torch.Tensor:
             return super().__call__(input_ids, scores) * input_ids.shape[1]
 
-    assert not Walker.can_choose_everywhere(LogitsProcessorList([Warmer(0.5)]))
+    assert not scores_alone(LogitsProcessorList([Warmer(0.5)]), accelerator)

@@ -74,7 +74,6 @@ def _generate(
         raise ValueError(
             "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
         )
-    _refuse_prompt_learning(self)
     _take_stop_strings(kwargs, tokenizer)
     decode = functools.partial(
         speculative_generate,
@@ -84,17 +83,6 @@ def _generate(
         synced_gpus=bool(synced_gpus),
     )
     return stock(self, *args, streamer=streamer, custom_generate=decode, **kwargs)
-
-
-def _refuse_prompt_learning(model: Any) -> None:
-    """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
-    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
-    config = getattr(wrapper, "active_peft_config", None)
-    if config is not None and config.is_prompt_learning:
-        raise ValueError(
-            f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
-            "without assistant=."
-        )
 
 
 def _take_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> None:

@@ -19,6 +19,7 @@ from hf_dart.generation.noise import MAX_LEAD, NoiseStream
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_short_cache
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
+from hf_dart.generation.processors import needs_stocks_steps
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.stock_layers import undone_on_failure
@@ -33,6 +34,8 @@ from hf_dart.tree import DraftTree, Transitions, grow_tree
 _HEADROOM = 512
 # Tokens fed at once when rows that ended early are filled up for a cache that is handed back.
 _FILL = 64
+# A logit beside which all others vanish, in any float type.
+_CERTAIN = 1e4
 
 
 @dataclass
@@ -71,16 +74,17 @@ def speculative_generate(
         ValueError: something was asked for that could not equal stock's output.
     """
     prove(model)
-    refuse_options(generation_config, logits_processor, input_ids, synced_gpus, model_kwargs)
+    refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
-    rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria)
+    in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
+    rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
     stats = DraftStats()
     streaming = Streaming(streamer, rows)
     with stats.phase("prefill"):
         call = _Call(model, assistant, tree_config or assistant.tree_config, generation_config, logits_processor)
         logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
     try:
-        tree = DraftTree.chain(input_ids[:, -1:])
+        tree = DraftTree.chain(input_ids.new_zeros(len(rows), 1))  # a root that nobody looks at
         accepted = call.walk(tree, logits, call.limits())
         while not rows.finished:
             with stats.phase("draft"):
@@ -93,7 +97,7 @@ def speculative_generate(
             with stats.phase("walk"):
                 accepted = call.walk(tree, logits, limits)
             with stats.phase("commit"):
-                call.cache.commit(accepted.path, accepted.counts)
+                call.commit(accepted)
                 stats.count(accepted.counts, limits, tree.size)
         output = call.result(stats, features, accepted)
     except BaseException as failure:
@@ -127,8 +131,9 @@ class _Call:
         config, batch = self.generation_config, len(rows)
         stock = refuse_cache(model_kwargs.get("past_key_values"))
         cached = int(stock.get_seq_length())
-        mask = model_kwargs.get("attention_mask")
-        total = max(input_ids.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
+        mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+        prompt = input_ids if embeddings is None else embeddings
+        total = max(prompt.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
         capacity = total + min(rows.room(0), _HEADROOM)
         refuse_short_cache(stock, total + rows.room(0) - 1)
@@ -139,7 +144,7 @@ class _Call:
         draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
         self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
         feed = PromptFeed(
-            self.drafter, self.draft.state, input_ids[:, cached - total :], [max(pad - cached, 0) for pad in pads]
+            self.drafter, self.draft.state, prompt[:, cached - total :], [max(pad - cached, 0) for pad in pads]
         )
         layers = self.drafter.feature_layers
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
@@ -150,11 +155,12 @@ class _Call:
             kinds = mask_kinds(self.model, stock)
             self.cache = tree_cache(stock, pads, capacity, keep=self.returns_cache)
         assert feed.last is not None
-        self.verify = Verifier(self.model, self.cache, kinds, layers)
+        collect = bool(config.return_dict_in_generate)
+        self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None
+        self.verify = Verifier(self.model, self.cache, kinds, layers, self.hidden_states is not None)
         logits = outputs.logits[:, -1:].to(rows.device)
         if config.do_sample:
             self.noise = NoiseStream(batch, logits.shape[-1], rows.device)
-        collect = bool(config.return_dict_in_generate)
         self.walk = Walker(
             self.processors,
             rows,
@@ -181,6 +187,9 @@ class _Call:
         if self.proposal is not None and 0 in accepted.counts:
             # Rows that stood still keep their draft.
             proposal = proposal.where(torch.tensor(accepted.counts) > 0, self.proposal)
+        if self.rows.in_step and True in self.rows.ended:
+            # Rows that are only filled up must not hold up the others.
+            proposal.logits[torch.tensor(self.rows.ended), :, self.rows.pad] = _CERTAIN
         self.proposal = proposal
         return proposal
 
@@ -238,6 +247,16 @@ class _Call:
             table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
         return Transitions(table if graft is None else graft.boost(candidates, table))
 
+    def commit(self, accepted: Accepted) -> None:
+        """Keep what was accepted: cache entries, and hidden states if they were asked for."""
+        self.cache.commit(accepted.path, accepted.counts)
+        if self.hidden_states is None:
+            return
+        for nodes in accepted.path.T:
+            self.hidden_states.append(
+                tuple(states[torch.arange(len(nodes)), nodes][:, None] for states in self.verify.hidden_states)
+            )
+
     def result(self, stats: DraftStats, features: Tensor, accepted: Accepted) -> Tensor | DartGenerateOutput:
         """What `generate` returns; a cache that outlives the call is laid in stock's slots.
 
@@ -245,8 +264,7 @@ class _Call:
             features, accepted: of the last round, whose positions the drafter has not taken in.
         """
         sequences = self.rows.sequences()
-        if self.noise is not None:
-            self.noise.leave_as_stock(self.rows.steps)
+        self.leave_generator(self.rows.steps)
         if self.returns_cache:
             pending = [self.verified(features, accepted), *self.level_rows(sequences)]
             self.cache.write_back(self.rows.steps - 1)
@@ -255,8 +273,9 @@ class _Call:
             return sequences
         return DartGenerateOutput(
             sequences=cast(torch.LongTensor, sequences),
-            scores=_tuple(self.walk.scores),
-            logits=_tuple(self.walk.logits),
+            scores=cast(Any, self.walk.scores),
+            logits=cast(Any, self.walk.logits),
+            hidden_states=None if self.hidden_states is None else cast(Any, tuple(self.hidden_states)),
             past_key_values=self.stock_cache,
             draft_stats=stats,
         )
@@ -284,13 +303,13 @@ class _Call:
 
         The cache then holds the prompt and so much of those tokens as every row has committed.
         """
-        if self.noise is not None:
-            self.noise.leave_as_stock(position)
+        self.leave_generator(position)
         if getattr(self.stock_cache, "_is_user_defined", False):
             committed = int((self.cache.lengths - self.cache.prompt_lengths).min())
             with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
                 self.cache.write_back(max(min(committed, position - 1), 0))
 
-
-def _tuple(tensors: list[Tensor] | None) -> Any:
-    return None if tensors is None else tuple(tensors)
+    def leave_generator(self, position: int) -> None:
+        """Leave the default generator as stock would have after `position` tokens per row."""
+        if self.noise is not None and not self.rows.in_step:  # in step, tokens are drawn from it as they come
+            self.noise.leave_as_stock(position)

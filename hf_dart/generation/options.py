@@ -6,33 +6,40 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import (
-    DynamicCache,
-    LogitsProcessorList,
-    StaticCache,
-    SynthIDTextWatermarkLogitsProcessor,
-    UnbatchedClassifierFreeGuidanceLogitsProcessor,
-)
+from torch.nn.modules.dropout import _DropoutNd
+from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
+# What stock hands the model at every step, and drafts are verified with too.
+_INPUTS = {
+    "attention_mask",
+    "inputs_embeds",
+    "logits_to_keep",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "use_cache",
+}
 
 
 def refuse_model(model: Any) -> None:
     """Raise for targets that cannot verify a tree.
 
     Raises:
-        ValueError: encoder-decoder models, a target in train mode, attention that takes no tree mask.
+        ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
-    if model.training:
+    if model.training or any(isinstance(part, _DropoutNd) and part.training and part.p for part in model.modules()):
         raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
     attention = model.config.get_text_config(decoder=True)._attn_implementation
     if attention not in _ATTENTION:
@@ -43,11 +50,7 @@ def refuse_model(model: Any) -> None:
 
 
 def refuse_options(
-    generation_config: Any,
-    processors: LogitsProcessorList,
-    input_ids: Tensor,
-    synced_gpus: bool,
-    kwargs: dict[str, Any],
+    model: Any, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
     """Raise for options of `generate` whose result a drafted run could not equal.
 
@@ -63,28 +66,39 @@ def refuse_options(
         (getattr(config, "dola_layers", None) is not None, "dola_layers", "none"),
         (config.use_cache is False, "use_cache=False", "use_cache=True"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
-        (bool(config.output_hidden_states), "output_hidden_states=True", "output_hidden_states=False"),
-        (synced_gpus, "synced_gpus (FSDP or ZeRO-3 generation)", "a model that is whole on each process"),
-        (kwargs.get("inputs_embeds") is not None, "inputs_embeds", "input_ids"),
+        (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
+        (
+            synced_gpus or _is_sharded(model),
+            "synced_gpus (FSDP or ZeRO-3 generation)",
+            "a model that is whole on each process",
+        ),
     ]
     for refused, option, instead in named:
         if refused:
             raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
-    collected = config.return_dict_in_generate and (config.output_scores or config.output_logits)
-    if collected and len(input_ids) > 1:
-        raise ValueError(
-            "output_scores and output_logits are collected for one row only; generate the rows one by one, or leave "
-            "assistant= out."
-        )
-    stateful = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-    for processor in processors:
-        if isinstance(processor, stateful) and len(input_ids) > 1:
-            raise ValueError(
-                f"{type(processor).__name__} keeps state from call to call and needs all rows in step; generate the "
-                "rows one by one, or leave assistant= out."
-            )
-    if input_ids.shape[1] == 0:
+    for name, value in kwargs.items():
+        if name not in _INPUTS and value is not None:
+            raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
+    _refuse_soft_prompts(model)
+    if input_ids.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
         raise ValueError("The prompt is empty; give at least one token.")
+
+
+def _is_sharded(model: Any) -> bool:
+    """Do processes hold parts of the model, so that stock would keep them in step?"""
+    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
+    return not alone and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+
+def _refuse_soft_prompts(model: Any) -> None:
+    """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(wrapper, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        raise ValueError(
+            f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
+            "without assistant=."
+        )
 
 
 def refuse_cache(cache: Any) -> Cache:

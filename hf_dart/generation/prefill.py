@@ -17,13 +17,13 @@ class PromptFeed:
     The last position has no such token yet: its features wait in `last` for the first generated token.
 
     Args:
-        tokens: [B, T] the prompt tokens that prefill runs over (a cached prefix left out).
+        prompt: the ids [B, T] or embeddings [B, T, E] that prefill runs over (a cached prefix left out).
         pads: left padding of each row within them.
     """
 
-    def __init__(self, drafter: Drafter[Any], state: Any, tokens: Tensor, pads: list[int]) -> None:
+    def __init__(self, drafter: Drafter[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
         self._drafter, self._state = drafter, state
-        self._tokens = tokens
+        self._prompt = prompt
         self._pads = torch.tensor(pads)
         self._next = 0  # slot of the first position that was not handed on
         self.last: Tensor | None = None  # [B, 1, F]
@@ -41,12 +41,15 @@ class PromptFeed:
         skipped = (self._pads - self._next).clamp(0, ready)
         entries = (torch.arange(ready) + skipped[:, None]).clamp(max=ready - 1)
         self._drafter.extend(
-            self._state,
-            features.gather(1, entries.to(features.device)[..., None].expand(-1, -1, features.shape[-1])),
-            self._tokens[:, slots].gather(1, entries.to(self._tokens.device)),
-            ready - skipped,
+            self._state, _taken(features, entries), _taken(self._prompt[:, slots], entries), ready - skipped
         )
         self._next += ready
+
+
+def _taken(states: Tensor, entries: Tensor) -> Tensor:
+    """Of `states` [B, T, ...], the entries [B, A] of each row."""
+    rows = torch.arange(len(entries), device=states.device)[:, None]
+    return states[rows, entries.to(states.device)]
 
 
 class PrefillRecorder:
@@ -65,8 +68,11 @@ class PrefillRecorder:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> Any:
-        outputs = self._target(**inputs, **features_request(self._feature_layers))
-        self._feed(gather_features(outputs, self._feature_layers, inputs["input_ids"]))
+        if not inputs.get("output_hidden_states"):
+            inputs.update(features_request(self._feature_layers))
+        outputs = self._target(**inputs)
+        ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
+        self._feed(gather_features(outputs, self._feature_layers, ran))
         return outputs
 
     def prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:

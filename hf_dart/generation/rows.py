@@ -14,21 +14,31 @@ class Rows:
 
     Attributes:
         prompt_length: P, slots of the prompt.
+        max_length: P and the tokens that a row may have behind it.
+        pad: the token that fills up ended rows.
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
         turn: the row for which a token is being chosen, if any.
+        in_step: all rows are of one length at any time, ended ones too (`append_all` instead of `append`).
     """
 
     def __init__(
-        self, input_ids: Tensor, attention_mask: Tensor | None, generation_config: Any, stopping_criteria: Any
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None,
+        generation_config: Any,
+        stopping_criteria: Any,
+        in_step: bool,
     ) -> None:
         batch, self.prompt_length = input_ids.shape
-        self.max_length = int(generation_config.max_length)
+        self.in_step = in_step
+        # A criterion of the user's own takes the place of stock's, which has the length of the config.
+        lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
+        self.max_length = max(min(lengths), self.prompt_length + 1)  # stock too writes one token at least
         pad = generation_config._pad_token_tensor
+        self.pad = 0 if pad is None else int(pad)
         # Rows that end early are filled with the pad token, exactly as stock fills them.
-        self._ids = input_ids.new_full(
-            (batch, max(self.max_length, self.prompt_length + 1)), 0 if pad is None else int(pad)
-        )
+        self._ids = input_ids.new_full((batch, self.max_length), self.pad)
         self._ids[:, : self.prompt_length] = input_ids
         self.emitted = [0] * batch
         pads = [0] * batch
@@ -78,10 +88,15 @@ class Rows:
         stopped = self._stopped_at[row]
         if stopped is None:
             return True
-        if self._fill_with_pads:
+        if self._fill_with_pads and not self.in_step:
             return False
         stops = [stop for stop in self._stopped_at if stop is not None]
         return len(stops) < len(self) or self.emitted[row] < max(stops)
+
+    @property
+    def ended(self) -> list[bool]:
+        """Which rows have met a stopping criterion, those that run on included."""
+        return [stop is not None for stop in self._stopped_at]
 
     def slowest(self) -> int:
         """Tokens emitted by the slowest row that still generates."""
@@ -95,6 +110,10 @@ class Rows:
         """[1, n] ids of one row so far."""
         return self._ids[row : row + 1, : self.prompt_length + self.emitted[row]]
 
+    def ids_in_step(self) -> Tensor:
+        """[B, n] ids of all rows, which are of one length; contiguous, as stock's are."""
+        return self.ids_at_length_of(0).contiguous()
+
     def ids_at_length_of(self, row: int) -> Tensor:
         """[B, n] ids of all rows, cut or padded to the length of `row`: what stock would show."""
         return self._ids[:, : self.prompt_length + self.emitted[row]]
@@ -105,19 +124,39 @@ class Rows:
         columns = torch.tensor(starts)[:, None] + torch.arange(width)
         return self._ids.gather(1, columns.clamp(max=self._ids.shape[1] - 1).to(self._ids.device))
 
-    def append(self, row: int, token: int, scores: Any = None) -> bool:
+    def append(self, row: int, token: int) -> bool:
         """Add a token to a row; False if the row ends with it."""
         self._ids[row, self.prompt_length + self.emitted[row]] = token
         self.tokens[row].append(token)
         self.emitted[row] += 1
-        if self._stopped_at[row] is None and self._stops(row, token, scores):
+        if self._stopped_at[row] is None and self._stops(row, token):
             self._stopped_at[row] = self.emitted[row]
         return self.active(row)
 
-    def _stops(self, row: int, token: int, scores: Any) -> bool:
+    def _stops(self, row: int, token: int) -> bool:
         if self._eos is not None:
             return token in self._eos or self.room(row) <= 0
-        return bool(self._criteria(self.ids_at_length_of(row), scores)[row])
+        return bool(self._criteria(self.ids(row), None)[0])
+
+    def append_all(self, tokens: Tensor, scores: Any) -> list[int]:
+        """Add a token [B] to every row and ask the criteria once, as stock does; what was added.
+
+        Args:
+            tokens: the target's choice for each row; ended rows get a pad instead where stock pads.
+            scores: what stock shows to criteria.
+        """
+        column = self.prompt_length + self.emitted[0]
+        if self._fill_with_pads:
+            tokens = tokens.masked_fill(torch.tensor(self.ended, device=self.device), self.pad)
+        self._ids[:, column] = tokens
+        added = tokens.tolist()
+        for row, token in enumerate(added):
+            self.tokens[row].append(token)
+            self.emitted[row] += 1
+        for row, stops in enumerate(self._criteria(self.ids_in_step(), scores).tolist()):
+            if stops and self._stopped_at[row] is None:
+                self._stopped_at[row] = self.emitted[row]
+        return added
 
     def sequences(self) -> Tensor:
         """[B, P + steps] prompt and generated tokens, short rows padded, as stock returns them."""

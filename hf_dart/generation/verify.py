@@ -63,15 +63,23 @@ class Verifier:
         cache: its cache, after prefill.
         kinds: `mask_kinds` of the prefilled stock cache.
         feature_layers: indices of the `hidden_states` that the drafter reads.
+        keep_hidden_states: leave the last tree's hidden states of all layers, [B, N, H] each, in `hidden_states`.
     """
 
     def __init__(
-        self, target: Any, cache: TreeCache, kinds: list[MaskKind], feature_layers: list[int]
+        self,
+        target: Any,
+        cache: TreeCache,
+        kinds: list[MaskKind],
+        feature_layers: list[int],
+        keep_hidden_states: bool = False,
     ) -> None:
         self.target = target
         self.cache = cache
         self.kinds = kinds
         self.feature_layers = feature_layers
+        self.hidden_states: tuple[Tensor, ...] = ()
+        self._keep_hidden_states = keep_hidden_states
         self._takes_positions = "position_ids" in inspect.signature(target.forward).parameters
         self._last_position, self._hard = position_limit(target)
 
@@ -101,7 +109,8 @@ class Verifier:
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
         positions = roots.to(device)[:, None] + tree.depths
         inputs: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
-        inputs.update(features_request(self.feature_layers))
+        keep = self._keep_hidden_states
+        inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
         outputs = self.target(
             input_ids=tree.tokens,
             attention_mask=self.masks(tree, positions),
@@ -110,6 +119,8 @@ class Verifier:
             return_dict=True,
             **inputs,
         )
+        if keep:
+            self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens)
 
     def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor]:

@@ -6,30 +6,12 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from transformers import (
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    LogitsProcessorList,
-    SuppressTokensLogitsProcessor,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+from transformers import LogitsProcessorList
 
 from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation.processors import row_free, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.tree import DraftTree
-
-# Processors of scores alone, cheap enough to be run on every node at once.
-_VECTORISED = (
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    InfNanRemoveLogitsProcessor,
-    LogitNormalization,
-    SuppressTokensLogitsProcessor,
-)
-# Processors of scores alone: one row is enough for them, whatever the batch.
-_ROW_FREE = (*_VECTORISED, TopPLogitsWarper)
 
 
 @dataclass(frozen=True)
@@ -71,21 +53,11 @@ class Walker:
         self._rows = rows
         self._streaming = streaming
         self._noise = noise
-        self._row_free = len(rows) == 1 or all(type(p) in _ROW_FREE for p in processors)
+        self._row_free = len(rows) == 1 or row_free(processors)
         # Sampling on a CPU, softmax over all nodes costs more than a few calls for those on the path.
-        self._everywhere = (
-            self.can_choose_everywhere(processors)
-            and (noise is None or rows.device.type != "cpu")
-            and not keep_scores
-            and not keep_logits
-        )
-        self.scores: list[Tensor] | None = [] if keep_scores else None
-        self.logits: list[Tensor] | None = [] if keep_logits else None
-
-    @staticmethod
-    def can_choose_everywhere(processors: LogitsProcessorList) -> bool:
-        """Do the processors read scores alone, so that they can run on all nodes in one call?"""
-        return all(type(processor) in _VECTORISED for processor in processors)
+        self._everywhere = scores_alone(processors, rows.device) and (noise is None or rows.device.type != "cpu")
+        self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
+        self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
 
     def __call__(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
         """Walk every row from its root and emit the tokens passed.
@@ -95,6 +67,8 @@ class Walker:
             logits: [B, N, V] of the target, any float type.
             limits: most tokens that each row may emit; 0 makes a row stand still.
         """
+        if self._rows.in_step:
+            return self._walk_in_step(tree, logits, limits)
         if self._everywhere:
             accepted = self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
         else:
@@ -126,18 +100,12 @@ class Walker:
         return Accepted(path.cpu(), counts)
 
     def _walk_by_token(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
-        """The reference: one processor call per emitted token, in stock's order."""
-        parents, drafted = tree.parents.tolist(), tree.tokens.tolist()
+        """One processor call per emitted token, row by row."""
         paths: list[list[int]] = []
-        for row, limit in enumerate(limits):
+        for row, (limit, children) in enumerate(zip(limits, _children(tree), strict=True)):
             self._rows.turn = row
             node = 0
             path: list[int] = []
-            children = {
-                (parent, token): child
-                for child, (parent, token) in enumerate(zip(parents[row], drafted[row], strict=True))
-                if parent >= 0
-            }
             while len(path) < limit:
                 path.append(node)
                 token = self._choose(row, logits[row : row + 1, node])
@@ -153,7 +121,7 @@ class Walker:
 
     def _append(self, row: int, token: int) -> bool:
         """Add a token to a row; False if the row ends with it."""
-        goes_on = self._rows.append(row, token, None if self.scores is None else tuple(self.scores))
+        goes_on = self._rows.append(row, token)
         self._streaming.send()
         return goes_on
 
@@ -167,14 +135,54 @@ class Walker:
             full = logits.new_zeros(len(self._rows), logits.shape[-1])
             full[row] = logits[0]
             scores = self._processors(self._rows.ids_at_length_of(row), full)[row : row + 1]
-        if self.logits is not None:
-            self.logits.append(logits)
-        if self.scores is not None:
-            self.scores.append(scores)
         if self._noise is None:
             return int(scores.argmax(-1))
         noise = self._noise.exponential(row, self._rows.emitted[row])
         return int((scores.softmax(-1) / noise).argmax(-1))
+
+    def _walk_in_step(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
+        """Stock's own steps over the whole batch, as long as every row's tree holds what is chosen."""
+        rows, children = self._rows, _children(tree)
+        nodes = [0] * len(rows)
+        path: list[list[int]] = []
+        while len(path) < min(limits):
+            path.append(nodes)
+            chosen = self._step(logits[torch.arange(len(rows)), torch.tensor(nodes)])
+            tokens = rows.append_all(chosen, self.scores)
+            self._streaming.send()
+            onward = [below.get(step) for below, step in zip(children, zip(nodes, tokens, strict=True), strict=True)]
+            if rows.finished or None in onward:
+                break
+            nodes = [node for node in onward if node is not None]
+        return Accepted(torch.tensor(path).T, [len(path)] * len(rows))
+
+    def _step(self, logits: Tensor) -> Tensor:
+        """The target's next tokens [B] from logits [B, V], call by call as in stock's `_sample`.
+
+        Processors may draw from the global generator, so the tokens are drawn from it too; the noise stream is
+        then a forecast.
+        """
+        logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
+        scores = self._processors(self._rows.ids_in_step(), logits)
+        if self.scores is not None:
+            self.scores += (scores,)
+        if self.logits is not None:
+            self.logits += (logits,)
+        if self._noise is None:
+            return scores.argmax(-1)
+        return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+
+def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
+    """Of each row, the node that follows on a (node, token)."""
+    return [
+        {
+            (parent, token): child
+            for child, (parent, token) in enumerate(zip(parents, tokens, strict=True))
+            if parent >= 0
+        }
+        for parents, tokens in zip(tree.parents.tolist(), tree.tokens.tolist(), strict=True)
+    ]
 
 
 def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:

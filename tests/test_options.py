@@ -1,0 +1,350 @@
+"""Options of `generate`, one and many at a time: what stock returns, and the generator where stock leaves it.
+
+All in float64 without tolerance for tokens and generator; scores, logits and hidden states to rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Thread
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from compare import tally
+from outcome import assert_close, call, identical, same
+from pairwise import pairwise
+from tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import (
+    DynamicCache,
+    MaxLengthCriteria,
+    SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
+)
+from transformers.generation import stopping_criteria as criteria_module
+from users import TOKENIZER, Clock, Criterion, Processor, allowed
+
+from hf_dart import TreeConfig
+
+FAMILIES = ["llama", "gemma3", "deepseek_v3", "gpt2"]
+EXACT = tally("float64, options in pairs")
+TOKENS = 20
+
+
+# ---- every two options together ---------------------------------------------------------------------------
+
+# Per factor: level -> keyword arguments, or a function that makes them anew for each run.
+FACTORS: dict[str, dict[str, Any]] = {
+    "sampler": {
+        "greedy": {"do_sample": False},
+        "T=1": {"do_sample": True, "top_k": 0},
+        "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
+        "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.8},
+        "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
+        "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.8},
+        "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
+        "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
+        "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.5},
+    },
+    "history": {
+        "none": {},
+        "penalty": {"repetition_penalty": 1.3},
+        "n-grams": {"no_repeat_ngram_size": 2},
+        "prompt": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+        "watermark": {"watermarking_config": WatermarkingConfig(bias=1.5, seeding_scheme="lefthash")},
+    },
+    "bans": {
+        "none": {},
+        "bad words": {"bad_words_ids": [[3], [4, 5], [6, 7, 8]]},
+        "suppressed": {"suppress_tokens": [2, 3, 4], "begin_suppress_tokens": [5, 6]},
+        "bias": {"sequence_bias": {(5,): 2.0, (7, 9): -3.0}},
+        "cleaned": {"renormalize_logits": True, "remove_invalid_values": True},
+    },
+    "length": {
+        "new tokens": {"max_new_tokens": TOKENS},
+        "in all": {"max_length": 31},
+        "at least": {"max_new_tokens": TOKENS, "min_new_tokens": 12},
+        "at least in all": {"max_length": 31, "min_length": 19},
+        "forced": {"max_new_tokens": TOKENS, "forced_eos_token_id": 12, "forced_bos_token_id": 9},
+        "decay": {"max_new_tokens": TOKENS, "exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 11},
+    },
+    "end": {
+        "none": {},
+        "EOS": {"eos_token_id": 11},
+        "several EOS": {"eos_token_id": [3, 11, 19, 27]},
+        "strings": {"stop_strings": ["xy", "aB", "q", "Tz"], "tokenizer": TOKENIZER},
+        "time": {"max_time": 9.5},
+        **{
+            kind: lambda kind=kind: {"stopping_criteria": [Criterion(kind)]}
+            for kind in ("ends rows", "one row ends all", "keeps count", "draws")
+        },
+    },
+    "user": {
+        "none": {},
+        "allowed tokens": {"prefix_allowed_tokens_fn": allowed},
+        **{
+            kind: lambda kind=kind: {"logits_processor": [Processor(kind)]}
+            for kind in ("reads ids", "keeps count", "looks across rows", "draws", "in place")
+        },
+    },
+    "output": {
+        "ids": {},
+        "dict": {"return_dict_in_generate": True},
+        "scores": {"return_dict_in_generate": True, "output_scores": True},
+        "logits": {"return_dict_in_generate": True, "output_logits": True},
+        "hidden states": {"return_dict_in_generate": True, "output_hidden_states": True},
+        "asked in vain": {"output_scores": True, "output_hidden_states": True},
+    },
+    "prompt": {"ids": {}, "one token": {}, "embeddings": {}, "both": {}, "chunks": {"prefill_chunk_size": 3}},
+    "rows": {"1": {}, "4": {}, "3 of each": {"num_return_sequences": 3}},
+    "drafter": {"head": {}, "replay": {}},
+}
+CASES = pairwise({factor: list(levels) for factor, levels in FACTORS.items()})
+
+
+def arguments(case: dict[str, str], target: Any, seed: int) -> tuple[Callable[[], dict[str, Any]], dict[str, Tensor]]:
+    """What makes a case's keyword arguments, and its prompts as ids."""
+    lengths = [7] if case["rows"] == "1" else [9, 3, 7, 12] if case["rows"] == "4" else [5, 8]
+    ids = prompts([1] * len(lengths) if case["prompt"] == "one token" else lengths, seed)
+    inputs: dict[str, Any] = dict(ids)
+    if case["prompt"] in ("embeddings", "both"):
+        inputs["inputs_embeds"] = target.get_input_embeddings()(inputs.pop("input_ids")).detach()
+    if case["prompt"] == "both":
+        inputs["input_ids"] = ids["input_ids"][:, -2:]
+
+    def make() -> dict[str, Any]:
+        options = {"pad_token_id": PAD, **inputs}
+        for factor, level in case.items():
+            made = FACTORS[factor][level]
+            options.update(made() if callable(made) else made)
+        return options
+
+    return make, ids
+
+
+def replay(case: dict[str, str], ids: dict[str, Tensor], sequences: Tensor) -> ReplayDrafter:
+    """A drafter that knows stock's answer and misses a share of it, per row."""
+    times = len(sequences) // len(ids["input_ids"])
+    known = {"embeddings": 0, "both": 2}.get(case["prompt"], ids["input_ids"].shape[1])
+    whole = torch.cat([ids["input_ids"].repeat_interleave(times, 0), sequences[:, known:]], dim=1)
+    pads = (ids["attention_mask"] == 0).sum(-1).repeat_interleave(times).tolist()
+    return ReplayDrafter(whole, pads, VOCABULARY, misses=([0.1, 0.0, 0.5, 0.2] * 2)[: len(whole)])
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
+    """Sets the clock of stock's `max_time` to 0."""
+    return lambda: monkeypatch.setattr(criteria_module, "time", SimpleNamespace(time=Clock().time))
+
+
+def check(case: dict[str, str], target: Any, head: Any, seed: int, clock: Callable[[], None]) -> bool:
+    """Run a case both ways; False if stock itself refuses it."""
+    make, ids = arguments(case, target, seed)
+    clock()
+    stock = call(target, seed, **make())
+    if stock.error is not None or case["drafter"] == "head":
+        drafter: Any = head
+    else:
+        drafter = replay(case, ids, stock.sequences)
+    clock()
+    same(call(target, seed, assistant=drafter, **make()), stock)
+    if stock.error is None:
+        EXACT.add(drafter.last_stats)
+    return stock.error is None
+
+
+@pytest.mark.filterwarnings("ignore:Passing `")  # what stock says about processors and embeddings
+@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
+def test_options_in_pairs(case: dict[str, str], llama: tuple[Any, Any], clock: Callable[[], None]) -> None:
+    check(case, *llama, 0, clock)
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:Passing `")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_options_in_pairs_everywhere(family: str, seed: int, clock: Callable[[], None]) -> None:
+    target = tiny_target(family, seed=seed)
+    head = tiny_head(target)
+    cases = pairwise({factor: list(levels) for factor, levels in FACTORS.items()}, seed)
+    assert sum(check(case, target, head, seed, clock) for case in cases) > 0.8 * len(cases)
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, Any]:
+    target = tiny_target("llama")
+    return target, tiny_head(target)
+
+
+# ---- one by one -------------------------------------------------------------------------------------------
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": PAD}
+GREEDY = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": PAD}
+
+
+@pytest.mark.parametrize("kind", ["keeps count", "draws"])
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+def test_a_users_own_calls_are_stocks_calls(
+    llama: tuple[Any, Any], mode: dict[str, Any], size: int, kind: str
+) -> None:
+    """The same ids, scores and order, also for rows that have ended beside others."""
+    target, head = llama
+    inputs = prompts([9, 3, 7, 12][:size])
+    wanted = {"eos_token_id": [3, 11, 19], "return_dict_in_generate": True, "output_scores": True}
+    steps = 0
+    for seed in range(4):
+        runs = []
+        for drafting in ({}, {"assistant": head}):
+            processor, criterion = Processor(kind), Criterion(kind)
+            own = {"logits_processor": [processor], "stopping_criteria": [criterion]}
+            done = call(target, seed, **inputs, **mode, **own, **wanted, **drafting)
+            runs.append((done, processor.calls, criterion.calls))
+        (stock, *theirs), (ours, *made) = runs
+        same(ours, stock)
+        for asked, told in zip(made, theirs, strict=True):
+            assert_close(tuple(asked), tuple(told), 1e-5)
+        steps += len(processor.calls)
+    assert steps > 16
+
+
+def test_ended_rows_do_not_hold_up_the_others(llama: tuple[Any, Any]) -> None:
+    """Stock fills them up; so does the draft, and a round is as long as that of the rows still running."""
+    target, _ = llama
+    inputs = prompts([9, 3, 7, 12])
+    options = {**SAMPLED, "max_new_tokens": 60, "eos_token_id": [3], "return_dict_in_generate": True}
+    case = dict.fromkeys(FACTORS, "")
+    seed = next(
+        seed
+        for seed in range(50)
+        if 3 > sum(3 in row for row in call(target, seed, **inputs, **options).sequences[:, 12:30].tolist()) > 0
+    )
+    drafter = replay(case, inputs, call(target, seed, **inputs, **options).sequences)
+    drafter.misses.zero_()
+    identical(target, drafter, inputs, seed, output_scores=True, **options)
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 5
+
+
+@pytest.mark.parametrize("length", [3, 9, 13, 40])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_length_criterion_of_the_users_own(llama: tuple[Any, Any], size: int, length: int) -> None:
+    """It takes the place of stock's, be it longer or shorter."""
+    target, head = llama
+    inputs = prompts([9, 3, 7, 12][:size])
+    for mode in (GREEDY, SAMPLED):
+        stock = identical(target, head, inputs, stopping_criteria=[MaxLengthCriteria(length)], **mode)
+        width = inputs["input_ids"].shape[1]
+        assert stock.sequences.shape[1] == max(length, width + 1)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"guidance_scale": 1.5},
+        {"guidance_scale": 2.0, "negative_prompt_ids": prompts([4, 2, 3, 4])["input_ids"]},
+    ],
+    ids=["guided", "negative prompt"],
+)
+def test_guidance(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
+    """The processor runs the model itself, with a cache of its own."""
+    target, head = llama
+    options = {name: value[:size] if isinstance(value, Tensor) else value for name, value in options.items()}
+    for mode in (GREEDY, SAMPLED):
+        identical(target, head, prompts([7] * size), **options, **mode)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_watermark_with_state(llama: tuple[Any, Any], size: int) -> None:
+    target, head = llama
+    config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3)
+    for seed in range(2):
+        identical(target, head, prompts([7] * size), seed, watermarking_config=config, **SAMPLED)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["1", "4"])
+def test_hidden_states(family: str, lengths: list[int]) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    asked = {"return_dict_in_generate": True, "output_hidden_states": True, "eos_token_id": [3, 11, 19]}
+    for mode in (GREEDY, SAMPLED):
+        stock = identical(target, head, prompts(lengths), **asked, **mode)
+        assert len(stock.output.hidden_states[0]) == target.config.num_hidden_layers + 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("lengths", [[9], [1], [9, 3, 7, 12]], ids=str)
+def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    ids = prompts(lengths)
+    inputs = {
+        "inputs_embeds": target.get_input_embeddings()(ids["input_ids"]).detach(),
+        "attention_mask": ids["attention_mask"],
+    }
+    head.tree_config = TreeConfig(lookup=0)
+    for mode in (GREEDY, SAMPLED):
+        stock = identical(target, head, inputs, **mode)
+        assert stock.sequences.shape[1] == TOKENS
+        # The head drafts from them what it drafts from the ids.
+        told = head.last_stats.committed
+        by_ids = identical(target, head, ids, **mode)
+        assert torch.equal(by_ids.sequences[:, max(lengths) :], stock.sequences)
+        assert head.last_stats.committed == told
+
+
+def test_embeddings_behind_a_cache(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    first = call(target, 0, **prompts([7]), **GREEDY).sequences
+    embeddings = target.get_input_embeddings()(first).detach()
+    turns = []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        call(target, 0, **prompts([7]), **GREEDY, past_key_values=cache, **drafting)
+        turns.append(call(target, 0, inputs_embeds=embeddings, **SAMPLED, past_key_values=cache, **drafting))
+    same(turns[1], turns[0])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v32"])
+def test_prefill_in_chunks(family: str) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    for lengths in ([23], [23, 5, 12, 17]):
+        for chunk in (1, 7, 22, 40):
+            identical(target, head, prompts(lengths), prefill_chunk_size=chunk, **SAMPLED)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_stop_strings(llama: tuple[Any, Any], size: int) -> None:
+    target, head = llama
+    inputs = prompts([9, 3, 7, 12][:size])
+    for mode in (GREEDY, SAMPLED):
+        text = call(target, 0, **inputs, **mode).sequences[0, inputs["input_ids"].shape[1] :]
+        stops = [TOKENIZER.decode(text[8:10]), "xyz"]
+        stock = identical(target, head, inputs, stop_strings=stops, tokenizer=TOKENIZER, **mode)
+        if size == 1:
+            assert stock.sequences.shape[1] < 9 + TOKENS, "the string was to end the text early"
+
+
+def test_concurrent_calls(llama: tuple[Any, Any]) -> None:
+    """Threads share a target, and two of them a head."""
+    target, head = llama
+    heads = [head, head, tiny_head(target, draft_length=3)]
+    cases = [prompts(lengths, seed) for seed, lengths in enumerate([[7], [9, 4], [3, 5, 8]])]
+    options = {**GREEDY, "max_new_tokens": 60, "repetition_penalty": 1.2}
+    alone = [call(target, 0, **inputs, **options).sequences for inputs in cases]
+    together: list[Any] = [None] * len(cases)
+
+    def work(index: int) -> None:
+        together[index] = target.generate(**cases[index], **options, assistant=heads[index])
+
+    threads = [Thread(target=work, args=(index,)) for index in range(len(cases))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))

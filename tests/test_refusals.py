@@ -1,0 +1,245 @@
+"""What is refused: one sentence that says the mend, nothing changed, on both routes into the loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical, run
+from outcome import snapshot
+from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from test_exact import replay
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
+
+from hf_dart import DartHead
+from hf_dart.generation import options
+from hf_dart.generation.attach import attach
+from hf_dart.generation.probe import prove
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+INPUTS = prompts([7])
+ROUTES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "assistant": lambda drafter: {"assistant": drafter},
+    "custom_generate": lambda drafter: {"custom_generate": drafter.generate},
+}
+
+
+@pytest.fixture
+def target() -> Any:
+    model = tiny_target("qwen3")
+    # The first plain call that asks for hidden states installs transformers' own recording hooks for good.
+    model(INPUTS["input_ids"], output_hidden_states=True)
+    return model
+
+
+@pytest.fixture
+def head(target: Any) -> DartHead:
+    return tiny_head(target)
+
+
+@pytest.fixture(params=ROUTES)
+def drafting(request: pytest.FixtureRequest, head: DartHead) -> dict[str, Any]:
+    """The keyword that brings in the head, by either route."""
+    return ROUTES[request.param](head)
+
+
+def refused(call: Callable[[], Any], kind: type[Exception] | tuple[type[Exception], ...], words: str) -> None:
+    state = torch.get_rng_state()
+    with pytest.raises(kind, match=words) as error:
+        call()
+    message = str(error.value).strip()
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+    assert torch.equal(torch.get_rng_state(), state), "a refused call drew noise"
+
+
+RIGHT_PADDED = {
+    "input_ids": torch.tensor([[5, 6, 7, 8], [5, 6, 0, 0]]),
+    "attention_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]),
+}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "beams": ({"num_beams": 3, "do_sample": False}, "num_beams"),
+    "sampled beams": ({"num_beams": 2}, "num_beams"),
+    "no cache": ({"use_cache": False}, "use_cache"),
+    "offloaded": ({"cache_implementation": "offloaded"}, "cache"),
+    "offloaded static": ({"cache_implementation": "offloaded_static"}, "cache"),
+    "attentions": ({"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
+    "some hidden states": ({"return_dict_in_generate": True, "output_hidden_states": [0, 1]}, "output_hidden_states"),
+    "right padding": (RIGHT_PADDED, "left"),
+    "a hole in the mask": ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "left"),
+    "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
+    "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
+    "an empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "empty"),
+}
+# Stock does not tell a callable of these.
+REFUSED_BY_ATTACH: dict[str, tuple[dict[str, Any], str]] = {
+    "paged": ({"cache_implementation": "paged"}, "paged"),
+    "two assistants": ({"assistant_model": tiny_target("llama")}, "assistant_model"),
+    "a custom loop": ({"custom_generate": lambda model, input_ids, **kwargs: input_ids}, "custom_generate"),
+    "synced": ({"synced_gpus": True}, "synced_gpus"),
+    "stop strings without a tokenizer": ({"stop_strings": ["a"]}, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_options(target: Any, head: DartHead, drafting: dict[str, Any], name: str) -> None:
+    given, words = REFUSED[name]
+    before = snapshot(target)
+    arguments = {**INPUTS, **SAMPLED, **given, **drafting}
+    refused(lambda: target.generate(**arguments), ValueError, words)
+    assert snapshot(target) == before
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+@pytest.mark.parametrize("name", REFUSED_BY_ATTACH)
+def test_options_refused_by_attach(target: Any, head: DartHead, name: str) -> None:
+    given, words = REFUSED_BY_ATTACH[name]
+    before = snapshot(target)
+    arguments = {**INPUTS, **SAMPLED, **given}
+    refused(lambda: target.generate(**arguments, assistant=head), ValueError, words)
+    assert snapshot(target) == before
+    assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+def test_sharded_targets(
+    target: Any, head: DartHead, drafting: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(options, "is_fsdp_managed_module", lambda model: model is target)
+    assert_identical(target, head, INPUTS, **SAMPLED)  # on one process there is nothing to be in step with
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    refused(lambda: target.generate(**INPUTS, **SAMPLED, **drafting, synced_gpus=False), ValueError, "whole")
+
+
+def test_inputs_that_drafts_do_not_have(drafting: dict[str, Any]) -> None:
+    target = tiny_target("gpt2")
+    head = tiny_head(target)
+    types = torch.ones_like(INPUTS["input_ids"])
+    plain = run(target, INPUTS, 0, token_type_ids=types, **GREEDY).sequences
+    assert not torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain), "they were to matter"
+    route = ROUTES["assistant" if "assistant" in drafting else "custom_generate"](head)
+    refused(lambda: target.generate(**INPUTS, **GREEDY, token_type_ids=types, **route), ValueError, "token_type_ids")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha|custom_generate|trust_remote_code"),
+        ({"dola_layers": "low"}, "dola_layers|custom_generate|trust_remote_code"),
+    ],
+    ids=["contrastive", "dola"],
+)
+def test_other_strategies(
+    target: Any, head: DartHead, drafting: dict[str, Any], options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ValueError, match=words):  # stock's own words, if it is first
+        target.generate(**INPUTS, **{**GREEDY, **options}, **drafting)
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    for cache in (
+        StaticCache(config=target.config, max_cache_len=20),
+        DynamicCache(config=target.config, offloading=True),
+    ):
+        arguments = {**INPUTS, **GREEDY, "past_key_values": cache, **drafting}
+        refused(lambda arguments=arguments: target.generate(**arguments), ValueError, "cache|Cache")
+        assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_quantized_cache(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    class Quantized(DynamicCache):
+        """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
+
+    arguments = {**INPUTS, **GREEDY, "past_key_values": Quantized(config=target.config)}
+    refused(lambda: target.generate(**arguments, **drafting), ValueError, "Quantized")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("assistant", ["a-name", 3, torch.nn.Linear(2, 2)], ids=type)
+def test_assistants_of_a_wrong_type(target: Any, head: DartHead, assistant: Any) -> None:
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=assistant), TypeError, "assistant=")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_a_small_model_is_not_a_drafter(target: Any, head: DartHead) -> None:
+    small = tiny_target("llama")
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=small), TypeError, "assistant_model=")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_train_mode(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    target.train()
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "eval")
+    target.eval()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
+def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    """PEFT makes its layers in train mode, whatever the target's."""
+    adapter = LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights=False, lora_dropout=0.3)
+    wrapped = get_peft_model(target, adapter).double()
+    assert not target.training
+    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "eval")
+    assert_identical(wrapped.eval(), head, INPUTS, **GREEDY)
+
+
+def test_a_target_that_is_being_trained_can_be_attached() -> None:
+    target = tiny_target("llama").train()
+    head = tiny_head(target)
+    target.eval()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_encoder_decoder() -> None:
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
+    model = T5ForConditionalGeneration(config).eval()
+    refused(lambda: attach(model), ValueError, "encoder-decoder")
+    assert "generate" not in vars(model)
+    drafter = replay(tiny_target("llama"), INPUTS, misses=[0.0], **GREEDY)
+    refused(
+        lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder"
+    )
+    assert model.generate(**INPUTS, **GREEDY).shape[0] == 1
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5", "bloom", "mpt", "gpt_neo"])
+def test_architectures_that_cannot_verify_trees(family: str) -> None:
+    target = tiny_target(family, "eager", torch.float32)
+    plain = run(target, INPUTS, 0, **GREEDY).sequences
+    for attempt in (attach, prove):
+        refused(lambda attempt=attempt: attempt(target), ValueError, "assistant=|not supported|cannot")
+        assert "generate" not in vars(target)
+    refused(lambda: DartHead.from_target(target, feature_layers=[1]), ValueError, "assistant=|not supported|cannot")
+    assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
+
+
+@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
+def test_attention_without_tree_masks(
+    target: Any, head: DartHead, drafting: dict[str, Any], attention: str
+) -> None:
+    target.config._attn_implementation = attention
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, f"{attention}.*sdpa")
+    target.config._attn_implementation = "sdpa"
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.set_attn_implementation("eager")
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+@pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
+def test_soft_prompts(target: Any, head: DartHead, drafting: dict[str, Any], kind: Any) -> None:
+    wrapped = get_peft_model(target, kind(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
+    plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
+    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "soft prompts")
+    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
+    assert_identical(target, head, INPUTS, **GREEDY)

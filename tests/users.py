@@ -1,0 +1,82 @@
+"""What a user may bring to `generate`: processors, criteria, a tokenizer, a clock."""
+
+from __future__ import annotations
+
+import string
+from typing import Any
+
+import torch
+from tiny import VOCABULARY
+from tokenizers import Tokenizer, decoders, models
+from torch import Tensor
+from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+
+
+def letters() -> PreTrainedTokenizerFast:
+    """As many letters as there are tokens: ids and texts map one to one."""
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(string.ascii_letters[:VOCABULARY])}, []))
+    backend.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+TOKENIZER = letters()
+
+class Processor(LogitsProcessor):
+    """One of several, and a record of its calls.
+
+    Args:
+        kind: what it does.
+    """
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.calls: list[tuple[Tensor, Tensor]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls.append((input_ids.clone(), scores.clone()))
+        if self.kind == "reads ids":
+            liked = (input_ids[:, -1:] * 7 + torch.arange(3)) % scores.shape[-1]
+            return scores.scatter_add(1, liked, torch.full(liked.shape, 1.5)) if input_ids.shape[1] else scores
+        if self.kind == "keeps count":
+            return scores.roll(1, -1) if len(self.calls) % 5 == 0 else scores
+        if self.kind == "looks across rows":
+            return scores - 0.5 * scores.softmax(-1).mean(0) + 0.1 * scores.amax()
+        if self.kind == "draws":
+            return scores + torch.randn(scores.shape[-1])
+        scores[:, 5::9] += 0.7  # in place
+        return scores
+
+
+class Criterion(StoppingCriteria):
+    """As `Processor`. Unlike EOS, stock lets rows that a criterion ended run on beside the others."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self.calls: list[tuple[Tensor, Any]] = []
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        self.calls.append((input_ids.clone(), scores))
+        ends = torch.isin(input_ids[:, -1], torch.tensor([3, 4, 5, 6]))
+        if self.kind == "ends rows":
+            return ends
+        if self.kind == "one row ends all":
+            return ends.any() & torch.ones_like(ends)
+        if self.kind == "keeps count":
+            return torch.full_like(ends, len(self.calls) >= 11)
+        return torch.rand(len(ends)) < 0.1  # draws
+
+
+class Clock:
+    """A second passes with every look."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def time(self) -> float:
+        self.now += 1.0
+        return self.now
+
+
+def allowed(row: int, ids: Tensor) -> list[int]:
+    """Tokens of one parity, by row and by how many there are."""
+    return list(range((row + len(ids)) % 2, VOCABULARY, 2))
