@@ -62,7 +62,7 @@ def test_every_rule_is_the_hard_one_for_a_target_without_doubt() -> None:
     labels = labels.clamp(min=0)
     certain = torch.zeros(BLOCKS, LENGTH, WORDS, dtype=torch.float64).scatter(-1, labels[..., None], 1e5)
     hard = CHAINS["hard"](draft, certain, labels)
-    for rule in ("token", "block"):
+    for rule in ("token", "block", "coupled"):
         torch.testing.assert_close(CHAINS[rule](draft, certain, labels), hard, **EXACT)
     ce = losses.cross_entropy(draft, labels)
     torch.testing.assert_close(losses.kl_divergence(draft, certain), ce, **EXACT)
@@ -173,3 +173,21 @@ def test_chains_are_the_length_that_verification_accepts(rule: str) -> None:
     # The last label is not looked at: what is accepted there is a sum over all words.
     labels[:, -1] = NO_LABEL
     assert torch.equal(CHAINS[rule](drafts, targets, labels), chain)
+
+
+def test_the_coupled_chain_is_how_often_one_noise_gives_both_the_same_token() -> None:
+    random = torch.Generator().manual_seed(5)
+    target, draft = torch.randn(2, WORDS, generator=random, dtype=torch.float64).log_softmax(-1)
+    count = 200_000
+    gumbel = -torch.empty(count, WORDS, dtype=torch.float64).exponential_(generator=random).log()
+    drawn, guessed = (target + gumbel).argmax(-1), (draft + gumbel).argmax(-1)
+    chances = []
+    for word in range(WORDS):
+        label = torch.tensor([[word]])
+        chances.append(losses.coupled_chain(draft[None, None], target[None, None], label).exp().item())
+        mine = drawn == word
+        share, error = float((guessed[mine] == word).double().mean()), math.sqrt(0.25 / int(mine.sum()))
+        assert abs(share - chances[-1]) < 4 * error
+    # The token that the draft overrates most is never missed.
+    assert chances[int((draft - target).argmax())] == pytest.approx(1)
+    assert min(chances) < 0.5

@@ -157,7 +157,12 @@ def hard(draft: Tensor, target: Tensor, labels: Tensor) -> Tensor:
     return losses.hard_chain(losses.cross_entropy(draft, labels), labels)
 
 
-CHAINS: dict[str, Losses] = {"hard": hard, "token": losses.token_chain, "block": losses.block_chain}
+CHAINS: dict[str, Losses] = {
+    "hard": hard,
+    "token": losses.token_chain,
+    "block": losses.block_chain,
+    "coupled": losses.coupled_chain,
+}
 
 
 def chain_written_out(rule: str, p: list[list[float]], q: list[list[float]], y: list[int]) -> list[float]:
@@ -165,10 +170,12 @@ def chain_written_out(rule: str, p: list[list[float]], q: list[list[float]], y: 
     terms: list[float] = []
     survival = ratio = lowest = 1.0
     for t in range(LENGTH):
-        if rule == "hard":
+        if rule in ("hard", "coupled"):
             if y[t] == NO_LABEL:
                 break
-            survival *= q[t][y[t]]
+            p_y, q_y = p[t][y[t]], q[t][y[t]]
+            either = sum(max(a, b * p_y / q_y) for a, b in zip(p[t], q[t], strict=True))
+            survival *= q_y if rule == "hard" else 1 / either
             terms.append(survival)
             continue
         if rule == "token":

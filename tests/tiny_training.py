@@ -42,7 +42,7 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 
 def tiny_trainer(
-    folder: Path, head: DartHead, target: Any, rows: Any, collator: Any = None, **arguments: Any
+    folder: Path, head: DartHead, target: Any, rows: Any, collator: Any = None, eval_rows: Any = None, **arguments: Any
 ) -> DartTrainer:
     fields: dict[str, Any] = {
         "output_dir": str(folder),
@@ -57,7 +57,8 @@ def tiny_trainer(
         "seed": 5,
     }
     extra = {} if collator is None else {"data_collator": collator}
-    return DartTrainer(head, target, DartTrainingArguments(**{**fields, **arguments}), train_dataset=rows, **extra)
+    settings = DartTrainingArguments(**{**fields, **arguments})
+    return DartTrainer(head, target, settings, train_dataset=rows, eval_dataset=eval_rows, **extra)
 
 
 def documents_of(*rows: list[int]) -> Tensor:

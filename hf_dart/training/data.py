@@ -125,13 +125,16 @@ class BlockCollator:
     Args:
         draft_length: d.
         anchors: K, blocks per row.
+        seed: of the anchors of every batch, so that evaluations compare; None draws from the default generator.
     """
 
     draft_length: int
     anchors: int
+    seed: int | None = None
 
     def __call__(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
         """`input_ids` [B, T], `documents` [B, T], `anchors` [B, K]."""
         batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "documents")}
-        batch["anchors"] = draw_anchors(batch["documents"], self.anchors, self.draft_length)
+        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
+        batch["anchors"] = draw_anchors(batch["documents"], self.anchors, self.draft_length, generator)
         return batch

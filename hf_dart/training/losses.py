@@ -62,13 +62,13 @@ def lk_divergence(draft_logits: Tensor, target_logits: Tensor, acceptance: Tenso
 
     Args:
         draft_logits, target_logits: [n, d, V].
-        acceptance: [d] the mean of exp(`log_acceptance`) per depth over a batch; no gradient goes through it.
+        acceptance: [d] the mean of exp(`log_acceptance`) per depth over a batch, without gradient.
         eta: the share of KL is exp(-eta acceptance).
 
     Returns:
         [n, d]
     """
-    share = (-eta * acceptance.detach()).exp()
+    share = (-eta * acceptance).exp()
     kl = kl_divergence(draft_logits, target_logits)
     return share * kl + (1 - share) * total_variation(draft_logits, target_logits)
 
@@ -176,11 +176,22 @@ def block_chain(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> 
     return torch.where(_known_before(labels), chain, -math.inf)
 
 
+def coupled_chain(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+    """[n, d] as `hard_chain`, where draft and target choose their tokens with the same noise, as hf_dart samples.
+
+    Both take the argmax of log-probabilities and one Gumbel noise. Given that the target took y, the draft took it
+    with chance 1 / sum_v max(p_v, q_v p_y / q_y).
+    """
+    draft, target = log_probabilities(draft_logits), log_probabilities(target_logits)
+    other = draft - _log_ratios(draft, target, labels)[..., None]
+    return torch.where(_known(labels), -torch.maximum(target, other).logsumexp(-1).cumsum(-1), -math.inf)
+
+
 def chain_loss(chain: Tensor, form: str = "linear", beta: float = 1.0) -> Tensor:
     """A chain [n, d] as a loss [n].
 
     Args:
-        chain: of `hard_chain`, `token_chain` or `block_chain`.
+        chain: of `hard_chain`, `token_chain`, `block_chain` or `coupled_chain`.
         form: "linear" is the expected number of accepted tokens, negated. Its gradient vanishes where a draft is
             hopeless, so it needs another loss beside it. "log" is -(1 / beta) log mean_k exp(beta c_k): free of
             scale, and with a gradient everywhere.

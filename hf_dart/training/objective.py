@@ -18,10 +18,11 @@ _DIVERGENCES = {
     "tv": losses.total_variation,
     "log_acceptance": lambda draft, target: -losses.log_acceptance(draft, target),
 }
+_CHAINS = {"token": losses.token_chain, "block": losses.block_chain, "coupled": losses.coupled_chain}
 _CHOICES = {
     "divergence": ("ce", "lk", *_DIVERGENCES),
     "position_weights": ("uniform", "exponential", "linear", "dpace"),
-    "chain_rule": ("hard", "token", "block"),
+    "chain_rule": ("hard", *_CHAINS),
     "chain_form": ("linear", "log"),
 }
 
@@ -40,7 +41,7 @@ class Objective:
         lk_eta: how fast "lk" leaves KL behind.
         token_weight, focal_weight, chain_weight: of the three parts, 0 or more; that of the chain's linear form is
             per expected token.
-        chain_rule: "hard", "token" or "block" verification.
+        chain_rule: "hard", "token" or "block" verification, or "coupled" noise.
         chain_form, chain_beta: as for `losses.chain_loss`.
 
     Raises:
@@ -113,8 +114,7 @@ class Objective:
             if self.chain_rule == "hard":
                 chain = losses.hard_chain(cross_entropies(), labels)
             else:
-                rule = losses.token_chain if self.chain_rule == "token" else losses.block_chain
-                chain = rule(draft_logits, target_logits, labels)
+                chain = _CHAINS[self.chain_rule](draft_logits, target_logits, labels)
             parts.append(self.chain_weight * losses.chain_loss(chain, self.chain_form, self.chain_beta))
         return torch.stack(parts).sum(0)
 

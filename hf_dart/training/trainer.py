@@ -16,6 +16,7 @@ from hf_dart.head import DartHead
 from hf_dart.training.blocks import build_blocks, document_positions, gather_blocks, target_positions
 from hf_dart.training.chunks import chunked
 from hf_dart.training.data import BlockCollator
+from hf_dart.training.evaluate import DraftQuality
 from hf_dart.training.losses import NO_LABEL, annealed_kl, log_acceptance
 from hf_dart.training.objective import PRESETS, Objective
 
@@ -48,7 +49,7 @@ class DartTrainingArguments(TrainingArguments):
     token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
     focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
     chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
-    chain_rule: str | None = field(default=None, metadata={"help": "hard, token or block"})
+    chain_rule: str | None = field(default=None, metadata={"help": "hard, token, block or coupled"})
     chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
     chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
     selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
@@ -95,6 +96,8 @@ class DartTrainer(Trainer):
         ValueError: the head does not fit the target.
     """
 
+    data_collator: Any
+
     def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
         if args.selector_only:
@@ -116,6 +119,7 @@ class DartTrainer(Trainer):
         fits = args.device.type == "cuda" and head.config.head_dim >= 16 and head.dtype != torch.float64
         self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
         self._agreement: Tensor | None = None
+        self._quality: DraftQuality | None = None  # while an evaluation runs
         self._packing_checked = False
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -176,11 +180,17 @@ class DartTrainer(Trainer):
         goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
 
+        labels = _following(ids, documents, rows[:, None], places)
+
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:
-            labels = _following(ids, documents, rows[:, None], places)
             loss = self._draft_loss(hidden, target_logits, goals, labels)
+        if self._quality is not None:
+            chunk = self.args.loss_chunk or max(len(hidden), 1)
+            for part in range(0, len(hidden), chunk):
+                some = slice(part, part + chunk)
+                self._quality.add(self.head.logits(hidden[some]), target_logits[goals[some]], labels[some])
         if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
             with torch.no_grad():
                 seen = slice(0, 256)
@@ -281,6 +291,32 @@ class DartTrainer(Trainer):
                 "rows of one document each, as PackedTokens(..., share_rows=False) does."
             )
         self._packing_checked = True
+
+    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
+        """As `Trainer`, with the same anchors at every evaluation."""
+        collator = self.data_collator
+        if isinstance(collator, BlockCollator):
+            self.data_collator = replace(collator, seed=self.args.seed)
+        try:
+            return super().get_eval_dataloader(eval_dataset)
+        finally:
+            self.data_collator = collator
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As `Trainer`; the metrics also say how good the drafts are (`DraftQuality.metrics`).
+
+        `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
+        """
+        quality = self._quality = DraftQuality(self.head.draft_length)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        finally:
+            self._quality = None
+        if self.accelerator.num_processes > 1:
+            sums = self.accelerator.reduce(quality.sums.to(self.args.device), "sum")
+            quality.sums = sums.cpu()
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in quality.metrics().items()})
+        return output
 
     def prediction_step(
         self,

@@ -1,0 +1,110 @@
+"""How good drafts are: offline, from the blocks that evaluation runs anyway, or by decoding in earnest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import operator
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import TrainerCallback
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.generation.stats import DraftStats
+from hf_dart.training.losses import NO_LABEL, coupled_chain
+
+
+class DraftQuality:
+    """How far the drafts of blocks, each a chain of its likeliest tokens, would get.
+
+    Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
+    On other text a block says nothing about greedy decoding behind the first token that the target would not have
+    chosen; it then counts as long as it can be watched (Kaplan and Meier's estimate of survival).
+
+    Args:
+        draft_length: d.
+    """
+
+    def __init__(self, draft_length: int) -> None:
+        self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
+
+    def add(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> None:
+        """Count n blocks: `draft_logits` and `target_logits` [n, d, V], `labels` [n, d]."""
+        chosen = target_logits.argmax(-1)
+        right = draft_logits.argmax(-1) == chosen
+        accepted = right.cummin(-1).values  # [n, d]
+        watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
+        complete = (labels != NO_LABEL).all(-1)
+        sampled = coupled_chain(draft_logits, target_logits, labels).exp().sum(-1)
+        scalars = (right.sum(), (right & ~accepted).sum(), complete.sum(), sampled[complete].sum())
+        depths = (watched.sum(0), (watched & right).sum(0))
+        self.sums += torch.cat([torch.stack([one.double() for one in scalars]), *depths]).cpu()
+
+    def metrics(self) -> dict[str, float]:
+        """What the sums say; a figure that has nothing to stand on is left out.
+
+        `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward from
+        a place drawn evenly, bonus included; `tau_se`: standard error of `tau`, blocks taken as independent;
+        `acceptance_k`: share of the k-th draft tokens that are right, of those behind right ones; `waste`: share of
+        the right draft tokens that lie behind a wrong one.
+        """
+        right, wasted, complete, sampled = self.sums[:4].tolist()
+        watched, accepted = (part.tolist() for part in self.sums[4:].chunk(2))
+        figures = {}
+        if watched[0]:
+            rates = [a / w if w else 0.0 for a, w in zip(accepted, watched, strict=True)]
+            survival = list(itertools.accumulate(rates, operator.mul))
+            variance = 0.0
+            for depth, (rate, count) in enumerate(zip(rates, watched, strict=True)):
+                if rate:  # Greenwood's formula for a sum of survivals
+                    variance += sum(survival[depth:]) ** 2 * (1 - rate) / (rate * count)
+            figures = {"tau": 1 + sum(survival), "tau_se": math.sqrt(variance)}
+            figures |= {f"acceptance_{k}": rate for k, rate in enumerate(rates, start=1) if watched[k - 1]}
+        if complete:
+            figures["tau_sampled"] = 1 + sampled / complete
+        if right:
+            figures["waste"] = wasted / right
+        return figures
+
+
+class DecodingCallback(TrainerCallback):
+    """After every evaluation, decode a few prompts greedily with the head as it is.
+
+    Logs `eval_tau_decoded`, which `metric_for_best_model="tau_decoded"` can choose checkpoints by. For early
+    stopping by it, add this callback before `EarlyStoppingCallback`.
+
+    Args:
+        trainer: the [`DartTrainer`] that the callback is added to.
+        prompts: token ids [T] of each prompt.
+        max_new_tokens: per prompt.
+        tree_config: of the draft trees; None is the head's own.
+    """
+
+    def __init__(
+        self, trainer: Any, prompts: Sequence[Tensor], max_new_tokens: int = 64, tree_config: TreeConfig | None = None
+    ) -> None:
+        self.trainer = trainer
+        self.prompts = list(prompts)
+        self.max_new_tokens = max_new_tokens
+        self.tree_config = tree_config
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
+        target, head = self.trainer.target, self.trainer.head
+        stats = DraftStats()
+        for prompt in self.prompts:
+            ids = prompt[None].to(target.device)
+            target.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                custom_generate=partial(head.generate, tree_config=self.tree_config),
+                do_sample=False,
+                max_new_tokens=self.max_new_tokens,
+            )
+            stats.merge(head.last_stats)
+        metrics["eval_tau_decoded"] = stats.tau
+        self.trainer.log({"eval_tau_decoded": stats.tau})

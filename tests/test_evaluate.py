@@ -1,0 +1,199 @@
+"""Evaluation while training: figures counted by hand, decoding in earnest, and checkpoints chosen by them."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from test_losses import examples
+from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+from torch import Tensor
+from transformers import EarlyStoppingCallback
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.training import DartTrainer, DecodingCallback, losses
+from hf_dart.training.evaluate import DraftQuality
+from hf_dart.training.losses import NO_LABEL
+
+ROWS = token_rows(LENGTHS * 4)
+
+
+@lru_cache
+def trained_weights(block_attention: str) -> dict[str, Tensor]:
+    target = tiny_target()
+    head = tiny_head(target, block_attention=block_attention)
+    with TemporaryDirectory() as folder:
+        tiny_trainer(Path(folder), head, target, ROWS, max_steps=40).train()
+    return head.state_dict()
+
+
+def trained(block_attention: str = "causal") -> tuple[Any, DartHead]:
+    """A target and a head of which some drafts are accepted."""
+    target = tiny_target(torch.float64)
+    head = tiny_head(target, block_attention=block_attention)
+    head.load_state_dict(trained_weights(block_attention))
+    return target, head
+
+
+def quality_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> DraftQuality:
+    quality = DraftQuality(4)
+    for some in blocks:
+        quality.add(*some)
+    return quality
+
+
+def test_figures_of_the_targets_own_text() -> None:
+    draft, target, labels = examples()
+    # 2, 4, 0, 4 and 1 tokens accepted; two more are right behind a wrong one.
+    best = draft.argmax(-1)
+    wrong = (best + 1) % draft.shape[-1]
+    right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]]).bool()
+    labels = torch.where(right, best, wrong)
+    target = target + 100 * F.one_hot(labels, draft.shape[-1])
+    figures = quality_of((draft[:2], target[:2], labels[:2]), (draft[2:], target[2:], labels[2:])).metrics()
+    lengths = torch.tensor([2.0, 4, 0, 4, 1])
+    assert figures == pytest.approx(
+        {
+            "tau": 1 + float(lengths.mean()),
+            "tau_se": float(lengths.std(correction=0)) / 5**0.5,
+            "tau_sampled": 1 + float(losses.coupled_chain(draft, target, labels).exp().sum(-1).mean()),
+            "waste": 2 / 13,
+            "acceptance_1": 4 / 5,
+            "acceptance_2": 3 / 4,
+            "acceptance_3": 2 / 3,
+            "acceptance_4": 1.0,
+        }
+    )
+    hopeless = quality_of((draft[2:3], target[2:3], labels[2:3])).metrics()
+    assert hopeless["tau"] == 1
+    assert hopeless.keys() == {"tau", "tau_se", "tau_sampled", "acceptance_1"}
+    assert DraftQuality(4).metrics() == {}
+
+
+def test_figures_of_other_text() -> None:
+    """A block is watched up to the first token that the target would not have chosen."""
+    draft, target, labels = examples()
+    best = draft.argmax(-1)
+    wrong = (best + 1) % draft.shape[-1]
+    # The draft misses the target's choice at (1, 2); the text leaves that choice at (0, 1) and ends in row 2.
+    chosen = best.clone()
+    chosen[1, 2] = wrong[1, 2]
+    target = target + 100 * F.one_hot(chosen, draft.shape[-1])
+    labels = chosen.clone()
+    labels[0, 1] = wrong[0, 1]
+    labels[2, 3] = NO_LABEL
+    figures = quality_of((draft[:3], target[:3], labels[:3])).metrics()
+    assert [figures[f"acceptance_{k}"] for k in (1, 2, 3, 4)] == [3 / 3, 3 / 3, 1 / 2, 1 / 1]
+    assert figures["tau"] == pytest.approx(1 + 1 + 1 + 1 / 2 + 1 / 2)
+    assert figures["waste"] == 1 / 11
+    sampled = losses.coupled_chain(draft[:2], target[:2], labels[:2]).exp().sum(-1).mean()
+    assert figures["tau_sampled"] == pytest.approx(1 + float(sampled))
+
+
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: Path) -> None:
+    """On greedy text of the target: from the anchor of every round, as many tokens as that round committed."""
+    target, head = trained(block_attention)
+    prompt = torch.tensor([[7, 11, 13, 17]])
+    decoded = target.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        assistant=head,
+        tree_config=TreeConfig.chain(head.draft_length),
+        do_sample=False,
+        max_new_tokens=60,
+        eos_token_id=None,
+    )
+    trainer = tiny_trainer(tmp_path, head, target, ROWS)
+    begin = prompt.shape[1] - 1
+    rounds = [committed for (committed,) in head.last_stats.committed]
+    assert max(rounds) > 1
+    for committed in rounds[:-1]:
+        if begin + head.draft_length + 1 < decoded.shape[1]:
+            inputs = {
+                "input_ids": decoded,
+                "documents": torch.zeros_like(decoded),
+                "anchors": torch.tensor([[begin]]),
+            }
+            trainer._quality = DraftQuality(head.draft_length)
+            with torch.no_grad():
+                trainer.compute_loss(head, inputs)
+            assert trainer._quality.metrics()["tau"] == committed
+        begin += committed
+
+
+def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
+    """Every time on the same blocks, whatever the seed and the chunks."""
+    target, head = trained()
+    figures, results = ("eval_loss", "eval_tau", "eval_waste", "eval_acceptance"), []
+    for seed, chunk in ((1, 64), (2, 64), (2, 3)):
+        trainer = tiny_trainer(tmp_path, head, target, ROWS, loss_chunk=chunk)
+        torch.manual_seed(seed)
+        metrics = trainer.evaluate(ROWS)
+        results.append({name: value for name, value in metrics.items() if name.startswith(figures)})
+    assert results[0] == results[1]
+    assert results[0] == pytest.approx(results[2], rel=1e-4)
+    assert {"eval_loss", "eval_tau", "eval_tau_se", "eval_tau_sampled", "eval_waste", "eval_acceptance_1"} <= (
+        results[0].keys()
+    )
+    assert trainer.data_collator.seed is None
+
+
+def checkpointed_trainer(folder: Path, metric: str) -> tuple[DartTrainer, Any]:
+    target, head = trained()
+    trainer = tiny_trainer(
+        folder,
+        head,
+        target,
+        ROWS,
+        eval_rows=ROWS[:3],
+        max_steps=6,
+        eval_strategy="steps",
+        eval_steps=1,
+        save_strategy="steps",
+        save_steps=1,
+        load_best_model_at_end=True,
+        metric_for_best_model=metric,
+    )
+    return trainer, head
+
+
+def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    taus = iter([1.5, 2.0, 1.9, 1.8, 3.0])
+    weights: list[dict[str, Tensor]] = []
+    trainer, head = checkpointed_trainer(tmp_path, "tau")
+
+    def metrics(quality: DraftQuality) -> dict[str, float]:
+        weights.append({name: value.clone() for name, value in head.state_dict().items()})
+        return {"tau": next(taus)}
+
+    monkeypatch.setattr(DraftQuality, "metrics", metrics)
+    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
+    trainer.train()
+    assert trainer.state.global_step == 4
+    assert trainer.state.best_metric == 2.0
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    assert all(torch.equal(value, weights[1][name]) for name, value in head.state_dict().items())
+
+
+def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:
+    trainer, head = checkpointed_trainer(tmp_path, "tau_decoded")
+    prompts = [torch.randint(2, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9)]
+    trainer.add_callback(DecodingCallback(trainer, prompts, max_new_tokens=20, tree_config=TreeConfig.chain(3)))
+    trainer.train()
+    logged = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
+    assert len(logged) == 6
+    assert trainer.state.best_metric == max(logged) > 1
+
+    tokens = rounds = 0
+    for prompt in prompts:
+        trainer.target.generate(
+            prompt[None], assistant=head, tree_config=TreeConfig.chain(3), do_sample=False, max_new_tokens=20
+        )
+        tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
+    assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
