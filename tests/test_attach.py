@@ -20,6 +20,7 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedTokenizerFast,
     StoppingCriteria,
+    StopStringCriteria,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -129,6 +130,10 @@ def test_pipeline(target: Any, head: DartHead) -> None:
         stock = write(texts, generation_config=config, **batch)
         assert write(texts, generation_config=config, assistant=head, **batch) == stock
     assert head.last_stats is not None
+    stopped = write("hello", generation_config=config, stop_sequence=stock[0][0]["generated_text"][12:14])
+    assert len(stopped[0]["generated_text"]) < 21
+    stop = {"stop_sequence": stock[0][0]["generated_text"][12:14], "assistant": head}
+    assert write("hello", generation_config=config, **stop) == stopped
 
 
 def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartHead) -> None:
@@ -140,6 +145,23 @@ def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartH
     stock, _ = assert_identical(target, head, prompts([9, 3, 7, 12]))
     assert stock.sequences.shape[1] <= 12 + 9
     assert_identical(target, head, {"inputs": INPUTS["input_ids"]})  # no mask
+
+
+@pytest.mark.parametrize("place", ["call", "model", "criteria"])
+def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str) -> None:
+    options: dict[str, Any] = {**GREEDY, "tokenizer": TOKENIZER}
+    letters = TOKENIZER.decode(run(target, INPUTS, 0, **GREEDY).sequences[0, 12:14])
+    if place == "model":
+        target.generation_config.stop_strings = letters
+    elif place == "call":
+        options = {"generation_config": GenerationConfig(**GREEDY, stop_strings=letters), "tokenizer": TOKENIZER}
+    else:
+        options |= {"stop_strings": "never", "stopping_criteria": [StopStringCriteria(TOKENIZER, letters)]}
+    stock, _ = assert_identical(target, head, INPUTS, **options)
+    assert stock.sequences.shape[1] == 14
+    if place == "model":
+        stock, _ = assert_identical(target, head, INPUTS, stop_strings=None, **GREEDY)
+        assert stock.sequences.shape[1] == 7 + 16
 
 
 # ---- exceptions -------------------------------------------------------------------------------------------
@@ -232,9 +254,29 @@ class PutRaisesAt(BaseStreamer):
         pass
 
 
-def test_a_streamer_that_breaks_off(target: Any, head: DartHead) -> None:
-    before = snapshot(target)
-    with pytest.raises(Broken):
-        target.generate(**INPUTS, **SAMPLED, streamer=PutRaisesAt(5), assistant=head)
-    assert snapshot(target) == before
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_streamer_that_breaks_off(target: Any, head: DartHead, size: int, own: bool) -> None:
+    """Also beside a processor of the user's own, where all rows go in step."""
+    before, inputs = snapshot(target), prompts([7, 3, 9, 5][:size])
+    states = []
+    for drafting in ({}, {"assistant": head}, {"assistant": replay(target, inputs, misses=[0.0] * size, **SAMPLED)}):
+        processors = LogitsProcessorList([RaisesAt(99)] if own else [])
+        torch.manual_seed(0)
+        with pytest.raises(Broken):
+            target.generate(
+                **inputs, **SAMPLED, logits_processor=processors, streamer=PutRaisesAt(5), **drafting
+            )
+        states.append(torch.get_rng_state())
+        assert snapshot(target) == before
+    assert torch.equal(states[0], states[1])
+    assert torch.equal(states[0], states[2])
     assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+def test_in_inference_mode(target: Any, head: DartHead) -> None:
+    for inputs in (INPUTS, prompts([7, 3, 9, 5])):
+        with torch.inference_mode():
+            for options in (GREEDY, SAMPLED, {**SAMPLED, "return_dict_in_generate": True, "output_scores": True}):
+                assert_identical(target, head, inputs, **options)
+        assert_identical(target, head, inputs, **SAMPLED)

@@ -63,6 +63,8 @@ RIGHT_PADDED = {
 }
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "beams": ({"num_beams": 3, "do_sample": False}, "num_beams"),
+    "stock's own drafts": ({"prompt_lookup_num_tokens": 3}, "prompt_lookup_num_tokens"),
+    "multi-token prediction": ({"use_mtp": True}, "use_mtp"),
     "sampled beams": ({"num_beams": 2}, "num_beams"),
     "no cache": ({"use_cache": False}, "use_cache"),
     "offloaded": ({"cache_implementation": "offloaded"}, "cache"),
@@ -82,6 +84,7 @@ REFUSED_BY_ATTACH: dict[str, tuple[dict[str, Any], str]] = {
     "a custom loop": ({"custom_generate": lambda model, input_ids, **kwargs: input_ids}, "custom_generate"),
     "synced": ({"synced_gpus": True}, "synced_gpus"),
     "stop strings without a tokenizer": ({"stop_strings": ["a"]}, "tokenizer"),
+    "token healing": ({"token_healing": True}, "heal_tokens"),
 }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import types
 from typing import Any
@@ -74,7 +73,8 @@ def _generate(
         raise ValueError(
             "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
         )
-    _take_stop_strings(kwargs, tokenizer)
+    _refuse_token_healing(self, kwargs)
+    _take_stop_strings(self, kwargs, tokenizer)
     decode = functools.partial(
         speculative_generate,
         assistant=assistant,
@@ -85,17 +85,32 @@ def _generate(
     return stock(self, *args, streamer=streamer, custom_generate=decode, **kwargs)
 
 
-def _take_stop_strings(kwargs: dict[str, Any], tokenizer: Any) -> None:
+def _refuse_token_healing(model: Any, kwargs: dict[str, Any]) -> None:
+    if _option(model, kwargs, "token_healing"):
+        raise ValueError(
+            "generate has no tokenizer to heal a prompt with here; heal it first, with model.heal_tokens(input_ids, "
+            "tokenizer), and pass token_healing=False."
+        )
+
+
+def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> None:
     """`generate` drops the tokenizer for a callable, so the criterion is made here."""
-    config = kwargs.get("generation_config")
-    stop_strings = kwargs.pop("stop_strings", None)
-    if stop_strings is None and config is not None and config.stop_strings is not None:
-        stop_strings = config.stop_strings
-        kwargs["generation_config"] = config = copy.deepcopy(config)
-        config.stop_strings = None
+    stop_strings = _option(model, kwargs, "stop_strings")
     if stop_strings is None:
         return
     if tokenizer is None:
         raise ValueError("stop_strings needs the tokenizer; pass tokenizer= to generate.")
-    criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
-    kwargs["stopping_criteria"] = StoppingCriteriaList([*(kwargs.get("stopping_criteria") or []), criterion])
+    kwargs["stop_strings"] = None  # a keyword outweighs both configs
+    criteria = kwargs.get("stopping_criteria") or []
+    if not any(type(criterion) is StopStringCriteria for criterion in criteria):  # one of the user's own replaces it
+        criterion = StopStringCriteria(stop_strings=stop_strings, tokenizer=tokenizer)
+        kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, criterion])
+
+
+def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+    """An option of `generate` from where stock takes it: keyword, config of the call, config of the model."""
+    if name in kwargs:
+        return kwargs[name]
+    configs = (kwargs.get("generation_config"), model.generation_config)
+    given = (getattr(config, name) for config in configs if config is not None)
+    return next((value for value in given if value is not None), None)

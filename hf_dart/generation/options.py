@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
+from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
@@ -16,6 +17,16 @@ from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIn
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
+# What asks `generate` for other modes than greedy search and sampling.
+_OTHER_MODES = (
+    "constraints",
+    "force_words_ids",
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
 # What stock hands the model at every step, and drafts are verified with too.
 _INPUTS = {
     "attention_mask",
@@ -58,12 +69,14 @@ def refuse_options(
         ValueError: the message names the option and what to do instead.
     """
     config = generation_config
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked_by = [name for name in _OTHER_MODES if getattr(config, name, None)] or [f"num_beams={config.num_beams}"]
+        raise ValueError(
+            f"Drafts serve greedy search and sampling, not {mode.value}; leave out {' and '.join(asked_by)}, or leave "
+            "assistant= out."
+        )
     named = [
-        (config.num_beams > 1, f"num_beams={config.num_beams}", "num_beams=1"),
-        (bool(getattr(config, "constraints", None)), "constraints", "none"),
-        (bool(getattr(config, "force_words_ids", None)), "force_words_ids", "none"),
-        (getattr(config, "penalty_alpha", None) is not None, "penalty_alpha (contrastive search)", "none"),
-        (getattr(config, "dola_layers", None) is not None, "dola_layers", "none"),
         (config.use_cache is False, "use_cache=False", "use_cache=True"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
