@@ -67,8 +67,8 @@ def wrong_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """A walk that emits another token than the target chose, at the fifth position."""
     append = Rows.append
 
-    def broken(self: Rows, row: int, token: int, scores: Any = None) -> bool:
-        return append(self, row, (token + 7) % 500 if self.emitted[row] == 4 else token, scores)
+    def broken(self: Rows, row: int, token: int) -> bool:
+        return append(self, row, (token + 7) % 500 if self.emitted[row] == 4 else token)
 
     monkeypatch.setattr(Rows, "append", broken)
 

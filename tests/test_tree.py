@@ -246,7 +246,7 @@ def rows_for(batch: int, room: int, eos: list[int]) -> Rows:
     criteria = StoppingCriteriaList([MaxLengthCriteria(4 + room)])
     if eos:
         criteria.append(EosTokenCriteria(torch.tensor(eos)))
-    return Rows(torch.ones(batch, 4, dtype=torch.long), None, config, criteria)
+    return Rows(torch.ones(batch, 4, dtype=torch.long), None, config, criteria, in_step=False)
 
 
 @pytest.mark.parametrize("eos", [[], [2]])
