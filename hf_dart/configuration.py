@@ -157,12 +157,15 @@ class TreeConfig:
     """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
-        nodes: N, nodes per row, the root included. None lets the batch and the device decide
-            (`resolve_nodes`). 1 drafts nothing.
+        nodes: N, nodes per row, the root included; 1 drafts nothing. None lets the batch, the device and,
+            on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.
         beam: W, paths that are expanded at each depth. 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
+        node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
+        draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause
+            for a while (`generation.pace`); 0 leaves that cost out.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -175,6 +178,8 @@ class TreeConfig:
     top_k: int = 16
     beam: int = 12
     lookup: int = 24
+    node_cost: float = 0.035
+    draft_cost: float = 0.2
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -182,22 +187,20 @@ class TreeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
-        if self.lookup < 0:
-            raise ValueError(f"TreeConfig.lookup is {self.lookup}; give 0 (no copies) or more.")
+        for name in ("lookup", "node_cost", "draft_cost"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:
         """One path of `depth` tokens: the width-1 tree."""
         return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1, lookup=0)
 
-    def resolve_nodes(self, batch_size: int, device_type: str, copied: int = 0) -> int:
-        """N for a batch of `batch_size` rows of which one has `copied` tokens grafted.
-
-        An accelerator verifies many nodes in the time of one. A CPU does not: there the drafter's own tree is
-        kept small (8 rows fill a matrix product well), and copied text, which is mostly right, adds to it.
-        """
+    def resolve_nodes(self, batch_size: int, device_type: str) -> int:
+        """The most nodes per row in a batch of `batch_size` rows."""
         if self.nodes is not None:
             return self.nodes
         if device_type != "cpu":
             return max(2, min(64, 256 // batch_size))
-        return max(2, min(8 + copied, 32 // batch_size))
+        return max(2, 32 // batch_size)
+

@@ -26,10 +26,10 @@ from hf_dart.drawing import (
     tree_lines,
 )
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.candidates import Ranker
+from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.stats import DraftStats
 from hf_dart.pair import Pair
-from hf_dart.tree import DraftTree, Transitions, grow_tree
+from hf_dart.tree import DraftTree
 
 # Beginnings of Python files, written for this demo: in no training corpus.
 PROMPTS = (
@@ -232,14 +232,9 @@ def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
     outputs = model(input_ids=context, use_cache=False, **features_request(head.feature_layers))
     features = gather_features(outputs, head.feature_layers, context)
     state = head.begin(1, context.shape[1])
-    depth = min(config.depth or head.draft_length, head.draft_length)
-    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]), depth)
-    rank = Ranker(transformers.LogitsProcessorList(), config.top_k)
-    candidates, scores = rank(proposal.logits, None, None)
-    nodes = config.resolve_nodes(1, model.device.type)
-    table = head.transitions(proposal, tokens[:, -1], candidates, scores)
-    scorer = None if table is None else Transitions(table)
-    return grow_tree(tokens[:, -1:], candidates, scores, nodes=nodes, beam=config.beam, scorer=scorer)
+    grow = TreeGrower(head, config, transformers.LogitsProcessorList(), tokens.tolist(), tokens.device)
+    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]), grow.depth)
+    return grow(proposal, None, [grow.depth])
 
 
 def _summary(pen: Pen, sums: dict[str, _Sums]) -> list[str]:

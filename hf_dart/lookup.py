@@ -41,7 +41,7 @@ class RowLookup:
         self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
 
     def suggest(self, length: int) -> tuple[list[int], float]:
-        """Up to `length` tokens that followed the longest match, and the chance of each to be right."""
+        """Up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
         self._learn()
         self._index()
         tokens, ends = self._tokens, len(self._tokens)
@@ -55,7 +55,7 @@ class RowLookup:
         self._copied = []
         self._asked_at = ends
         if best == 0:
-            return [], 0.0
+            return [], -inf
         self._bucket = sum(best >= bound for bound in _BUCKETS)
         chance = self._right[self._bucket] / self._seen[self._bucket]
         for offset in range(length):
@@ -64,7 +64,7 @@ class RowLookup:
             source = best_end + offset
             # A match that reaches into the present goes on with its own copy: the text is in a loop.
             self._copied.append(tokens[source] if source < ends else self._copied[source - ends])
-        return self._copied, chance
+        return self._copied, log(chance)
 
     def _index(self) -> None:
         """Remember every n-gram that something follows, by where it ends."""
@@ -94,23 +94,17 @@ class Graft:
         self._tokens = tokens
         self._log_chances = log_chances
 
-    @property
-    def length(self) -> int:
-        """L, the longest copy of a row."""
-        return self._tokens.shape[1]
-
     @classmethod
-    def find(cls, rows: list[RowLookup], length: int, device: torch.device) -> Graft | None:
-        """Ask every row for up to `length` tokens; None if none has any."""
-        found = [row.suggest(length) for row in rows]
-        longest = max(len(copied) for copied, _ in found)
+    def of(cls, copies: list[tuple[list[int], float]], device: torch.device) -> Graft | None:
+        """What `RowLookup.suggest` found for each row; None if it found nothing for any."""
+        longest = max(len(copied) for copied, _ in copies)
         if longest == 0:
             return None
         tokens, chances = [], []
-        for copied, chance in found:
+        for copied, chance in copies:
             ended = longest - len(copied)
             tokens.append(copied + [0] * ended)
-            chances.append([log(min(max(chance, _WORTH), 0.999))] * len(copied) + [-inf] * ended)
+            chances.append([chance] * len(copied) + [-inf] * ended)
         return cls(torch.tensor(tokens, device=device), torch.tensor(chances, device=device))
 
     def extend(self, candidates: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # A child's score lies this much below its parent's, so that the best N nodes always hold whole paths.
-_STEP = 1e-4
+STEP = 1e-4
 
 
 @dataclass(frozen=True)
@@ -166,7 +166,7 @@ def grow_tree(
     root = history[:, -1:]
     if nodes == 1 or depth == 0:
         return DraftTree.chain(root)
-    scores = scores.float().clamp(max=-_STEP)
+    scores = scores.float().clamp(max=-STEP)
     if depth_limit is not None:
         beyond = torch.arange(1, depth + 1, device=device) > depth_limit[:, None]
         scores = scores.masked_fill(beyond[..., None], -inf)
@@ -179,7 +179,7 @@ def grow_tree(
     for i in range(depth):
         step = scores[:, i, None]
         if scorer is not None:
-            step = scorer(grown, step[:, 0]).clamp(max=-_STEP)
+            step = scorer(grown, step[:, 0]).clamp(max=-STEP)
             if depth_limit is not None:
                 step = step.masked_fill((depth_limit <= i)[:, None, None], -inf)
         extended = (best[..., None] + step).flatten(1)  # [B, W * K]

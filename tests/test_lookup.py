@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from math import exp, inf
+from math import inf
 from pathlib import Path
 from random import Random
 
@@ -50,7 +50,7 @@ def test_finds_the_longest_match(seed: int) -> None:
             assert copied == []
         else:
             found += 1
-            assert 0 < chance < 1
+            assert -inf < chance < 0
             assert copied == wanted[: len(copied)]
             assert copied, "a copy is put forward"
         text += [random.randrange(4) for _ in range(random.choice([1, 1, 2]))]
@@ -81,12 +81,13 @@ def test_learns_how_often_copies_are_right() -> None:
 def test_a_copy_grows_into_the_tree() -> None:
     """Row 0 copies five tokens, three deeper than the drafter goes; row 1 has nothing to copy."""
     rows = [RowLookup([7, 8, 11, 12, 13, 14, 15, 16, 7, 8]), RowLookup([1, 2, 3, 4])]
-    graft = Graft.find(rows, 5, torch.device("cpu"))
+    copies = [row.suggest(5) for row in rows]
+    graft = Graft.of(copies, torch.device("cpu"))
     assert graft is not None
     candidates = torch.tensor([[[1, 2], [3, 4]], [[1, 2], [3, 4]]])
     scores = torch.tensor([[[-3.0, -4.0]] * 2] * 2)
     wide, wide_scores = graft.extend(candidates, scores)
-    copied, chance = RowLookup([7, 8, 11, 12, 13, 14, 15, 16, 7, 8]).suggest(5)
+    copied, log_chance = copies[0]
     depth = len(copied)
     assert wide.shape == (2, max(2, depth), 3)
     assert torch.equal(wide[:, :2, :2], candidates)
@@ -104,12 +105,12 @@ def test_a_copy_grows_into_the_tree() -> None:
         assert (tree.tokens[row][real] >= 0).all(), "a place without a candidate became a node"
     assert paths[0] == copied
     assert len(paths[1]) <= 2
-    assert exp(float(boosted[0, 0, 0].max())) == pytest.approx(chance, rel=1e-4)
+    assert float(boosted[0, 0, 0].max()) == pytest.approx(log_chance, rel=1e-4)
     assert float(boosted[1, :, :, 2].max()) == -inf
 
 
 def test_nothing_to_copy() -> None:
-    assert Graft.find([RowLookup([1, 2, 3]), RowLookup([4])], 5, torch.device("cpu")) is None
+    assert Graft.of([RowLookup(text).suggest(5) for text in ([1, 2, 3], [4])], torch.device("cpu")) is None
 
 
 @pytest.mark.parametrize("size", [1, 4])

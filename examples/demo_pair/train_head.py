@@ -34,6 +34,8 @@ def main() -> None:
     parser.add_argument("--draft-length", type=int, default=8)
     parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
     parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--schedule", default="cosine", help="any lr_scheduler_type of transformers")
+    parser.add_argument("--start-from", type=Path, help="train this head on instead of a new one")
     parser.add_argument("--loss-chunk", type=int, default=16)
     parser.add_argument("--save-steps", type=int, default=250)
     parser.add_argument("--logging-steps", type=int, default=50)
@@ -45,14 +47,17 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    head = DartHead.from_target(
-        target,
-        tokenizer=tokenizer,
-        feature_layers=arguments.feature_layers,
-        num_layers=arguments.layers,
-        draft_length=arguments.draft_length,
-        target_name=arguments.target_name,
-    )
+    if arguments.start_from:
+        head = DartHead.from_pretrained(str(arguments.start_from), target=target, tokenizer=tokenizer)
+    else:
+        head = DartHead.from_target(
+            target,
+            tokenizer=tokenizer,
+            feature_layers=arguments.feature_layers,
+            num_layers=arguments.layers,
+            draft_length=arguments.draft_length,
+            target_name=arguments.target_name,
+        )
     sources = [
         PackedTokens(path, arguments.length, tokenizer.eos_token_id)
         for path in (arguments.corpus, arguments.regenerated)
@@ -70,7 +75,7 @@ def main() -> None:
             learning_rate=arguments.learning_rate,
             adam_beta2=0.95,
             max_grad_norm=1.0,
-            lr_scheduler_type="cosine",
+            lr_scheduler_type=arguments.schedule,
             warmup_steps=100,
             bf16=not arguments.no_bf16,
             use_cpu=not torch.cuda.is_available(),

@@ -89,8 +89,24 @@ class Ranker:
         return logits.masked_fill(logits < floor, -inf)
 
 
-def seen_tokens(ids: Tensor, vocab_size: int) -> Tensor:
-    """[B, V] bool: which tokens occur in each row of `ids` [B, n]."""
-    seen = torch.zeros(ids.shape[0], vocab_size, dtype=torch.bool, device=ids.device)
-    return seen.scatter_(1, ids, True)
+class SeenTokens:
+    """Which tokens occur in each row's text, kept up as the texts grow.
+
+    Args:
+        texts: per row its token ids so far; the lists are shared and grow from outside.
+    """
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        self._texts = texts
+        self._marked = [0] * len(texts)
+        self._seen: Tensor | None = None
+
+    def __call__(self, logits: Tensor) -> Tensor:
+        """[B, V] bool, on the device of `logits` [B, d, V]."""
+        if self._seen is None:
+            self._seen = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool, device=logits.device)
+        for row, text in enumerate(self._texts):
+            self._seen[row, torch.tensor(text[self._marked[row] :], dtype=torch.long, device=logits.device)] = True
+            self._marked[row] = len(text)
+        return self._seen
 

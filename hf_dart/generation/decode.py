@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from math import inf
 from typing import Any, cast
 
 import torch
@@ -14,9 +13,10 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.cache import tree_cache
-from hf_dart.generation.candidates import Ranker, seen_tokens
+from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_short_cache
+from hf_dart.generation.pace import Pace
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
 from hf_dart.generation.processors import needs_stocks_steps
@@ -26,9 +26,8 @@ from hf_dart.generation.stock_layers import undone_on_failure
 from hf_dart.generation.turns import Draft, leave, take_up
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.generation.walk import Accepted, Walker
-from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal, Verified
-from hf_dart.tree import DraftTree, Transitions, grow_tree
+from hf_dart.tree import DraftTree
 
 # The first allocation of the key and value buffers reaches this far behind the prompt; they double from there.
 _HEADROOM = 512
@@ -99,6 +98,7 @@ def speculative_generate(
             with stats.phase("commit"):
                 call.commit(accepted)
                 stats.count(accepted.counts, limits, tree.size)
+                call.pace.count(accepted.counts, limits, tree.size)
         output = call.result(stats, features, accepted)
     except BaseException as failure:
         call.break_off(streaming.position_at(failure))
@@ -116,10 +116,10 @@ class _Call:
     ) -> None:
         self.model, self.drafter, self.config = model, drafter, config
         self.generation_config, self.processors = generation_config, processors
-        self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
-        self.rank = Ranker(processors, config.top_k)
         self.noise: NoiseStream | None = None
+        self.pace = Pace(config)
         self.proposal: Proposal | None = None
+        self.pending: list[Verified] = []  # while drafting pauses
 
     def prefill(
         self, input_ids: Tensor, rows: Rows, streaming: Streaming, model_kwargs: dict[str, Any]
@@ -139,7 +139,7 @@ class _Call:
         refuse_short_cache(stock, total + rows.room(0) - 1)
 
         self.rows = rows
-        self.lookups = [RowLookup(tokens) for tokens in rows.tokens]
+        self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
         self.first_slot = total - input_ids.shape[1]
         draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
         self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
@@ -181,12 +181,17 @@ class _Call:
         self.noise.forget_before(rows.slowest())
         return [min(room, end - emitted) for room, emitted in zip(rooms, rows.emitted, strict=True)]
 
-    def propose(self, features: Tensor, accepted: Accepted) -> Proposal:
-        """Hand the accepted positions to the drafter, each with the token behind it; it drafts on."""
-        proposal = self.drafter.propose(self.draft.state, *self.verified(features, accepted), self.depth)
-        if self.proposal is not None and 0 in accepted.counts:
+    def propose(self, features: Tensor, accepted: Accepted) -> Proposal | None:
+        """Hand the accepted positions to the drafter, each with the token behind it; None while drafting pauses."""
+        self.pending.append(self.verified(features, accepted))
+        if not self.pace.drafting:
+            return None
+        taken, next_tokens, counts = _joined(self.pending)
+        self.pending = []
+        proposal = self.drafter.propose(self.draft.state, taken, next_tokens, counts, self.grower.depth)
+        if self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
-            proposal = proposal.where(torch.tensor(accepted.counts) > 0, self.proposal)
+            proposal = proposal.where(counts > 0, self.proposal)
         if self.rows.in_step and True in self.rows.ended:
             # Rows that are only filled up must not hold up the others.
             proposal.logits[torch.tensor(self.rows.ended), :, self.rows.pad] = _CERTAIN
@@ -203,49 +208,16 @@ class _Call:
             torch.tensor(accepted.counts),
         )
 
-    def grow(self, proposal: Proposal, limits: list[int]) -> DraftTree:
-        """Rank the draft's tokens, with the noise they will be drawn with, and grow the tree."""
-        rows, logits = self.rows, proposal.logits
+    def grow(self, proposal: Proposal | None, limits: list[int]) -> DraftTree:
+        """Grow the trees, ranked with the noise that their tokens will be drawn with."""
+        if proposal is None:
+            return DraftTree.chain(self.rows.recent([1] * len(self.rows), 1))
         gumbel = None
         if self.noise is not None and self.config.shared_noise:
-            gumbel = self.noise.gumbel(rows.emitted, self.depth)
-        seen = None
-        if self.rank.needs_history:
-            seen = seen_tokens(rows.ids_at_length_of(rows.emitted.index(max(rows.emitted))), logits.shape[-1])
-        candidates, scores = (ranked.to(rows.device) for ranked in self.rank(logits, gumbel, seen))
-        roots = rows.recent([1] * len(rows), 1)
-        graft = None
-        if self.config.lookup:
-            graft = Graft.find(self.lookups, min(self.config.lookup, max(limits)), rows.device)
-        if graft is not None:
-            candidates, scores = graft.extend(candidates, scores)
-        scorer = self.scorer(proposal, roots[:, 0], candidates, scores, graft)
+            gumbel = self.noise.gumbel(self.rows.emitted, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        return grow_tree(
-            roots,
-            candidates,
-            scores,
-            nodes=self.config.resolve_nodes(len(rows), rows.device.type, graft.length if graft else 0),
-            beam=self.config.beam,
-            depth_limit=torch.tensor(deepest, device=rows.device) if min(deepest) < candidates.shape[1] else None,
-            scorer=scorer,
-        )
-
-    def scorer(
-        self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, graft: Graft | None
-    ) -> Transitions | None:
-        """What makes a candidate depend on the one in front of it: the drafter's selector, copied text."""
-        drafted = slice(0, self.depth)
-        table = self.drafter.transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
-        if table is None and graft is None:
-            return None
-        width, deeper = candidates.shape[2], candidates.shape[1] - self.depth
-        if table is None:
-            table = scores[:, :, None].expand(-1, -1, width, -1)
-        elif deeper > 0:
-            table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
-        return Transitions(table if graft is None else graft.boost(candidates, table))
+        return self.grower(proposal, gumbel, deepest)
 
     def commit(self, accepted: Accepted) -> None:
         """Keep what was accepted: cache entries, and hidden states if they were asked for."""
@@ -266,7 +238,7 @@ class _Call:
         sequences = self.rows.sequences()
         self.leave_generator(self.rows.steps)
         if self.returns_cache:
-            pending = [self.verified(features, accepted), *self.level_rows(sequences)]
+            pending = [*self.pending, self.verified(features, accepted), *self.level_rows(sequences)]
             self.cache.write_back(self.rows.steps - 1)
             leave(self.stock_cache, self.drafter, self.draft, pending, self.first_slot, sequences.clone())
         if not self.generation_config.return_dict_in_generate:
@@ -313,3 +285,18 @@ class _Call:
         """Leave the default generator as stock would have after `position` tokens per row."""
         if self.noise is not None and not self.rows.in_step:  # in step, tokens are drawn from it as they come
             self.noise.leave_as_stock(position)
+
+
+def _tuple(tensors: list[Tensor] | None) -> Any:
+    return None if tensors is None else tuple(tensors)
+
+
+def _joined(chunks: list[Verified]) -> Verified:
+    """One chunk of all, each row's real entries in front."""
+    if len(chunks) == 1:
+        return chunks[0]
+    features, tokens = (torch.cat(parts, dim=1) for parts in list(zip(*chunks, strict=True))[:2])
+    real = torch.cat([torch.arange(chunk[1].shape[1]) < chunk[2][:, None] for chunk in chunks], dim=1)
+    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    gathered = features.gather(1, order.to(features.device)[..., None].expand_as(features))
+    return gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1)

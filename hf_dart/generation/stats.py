@@ -17,7 +17,8 @@ class DraftStats:
 
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
-        row_rounds: the same, counted once for every row that was still running.
+        plain_rounds: those of them that verified the root alone: no draft, or none worth a node.
+        row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
@@ -27,6 +28,7 @@ class DraftStats:
     """
 
     rounds: int = 0
+    plain_rounds: int = 0
     row_rounds: int = 0
     tokens: int = 0
     drafted: int = 0
@@ -67,6 +69,7 @@ class DraftStats:
             nodes: size of the tree, its root included.
         """
         self.rounds += 1
+        self.plain_rounds += nodes == 1
         self.committed.append(emitted)
         for tokens, limit in zip(emitted, limits, strict=True):
             if limit == 0:
@@ -79,6 +82,7 @@ class DraftStats:
     def merge(self, other: DraftStats) -> None:
         """Add what another call did."""
         self.rounds += other.rounds
+        self.plain_rounds += other.plain_rounds
         self.row_rounds += other.row_rounds
         self.tokens += other.tokens
         self.drafted += other.drafted
@@ -96,6 +100,7 @@ class DraftStats:
         """Everything above but the single rounds, ready for JSON."""
         return {
             "rounds": self.rounds,
+            "plain_rounds": self.plain_rounds,
             "row_rounds": self.row_rounds,
             "tokens": self.tokens,
             "tau": self.tau,

@@ -1,0 +1,127 @@
+"""From a proposal to the trees of one round: rank, look up, score pairs, grow."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from hf_dart.best_first import RowDraft, best_first
+from hf_dart.configuration import TreeConfig
+from hf_dart.generation.candidates import Ranker, SeenTokens
+from hf_dart.lookup import Graft, RowLookup
+from hf_dart.proposal import Drafter, Proposal
+from hf_dart.tree import DraftTree, Transitions, grow_tree
+
+
+class TreeGrower:
+    """Grows the trees of one `generate` call. Nothing here can change the output.
+
+    Args:
+        drafter: whose proposals grow.
+        config: how.
+        processors: of the call, to be imitated in the ranking.
+        texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
+        device: where the target takes its input ids.
+    """
+
+    def __init__(
+        self,
+        drafter: Drafter[Any],
+        config: TreeConfig,
+        processors: LogitsProcessorList,
+        texts: list[list[int]],
+        device: torch.device,
+    ) -> None:
+        self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
+        self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
+        self._rank = Ranker(processors, config.top_k)
+        self._seen = SeenTokens(texts) if self._rank.needs_history else None
+        self._lookups = [RowLookup(text) for text in texts]
+
+    def __call__(self, proposal: Proposal, gumbel: Tensor | None, deepest: list[int]) -> DraftTree:
+        """The trees [B, N] behind the last committed tokens.
+
+        Args:
+            proposal: `depth` distributions per row.
+            gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
+                or to rank without it.
+            deepest: deepest node per row.
+        """
+        seen = None if self._seen is None else self._seen(proposal.logits)
+        candidates, scores = (ranked.to(self._device) for ranked in self._rank(proposal.logits, gumbel, seen))
+        copies = [([], -inf) for _ in self._texts]
+        if self._config.lookup:
+            longest = min(self._config.lookup, max(deepest) + 1)
+            copies = [lookup.suggest(longest) for lookup in self._lookups]
+        grow = self._on_host if self._device.type == "cpu" else self._on_device
+        return grow(proposal, candidates, scores, copies, deepest)
+
+    def _on_host(
+        self,
+        proposal: Proposal,
+        candidates: Tensor,
+        scores: Tensor,
+        copies: list[tuple[list[int], float]],
+        deepest: list[int],
+    ) -> DraftTree:
+        tokens = candidates.tolist()
+        if any(copied for copied, _ in copies):
+            # Copied tokens join the candidates, so that a drafted token behind one is scored like any other.
+            for row, (copied, _) in zip(tokens, copies, strict=True):
+                for depth, known in enumerate(row):
+                    fresh = depth < len(copied) and copied[depth] not in known
+                    known.append(copied[depth] if fresh else -1)
+            candidates = torch.tensor(tokens)
+            scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
+        roots = [text[-1] for text in self._texts]
+        table = self._drafter.transitions(proposal, torch.tensor(roots), candidates, scores)
+        pairs = (scores[:, :, None] if table is None else table).tolist()
+        drafts = [
+            RowDraft(root, row, scored, limit, copied, chance)
+            for root, row, scored, limit, (copied, chance) in zip(roots, tokens, pairs, deepest, copies, strict=True)
+        ]
+        # An accelerator verifies many nodes in the time of one; on a CPU each has to be worth its place.
+        cost = self._config.node_cost if self._config.nodes is None else 0.0
+        return best_first(drafts, nodes=self._config.resolve_nodes(len(roots), "cpu"), node_cost=cost)
+
+    def _on_device(
+        self,
+        proposal: Proposal,
+        candidates: Tensor,
+        scores: Tensor,
+        copies: list[tuple[list[int], float]],
+        deepest: list[int],
+    ) -> DraftTree:
+        graft = Graft.of(copies, self._device)
+        if graft is not None:
+            candidates, scores = graft.extend(candidates, scores)
+        roots = torch.tensor([[text[-1]] for text in self._texts], device=self._device)
+        limited = min(deepest) < candidates.shape[1]
+        return grow_tree(
+            roots,
+            candidates,
+            scores,
+            nodes=self._config.resolve_nodes(len(roots), self._device.type),
+            beam=self._config.beam,
+            depth_limit=torch.tensor(deepest, device=self._device) if limited else None,
+            scorer=self._scorer(proposal, roots[:, 0], candidates, scores, graft),
+        )
+
+    def _scorer(
+        self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, graft: Graft | None
+    ) -> Transitions | None:
+        """What makes a candidate depend on the one in front of it: the drafter's selector, copied text."""
+        drafted = slice(0, self.depth)
+        table = self._drafter.transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
+        if table is None and graft is None:
+            return None
+        width, deeper = candidates.shape[2], candidates.shape[1] - self.depth
+        if table is None:
+            table = scores[:, :, None].expand(-1, -1, width, -1)
+        elif deeper > 0:
+            table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
+        return Transitions(table if graft is None else graft.boost(candidates, table))
