@@ -139,6 +139,7 @@ def _assemble(roots: list[int], rows: list[list[_Node]], size: int) -> DraftTree
         for place, node in enumerate(nodes, start=1):
             tokens[row, place], parents[row, place], depths[row, place] = node.token, node.parent, node.depth
             ancestors[row, place] |= ancestors[row, node.parent]
+    as_tensor = torch.from_numpy
     return DraftTree(
-        *(torch.from_numpy(array) for array in (tokens, parents, depths, ancestors)), int(depths.max())
+        as_tensor(tokens), as_tensor(parents), as_tensor(depths), as_tensor(ancestors), int(depths.max())
     )

@@ -87,7 +87,7 @@ def test_the_output_is_stocks(family: str, size: int, sample: bool) -> None:
     target = tiny_target(family)
     head = bidirectional_head(target, num_layers=2)
     inputs = prompts([9, 3, 7, 13][:size])
-    for tree in (None, TreeConfig(depth=2), TreeConfig.chain(5)):
+    for tree in (None, TreeConfig(nodes=8, depth=2), TreeConfig.chain(5)):
         options = {"do_sample": sample, "max_new_tokens": 24, **({"top_k": 0} if sample else {})}
         assert_identical(target, head, inputs, **options, tree_config=tree, into=EXACT)
 

@@ -121,7 +121,7 @@ def test_looping_text_is_copied(size: int) -> None:
     inputs = prompts([11] * size)
     taus = []
     for lookup in (0, 24):
-        assert_identical(target, head, inputs, **GREEDY, tree_config=TreeConfig(lookup=lookup))
+        assert_identical(target, head, inputs, **GREEDY, tree_config=TreeConfig(nodes=8, lookup=lookup))
         assert head.last_stats is not None
         taus.append(head.last_stats.tau)
     assert taus[1] > taus[0] + 0.1
@@ -157,12 +157,12 @@ def test_a_selector_changes_no_token(size: int, options: dict[str, object], tmp_
             weight.add_(0.5 * torch.randn(weight.shape, dtype=weight.dtype))
     inputs = prompts([7] if size == 1 else [9, 3, 7, 12])
     for lookup in (0, 24):
-        assert_identical(target, head, inputs, **options, tree_config=TreeConfig(lookup=lookup))
+        assert_identical(target, head, inputs, **options, tree_config=TreeConfig(nodes=8, lookup=lookup))
     drafted = head.last_stats.to_dict() | {"seconds": None}
 
     head.save_pretrained(tmp_path)
     loaded = DartHead.from_pretrained(str(tmp_path), target=target)
-    assert_identical(target, loaded, inputs, **options)
+    assert_identical(target, loaded, inputs, **options, tree_config=TreeConfig(nodes=8, lookup=24))
     assert loaded.last_stats.to_dict() | {"seconds": None} == drafted
 
 

@@ -147,9 +147,11 @@ def tiny_target(
 
 
 def tiny_head(target: Any, **config: Any) -> DartHead:
-    """A random head for a tiny target."""
+    """A random head for a tiny target; its trees are of a given size, since no node of theirs is worth its cost."""
     fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3}
-    return DartHead.from_target(target, **{**fields, **config})
+    head = DartHead.from_target(target, **{**fields, **config})
+    head.tree_config = TreeConfig(nodes=8)
+    return head
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
@@ -191,7 +193,7 @@ class ReplayDrafter(Drafter[ReplayState]):
         self.misses = torch.tensor(misses)
         self._draft_length, self._hidden_layers = draft_length, list(hidden_layers)
         self._generator = torch.Generator().manual_seed(seed)
-        self.tree_config = TreeConfig(shared_noise=False, lookup=0)
+        self.tree_config = TreeConfig(nodes=8, shared_noise=False, lookup=0)
         self.last_stats = None
 
     @property

@@ -53,7 +53,7 @@ class TreeGrower:
         """
         seen = None if self._seen is None else self._seen(proposal.logits)
         candidates, scores = (ranked.to(self._device) for ranked in self._rank(proposal.logits, gumbel, seen))
-        copies = [([], -inf) for _ in self._texts]
+        copies: list[tuple[list[int], float]] = [([], -inf) for _ in self._texts]
         if self._config.lookup:
             longest = min(self._config.lookup, max(deepest) + 1)
             copies = [lookup.suggest(longest) for lookup in self._lookups]

@@ -1,0 +1,179 @@
+"""Trees grown on the host: the same nodes as the tensor path's, no more than are worth it, and pauses."""
+
+from __future__ import annotations
+
+from math import exp, inf
+from random import Random
+
+import pytest
+import torch
+from compare import assert_identical
+from tiny import prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from hf_dart import TreeConfig
+from hf_dart.best_first import RowDraft, best_first
+from hf_dart.generation.grow import TreeGrower
+from hf_dart.generation.pace import Pace
+from hf_dart.proposal import Proposal
+from hf_dart.tree import DraftTree, Transitions, grow_tree
+
+Path = tuple[int, ...]
+
+
+def paths(tree: DraftTree, row: int) -> set[Path]:
+    """The drafted tokens from the root to each real node, by the ancestor masks."""
+    real = (tree.parents[row] >= 0).nonzero().flatten().tolist()
+    return {tuple(tree.tokens[row][tree.ancestors[row, node]].tolist()[1:]) for node in real}
+
+
+def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Candidates [B, d, K], distinct within a depth, and transitions [B, d, K, K]."""
+    generator = torch.Generator().manual_seed(seed)
+    candidates = torch.rand(batch, depth, 50, generator=generator).argsort(-1)[..., :width]
+    table = (2 * torch.randn(batch, depth, width, width, generator=generator)).log_softmax(-1)
+    table[:, 0] = table[:, 0, :1]  # the root is in front of the first
+    return candidates, table
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize(("depth", "width", "nodes"), [(1, 6, 4), (3, 4, 12), (4, 3, 30), (5, 2, 9), (3, 3, 200)])
+def test_grows_the_nodes_of_the_tensor_path(depth: int, width: int, nodes: int, seed: int) -> None:
+    candidates, table = random_draft(3, depth, width, seed)
+    limits = [depth, max(1, depth - 1), 0]
+    roots = [7, 8, 9]
+    drafts = [
+        RowDraft(root, tokens, pairs, limit)
+        for root, tokens, pairs, limit in zip(roots, candidates.tolist(), table.tolist(), limits, strict=True)
+    ]
+    found = best_first(drafts, nodes=nodes)
+    wanted = grow_tree(
+        torch.tensor(roots)[:, None],
+        candidates,
+        table[:, :, 0],
+        nodes=nodes,
+        beam=width**depth,  # no beam at all
+        depth_limit=torch.tensor(limits),
+        scorer=Transitions(table),
+    )
+    for row in range(3):
+        assert paths(found, row) == paths(wanted, row)
+    again = DraftTree.from_parents(found.tokens, found.parents, depth)
+    assert torch.equal(found.depths, again.depths)
+    assert torch.equal(found.ancestors, again.ancestors)
+    assert found.max_depth == int(found.depths.max())
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None) -> None:
+    """Copies, selector, noise and penalty reach the host's trees as they reach the device's."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target, selector_rank=rank)
+    generator = torch.Generator().manual_seed(3)
+    if rank:
+        with torch.no_grad():
+            for weight in head.selector.parameters():
+                weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
+    random = Random(1)
+    text = [random.randrange(3, 40) for _ in range(9)]
+    texts = [[*text, *text[:4]], [random.randrange(3, 40) for _ in range(6)], [5, 6, 5, 6, 5, 6, 5]]
+    proposal = Proposal(
+        torch.randn(3, 4, 48, dtype=torch.float64, generator=generator),
+        torch.randn(3, 4, head.config.hidden_size, dtype=torch.float64, generator=generator),
+    )
+    gumbel = -torch.empty(3, 4, 48).exponential_(1, generator=generator).log() if noisy else None
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
+    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=10**6, lookup=7)
+    found = []
+    for way in ("_on_host", "_on_device"):
+        grower = TreeGrower(head, config, processors, texts, torch.device("cpu"))
+        for other in {"_on_host", "_on_device"} - {way}:
+            setattr(grower, other, getattr(grower, way))
+        tree = grower(proposal, gumbel, [9, 3, 9])
+        found.append([paths(tree, row) for row in range(3)])
+    assert found[0] == found[1]
+    assert max(map(len, found[0][0])) > 4, "a copy goes deeper than the drafter"
+    assert max(map(len, found[0][1])) <= 3
+
+
+def test_no_node_that_costs_more_than_it_brings() -> None:
+    """The size is the one that maximises expected tokens per cost, found here by trying every size."""
+    shrunk = 0
+    for seed in range(20):
+        candidates, table = random_draft(2, 3, 4, seed)
+        lists = zip(candidates.tolist(), table.tolist(), strict=True)
+        drafts = [RowDraft(1, tokens, pairs, 3) for tokens, pairs in lists]
+        cost = 0.02 + 0.01 * seed
+        rates = []
+        for nodes in range(1, 21):
+            tree = best_first(drafts, nodes=nodes)
+            expected = 2.0
+            for row, draft in enumerate(drafts):
+                for path in paths(tree, row):
+                    columns = [draft.candidates[depth].index(token) for depth, token in enumerate(path)]
+                    steps = zip(draft.table, [0, *columns], columns, strict=False)
+                    expected += exp(sum(min(pairs[front][column], -1e-4) for pairs, front, column in steps))
+            rates.append(expected / (1 + 2 * cost * (nodes - 1)))
+        size = best_first(drafts, nodes=20, node_cost=cost).size
+        assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
+        shrunk += size < 20
+    assert shrunk > 10
+
+
+def test_nothing_to_grow() -> None:
+    tree = best_first([RowDraft(5, [[1, 2]], [[[-1.0, -2.0]]], -1), RowDraft(6, [[-1]], [[[-1.0]]], 1)], nodes=8)
+    assert tree.tokens.tolist() == [[5], [6]]
+    assert tree.max_depth == 0
+    copied = best_first([RowDraft(5, [[1]], [[[-inf]]], 4, copied=[1, 2, 3], log_chance=-0.1)], nodes=8)
+    assert paths(copied, 0) == {(1,), (1, 2), (1, 2, 3)}
+
+
+# ---- pauses -----------------------------------------------------------------------------------------------
+
+
+def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
+    """Play rounds; which of them were drafted."""
+    drafted = []
+    for _ in range(count):
+        drafted.append(pace.drafting)
+        pace.count(emitted if pace.drafting else [min(1, tokens) for tokens in emitted], [50] * len(emitted), nodes)
+    return drafted
+
+
+def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
+    pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0))
+    drafted = rounds(pace, 400, [1, 1], nodes=6)
+    assert drafted[:8] == [True] * 8
+    pauses = [len(run) for run in "".join("d" if d else "." for d in drafted).split("d") if run]
+    assert pauses[:4] == [16, 32, 64, 128]
+
+
+def test_drafts_that_pay_go_on() -> None:
+    for config, emitted, nodes in (
+        (TreeConfig(draft_cost=0.3, node_cost=0.1), [2], 7),
+        (TreeConfig(draft_cost=0.3, node_cost=0.1), [2, 2], 4),
+        (TreeConfig(draft_cost=9.0, nodes=8), [1], 8),
+    ):
+        assert all(rounds(Pace(config), 50, emitted, nodes))
+    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1)), 50, [2, 2], 5))
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
+def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) -> None:
+    """Rows that stop early, stand still or run ahead while drafting pauses take their positions in later."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
+    for eos in ([], [5, 11]):
+        stopping = {"eos_token_id": eos, "pad_token_id": 0} if eos else {}
+        assert_identical(target, head, prompts(lengths), **options, **stopping, max_new_tokens=90, tree_config=config)
+        stats = head.last_stats
+        assert stats is not None
+        if not eos:
+            assert stats.plain_rounds >= 16
+            assert stats.rounds > stats.plain_rounds + 8, "drafting was tried again"
+            assert stats.accepted > 0
