@@ -287,10 +287,6 @@ class _Call:
             self.noise.leave_as_stock(position)
 
 
-def _tuple(tensors: list[Tensor] | None) -> Any:
-    return None if tensors is None else tuple(tensors)
-
-
 def _joined(chunks: list[Verified]) -> Verified:
     """One chunk of all, each row's real entries in front."""
     if len(chunks) == 1:
