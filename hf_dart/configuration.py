@@ -103,6 +103,11 @@ class DartConfig(PreTrainedConfig):
                 f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
                 "language model (AutoModelForCausalLM)."
             )
+        if not hasattr(text, "num_attention_heads"):
+            raise ValueError(
+                f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
+                "assistant=."
+            )
         hidden = int(text.hidden_size)
         heads = int(text.num_attention_heads)
         layers = int(text.num_hidden_layers)

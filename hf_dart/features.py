@@ -29,12 +29,15 @@ def features_request(layers: list[int]) -> dict[str, Any]:
 def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
     """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
+    A model that keeps several streams of hidden states, [streams, B, N, width] (Gemma 3n), gives their mean.
+
     Raises:
-        ValueError: the model's hidden states are not [B, N, width] (Gemma 3n keeps several streams).
+        ValueError: the model's hidden states are shaped otherwise.
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
     states = [outputs.hidden_states[index] for index in layers]
+    states = [state.mean(0) if state.ndim == 4 and state.shape[1:3] == like.shape else state for state in states]
     if any(state.ndim != 3 for state in states):
         raise ValueError(
             "This target's hidden states have more than one stream per position and cannot be fused into features; it "

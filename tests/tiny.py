@@ -10,132 +10,24 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from families import EXPERTS_IN_A_LOOP, FAMILIES, PAD, REFUSED
+from families import VOCABULARY as VOCABULARY
+from families import WINDOW as WINDOW
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.proposal import Drafter, Proposal
 
-VOCABULARY = 48
-WINDOW = 10
-PAD = 0
-
-_ROTARY = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-    "tie_word_embeddings": False,
-}
-_LEARNED = {
-    "vocab_size": VOCABULARY,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 256,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
-_EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-_LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 8,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "num_key_value_heads": 4,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 24,
-    "first_k_dense_replace": 1,
-}
-_LINEAR = {
-    "num_hidden_layers": 4,
-    "layer_types": ["linear_attention"] * 3 + ["full_attention"],
-    "linear_num_value_heads": 4,
-    "linear_num_key_heads": 2,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-}
-_MIXED = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-
-FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", _ROTARY),
-    "qwen3": ("qwen3", _ROTARY),
-    "gemma3": (
-        "gemma3_text",
-        {**_ROTARY, **_MIXED, "query_pre_attn_scalar": 8, "tie_word_embeddings": True},
-    ),
-    "mistral": ("mistral", {**_ROTARY, "sliding_window": WINDOW}),
-    "gpt2": ("gpt2", _LEARNED),
-    "qwen3_moe": ("qwen3_moe", {**_ROTARY, **_EXPERTS}),
-    "deepseek_v3": ("deepseek_v3", {**_ROTARY, **_LATENT}),
-    # More cache layer kinds and mask forms.
-    "deepseek_v32": (
-        "deepseek_v32",
-        {**_ROTARY, **_LATENT, "index_topk": 256, "index_head_dim": 16, "index_n_heads": 2},
-    ),
-    "gemma2": ("gemma2", {**_ROTARY, **_MIXED, "query_pre_attn_scalar": 8}),
-    "gpt_oss": ("gpt_oss", {**_ROTARY, **_MIXED, "num_local_experts": 4, "num_experts_per_tok": 2}),
-    "phi3": ("phi3", {**_ROTARY, "sliding_window": WINDOW}),
-    # Refused.
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            "vocab_size": VOCABULARY,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": WINDOW,
-            "max_position_embeddings": 256,
-            "pad_token_id": PAD,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-        },
-    ),
-    "bloom": ("bloom", {**_LEARNED, "hidden_size": 32}),
-    "mpt": (
-        "mpt",
-        {
-            "vocab_size": VOCABULARY,
-            "d_model": 32,
-            "n_layers": 2,
-            "n_heads": 4,
-            "max_seq_len": 256,
-            "pad_token_id": PAD,
-            "bos_token_id": 1,
-            "eos_token_id": None,
-        },
-    ),
-    "lfm2": (
-        "lfm2",
-        {**_ROTARY, "layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_auto_adjust_ff_dim": False},
-    ),
-    "qwen3_5": ("qwen3_5_text", {**_ROTARY, **_LINEAR}),
-}
-_MOE = {"qwen3_moe", "deepseek_v3", "deepseek_v32", "gpt_oss"}
-
 
 def tiny_target(
     family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any
 ) -> Any:
     """A random causal LM in eval mode; the global generators are not moved."""
-    model_type, fields = FAMILIES[family]
+    model_type, fields = {**FAMILIES, **REFUSED}[family]
     options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
-    if family in _MOE:
-        options["experts_implementation"] = "eager"  # the grouped kernels take no float64
+    if family in EXPERTS_IN_A_LOOP:
+        options["experts_implementation"] = "eager"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[model_type](**{**fields, **config}), **options)

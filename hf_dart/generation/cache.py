@@ -98,6 +98,11 @@ class TreeCache(ABC):
                     layer.indexer_keys = None
 
 
+def keeps_only_states(cache: Cache) -> bool:
+    """Whether all layers keep keys and values and nothing else per position."""
+    return all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(cache))
+
+
 def tree_cache(prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
     """Take over a prefilled stock cache.
 
@@ -107,7 +112,7 @@ def tree_cache(prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> 
         capacity: positions to make room for at first.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
     """
-    if all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(prefilled)):
+    if keeps_only_states(prefilled):
         return RaggedCache(prefilled, pads, capacity, keep)
     return RightAlignedCache(prefilled, pads, keep)
 

@@ -24,7 +24,7 @@ from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.stock_layers import undone_on_failure
 from hf_dart.generation.turns import Draft, leave, take_up
-from hf_dart.generation.verify import Verifier, mask_kinds
+from hf_dart.generation.verify import Verifier, mask_kinds, refuse_crossing
 from hf_dart.generation.walk import Accepted, Walker
 from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.tree import DraftTree
@@ -72,7 +72,8 @@ def speculative_generate(
     Raises:
         ValueError: something was asked for that could not equal stock's output.
     """
-    prove(model)
+    tree_config = tree_config or assistant.tree_config
+    prove(model, _slots(input_ids, generation_config, model_kwargs)[2] + max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
@@ -80,7 +81,7 @@ def speculative_generate(
     stats = DraftStats()
     streaming = Streaming(streamer, rows)
     with stats.phase("prefill"):
-        call = _Call(model, assistant, tree_config or assistant.tree_config, generation_config, logits_processor)
+        call = _Call(model, assistant, tree_config, generation_config, logits_processor)
         logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
     try:
         tree = DraftTree.chain(input_ids.new_zeros(len(rows), 1))  # a root that nobody looks at
@@ -131,12 +132,12 @@ class _Call:
         config, batch = self.generation_config, len(rows)
         stock = refuse_cache(model_kwargs.get("past_key_values"))
         cached = int(stock.get_seq_length())
-        mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
-        prompt = input_ids if embeddings is None else embeddings
-        total = max(prompt.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
+        mask = model_kwargs.get("attention_mask")
+        prompt, total, most = _slots(input_ids, config, model_kwargs)
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
+        refuse_crossing(self.model, pads, cached, total, most)
         capacity = total + min(rows.room(0), _HEADROOM)
-        refuse_short_cache(stock, total + rows.room(0) - 1)
+        refuse_short_cache(stock, most - 1)
 
         self.rows = rows
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
@@ -148,10 +149,10 @@ class _Call:
         )
         layers = self.drafter.feature_layers
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
-        self.stock_cache = stock
         with undone_on_failure(stock):
             outputs = PrefillRecorder(self.model, feed, layers).prefill(input_ids, config, model_kwargs)
-            refuse_cache(stock)  # some layers show their kind only when they are first used
+            # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
+            self.stock_cache = stock = refuse_cache(outputs.past_key_values)
             kinds = mask_kinds(self.model, stock)
             self.cache = tree_cache(stock, pads, capacity, keep=self.returns_cache)
         assert feed.last is not None
@@ -296,3 +297,11 @@ def _joined(chunks: list[Verified]) -> Verified:
     order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
     gathered = features.gather(1, order.to(features.device)[..., None].expand_as(features))
     return gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1)
+
+
+def _slots(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> tuple[Tensor, int, int]:
+    """The prompt (ids or embeddings); its slots, a cached prefix included; and those of all that may be generated."""
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeddings is None else embeddings
+    total = max(prompt.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
+    return prompt, total, total + int(config.max_length) - input_ids.shape[1]

@@ -1,7 +1,19 @@
-"""Proof by trial: a random tree through the target, held against its own plain forward."""
+"""Proof by trial: a random tree through the target, held against its own plain forward.
+
+A rule that depends on length shows only behind that length: a window hides nothing from a short text. So the
+tree is run on 12 tokens and again on both sides of every length that the cache's layers or the config name
+(`_Trial.marks`). Those long texts are never computed: the target's own keys and values are repeated until the cache
+is that long, which costs what a few decoding steps on it cost, whatever the window. Ours and stock's forward
+start from copies of the same cache, so the comparison is as sharp as on a real text; and because one entry
+among thousands would drown in rounding, the entries at the edge of each window are enlarged.
+"""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,88 +21,182 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_dart.generation.cache import tree_cache
+from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import refuse_cache, refuse_model
-from hf_dart.generation.verify import Verifier, mask_kinds
+from hf_dart.generation.stock_layers import attention_layers, window_of
+from hf_dart.generation.verify import Verifier, mask_kinds, position_limit
 from hf_dart.tree import DraftTree
 
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 _PATHS = ([0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4])
+# From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
+# behind, every node is past it.
+_AROUND = (-3, 5)
+# Longer cache prefixes are built only by a call that needs as much memory itself.
+_AT_ATTACH = 8191
+# Entries at the edge of a window are made this much louder than the others, at most.
+_LOUDEST = 64.0
 
-# Models (with attention choice and dtype) that were proved right in this process.
-_proved: WeakKeyDictionary[Any, set[tuple[str, torch.dtype]]] = WeakKeyDictionary()
+# Texts that may differ before a target is refused.
+_TRIES = 3
+
+# Models, and up to how many slots each was proved right in this process with an attention and a dtype.
+_proved: WeakKeyDictionary[Any, dict[tuple[str, torch.dtype], int]] = WeakKeyDictionary()
+
+
+class _RefusalError(ValueError):
+    """A sentence that the user is to read as it is."""
+
+
+@contextmanager
+def _explained(model: Any) -> Iterator[None]:
+    """Unknown code may fail on a tree in any way at all."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, _RefusalError):
+        raise
+    except Exception as failure:
+        raise ValueError(
+            f"{type(model).__name__} cannot run a token tree ({type(failure).__name__}: {failure}); call generate "
+            "without assistant=."
+        ) from failure
 
 
 @torch.no_grad()
-def prove(model: Any) -> None:
+def prove(model: Any, slots: int | None = None) -> None:
     """Check once per model, attention and dtype that tree verification is right for it.
 
-    Runs an 8-node tree on 12 random tokens, commits one path, runs one more token, and compares all logits
-    with plain forwards. What a plain forward itself differs by when it is cut in two sets the tolerance.
+    Runs an 8-node tree, commits one path, runs one more token, and compares all logits with plain forwards from
+    the same cache. What a plain forward itself differs by when it is fed token by token sets the tolerance.
     The global generators are not moved.
+
+    Args:
+        model: the target.
+        slots: cache slots that the coming call may fill, tree nodes included; by default the target's position
+            table, but at most 8191.
 
     Raises:
         ValueError: the target computes something else for a tree; it is not supported.
     """
     refuse_model(model)
     case = (model.config.get_text_config(decoder=True)._attn_implementation, model.dtype)
-    if case in _proved.setdefault(model, set()):
+    proved = _proved.setdefault(model, {})
+    last_position = position_limit(model)[0]
+    if slots is None:
+        slots = min(_AT_ATTACH, last_position)
+    if slots <= proved.get(case, 0):
         return
-    generator = torch.Generator().manual_seed(0)
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = torch.randint(vocabulary, (1, _PROMPT + len(_PARENTS) + 1), generator=generator)
-    tokens = tokens.to(model.get_input_embeddings().weight.device)
-    try:
-        error, whole, plain = _tree_against_plain(model, *tokens.split([_PROMPT, len(_PARENTS), 1], dim=1))
-    except (RuntimeError, TypeError, IndexError, ValueError) as failure:
-        raise ValueError(
-            f"{type(model).__name__} cannot run a token tree ({failure}); call generate without assistant=."
-        ) from failure
-    # Some families compute parts in fp32 whatever their dtype.
-    rounding = 64 * max(torch.finfo(model.dtype).eps, torch.finfo(torch.float32).eps)
-    tolerance = 8 * _chunking_difference(model, whole, plain) + rounding * float(plain.abs().max())
-    if not error <= tolerance:
-        raise ValueError(
-            f"{type(model).__name__} computes something else for a token tree than for plain text (logits differ by "
-            f"{error:.2g}, allowed {tolerance:.2g}); it is not supported, call generate without assistant=."
+    with _explained(model):
+        trial = _Trial(model)
+    refuse_cache(trial.short)
+    longest = last_position - len(_PARENTS)
+    lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
+    with _explained(model):
+        for length in sorted({_PROMPT} | {length for length in lengths if length > 0}):
+            trial.run(length)
+    proved[case] = min((mark for mark in trial.marks if mark > slots), default=sys.maxsize) - 1
+
+
+class _Trial:
+    """Trees against plain text behind prefixes of any length.
+
+    Attributes:
+        short: a stock cache that holds 12 random tokens.
+        marks: lengths behind which the target may compute otherwise: windows, chunks, steps of attention scales.
+            Those of the cache's layers and all that the config names, as some models slide without telling the
+            cache.
+    """
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+        weight = model.get_input_embeddings().weight
+        generator = torch.Generator().manual_seed(0)
+        tokens = torch.randint(weight.shape[0], (1, _PROMPT + _TRIES * (len(_PARENTS) + 1)), generator=generator)
+        self._tokens = tokens.to(weight.device)
+        self.short = self._prefill(_PROMPT)
+
+    def run(self, length: int) -> None:
+        """Raise if trees behind `length` tokens are not plain text.
+
+        A right target may differ once, where rounding sends a token to another expert; a wrong one always does.
+        """
+        for nodes in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
+            error, allowed = self._tree_against_plain(length, nodes)
+            if error <= allowed:
+                return
+        raise _RefusalError(
+            f"{type(self._model).__name__} computes something else for a token tree than for plain text (behind "
+            f"{length} tokens logits differ by {error:.2g}, allowed {allowed:.2g}); it is not supported, call "
+            "generate without assistant=."
         )
-    _proved[model].add(case)
 
+    @cached_property
+    def marks(self) -> set[int]:
+        text = self._model.config.get_text_config(decoder=True).to_dict()
+        named = [
+            value for name, value in text.items() if any(part in name for part in ("window", "chunk", "floor_scale"))
+        ]
+        windows = [window_of(layer) for layer in self.short.layers]
+        numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
+        return {int(value) for value in numbers if value > 0}
 
-def _tree_against_plain(model: Any, prompt: Tensor, nodes: Tensor, after: Tensor) -> tuple[float, Tensor, Tensor]:
-    """The largest difference of a logit, the last text that was compared, and its plain logits."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    prefilled = refuse_cache(model(input_ids=prompt, past_key_values=cache, use_cache=True).past_key_values)
-    kinds = mask_kinds(model, prefilled)
-    trees = tree_cache(prefilled, [0], _PROMPT + 2 * len(_PARENTS), keep=False)
-    verify = Verifier(model, trees, kinds, [])
-    parents = torch.tensor([_PARENTS], device=nodes.device)
-    logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
-    error = 0.0
-    for path in _PATHS:
-        plain = _plain(model, torch.cat([prompt, nodes[:, path]], dim=1))
-        error = max(error, _difference(logits[:, path], plain[:, _PROMPT:]))
-    kept = _PATHS[0]
-    trees.commit(torch.tensor([kept]), [len(kept)])
-    logits, _ = verify(DraftTree.chain(after))
-    whole = torch.cat([prompt, nodes[:, kept], after], dim=1)
-    plain = _plain(model, whole)
-    error = max(error, _difference(logits[:, -1], plain[:, -1]))
-    return error, whole, plain
+    def _prefill(self, length: int) -> Any:
+        tokens = self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        return self._model(input_ids=tokens, past_key_values=cache, use_cache=True).past_key_values
 
+    def _prefix(self, length: int) -> DynamicCache:
+        """A cache of `length` entries: those of a short prompt, repeated.
 
-def _plain(model: Any, tokens: Tensor) -> Tensor:
-    return model(input_ids=tokens, use_cache=False).logits
+        Layers that keep more than keys and values are filled by a prompt of that length.
+        """
+        if length <= _PROMPT or not keeps_only_states(self.short):
+            return self._prefill(length)
+        loudness = torch.ones(length)
+        for mark in self.marks:
+            edge = length - mark
+            loudness[max(edge - 4, 0) : max(edge + len(_PARENTS), 0)] = min(max(mark / 16, 1.0), _LOUDEST)
+        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
+        for layer, filled in zip(attention_layers(cache), attention_layers(self.short), strict=True):
+            entries = torch.arange(length, device=filled.device) % filled.keys.shape[2]
+            louder = loudness.to(filled.device, filled.dtype)[:, None]
+            layer.update(filled.keys[:, :, entries], filled.values[:, :, entries] * louder)
+        return cache
 
+    def _tree_against_plain(self, length: int, tokens: Tensor) -> tuple[float, float]:
+        """The largest difference of a logit, and what is allowed; of `tokens` [1, 9] 8 are nodes, one comes after."""
+        nodes, after = tokens.split([len(_PARENTS), 1], dim=1)
+        trees = tree_cache(self._prefix(length), [0], length + 2 * len(_PARENTS), keep=False)
+        verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [])
+        parents = torch.tensor([_PARENTS], device=nodes.device)
+        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
+        error = noise = 0.0
+        for path in _PATHS:
+            whole, steps = self._plain(length, nodes[:, path])
+            error = max(error, _difference(logits[:, path], whole))
+            noise = max(noise, _difference(steps, whole))
+        kept = _PATHS[0]
+        trees.commit(torch.tensor([kept]), [len(kept)])
+        logits, _ = verify(DraftTree.chain(after))
+        whole, steps = self._plain(length, torch.cat([nodes[:, kept], after], dim=1))
+        error = max(error, _difference(logits[:, -1], whole[:, -1]))
+        noise = max(noise, _difference(steps, whole))
+        # Some families compute parts in fp32 whatever their dtype.
+        rounding = max(16 * torch.finfo(self._model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+        return error, 8 * noise + rounding * float(whole.abs().max())
 
-def _chunking_difference(model: Any, tokens: Tensor, plain: Tensor) -> float:
-    """What the model's own logits change by when the text is fed in two pieces."""
-    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
-    model(input_ids=tokens[:, :_PROMPT], past_key_values=cache, use_cache=True)
-    rest = model(input_ids=tokens[:, _PROMPT:], past_key_values=cache, use_cache=True).logits
-    return _difference(rest, plain[:, _PROMPT:])
+    def _plain(self, length: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """Stock's logits [1, n, V] of tokens behind a prefix, fed at once and one by one."""
+        cache = self._prefix(length)
+        whole = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        cache = self._prefix(length)
+        steps = [
+            self._model(input_ids=token, past_key_values=cache, use_cache=True).logits
+            for token in tokens.split(1, dim=1)
+        ]
+        return whole, torch.cat(steps, dim=1)
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

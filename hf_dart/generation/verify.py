@@ -20,11 +20,25 @@ from hf_dart.tree import DraftTree
 
 @dataclass(frozen=True)
 class MaskKind:
-    """One kind of attention layer: its name in the model's mask dict, its window, one layer of that kind."""
+    """One kind of attention layer.
+
+    Attributes:
+        name: its key in the model's mask dict.
+        window: how many positions a query sees, itself included; or the size of chunks.
+        layer: one layer of that kind.
+    """
 
     name: str
     window: int | None
     layer: int
+
+    def horizon(self, positions: Tensor) -> Tensor | None:
+        """The last position that queries at `positions` no longer see; None if they see all."""
+        if self.window is None:
+            return None
+        if self.name == "chunked_attention":  # the text is cut in chunks, which do not see each other
+            return positions // self.window * self.window - 1
+        return positions - self.window
 
 
 def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
@@ -40,19 +54,71 @@ def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
     return list(kinds.values())
 
 
+@dataclass(frozen=True)
+class _MovingRotary:
+    """Rotary frequencies that are chosen anew in each forward, by the largest position in it.
+
+    Attributes:
+        trained: the first position that has other frequencies.
+        grows: they go on changing with every position ("dynamic"); otherwise they switch once ("longrope").
+    """
+
+    trained: int
+    grows: bool
+
+    @classmethod
+    def of(cls, target: Any) -> _MovingRotary | None:
+        text = target.config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            if kind.get("rope_type") == "dynamic":
+                return cls(int(text.max_position_embeddings), grows=True)
+            if kind.get("rope_type") == "longrope":
+                trained = kind.get("original_max_position_embeddings") or text.max_position_embeddings
+                return cls(int(trained), grows=False)
+        return None
+
+
 def position_limit(target: Any) -> tuple[int, bool]:
     """The last position a draft may reach, and whether that holds for all later rounds too.
 
-    Rotary tables that are recomputed from the largest position in the call would change for the whole tree
-    when one node crosses the length they were trained for, so drafts end there.
+    Rotary frequencies that follow the largest position in the call would change for the whole tree when one node
+    crosses the length they were trained for, so drafts end there.
     """
-    text = target.config.get_text_config(decoder=True)
-    rope = getattr(text, "rope_parameters", None) or {}
-    if rope.get("rope_type") in ("dynamic", "longrope"):
-        trained = rope.get("original_max_position_embeddings") or text.max_position_embeddings
-        return int(trained) - 1, True
-    table = getattr(text, "max_position_embeddings", None)
+    rotary = _MovingRotary.of(target)
+    if rotary is not None:
+        return rotary.trained - 1, rotary.grows
+    table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return (int(table) - 1 if table else sys.maxsize), False
+
+
+def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
+    """Raise where rotary frequencies that follow the longest row would tie the rows of a batch together.
+
+    Args:
+        target: the causal LM.
+        pads: left padding per row.
+        cached: slots of the prompts that are in the cache already.
+        total: slots of the prompts.
+        most: slots of the prompts and of all tokens that may be generated.
+
+    Raises:
+        ValueError: a batch grows past the length such frequencies were trained for; or stock would throw its
+            cache away there (Phi-3) and compute the whole text anew.
+    """
+    rotary = _MovingRotary.of(target)
+    # The last token is not run through the model.
+    if rotary is None or most - 1 <= rotary.trained:
+        return
+    starts_anew = not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
+    if not rotary.grows and total - min(pads) > rotary.trained and not (starts_anew and 0 < cached <= rotary.trained):
+        return
+    if len(pads) > 1 or starts_anew:
+        raise ValueError(
+            f"{type(target).__name__} changes its rotary frequencies behind {rotary.trained} tokens, for "
+            f"{'the text so far' if starts_anew else 'all rows of a batch'} too; set max_length to "
+            f"{rotary.trained + 1} or less, or leave assistant= out."
+        )
 
 
 class Verifier:
@@ -136,10 +202,10 @@ class Verifier:
             past = self.cache.past_positions(kind.layer, tree.size).to(positions.device)
             seen_past = (past >= 0)[:, None].expand(-1, tree.size, -1)
             seen_tree = tree.ancestors
-            if kind.window is not None:
-                horizon = positions[..., None] - kind.window  # the last position out of sight
-                seen_past = seen_past & (past[:, None] > horizon)
-                seen_tree = seen_tree & (positions[:, None] > horizon)
+            horizon = kind.horizon(positions)
+            if horizon is not None:
+                seen_past = seen_past & (past[:, None] > horizon[..., None])
+                seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
             masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
         return masks if len(masks) > 1 else next(iter(masks.values()))

@@ -1,0 +1,209 @@
+"""The proof at attach: right targets pass in every precision, wrong ones are refused, nothing is changed."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from families import REFUSED
+from tiny import prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention
+
+from hf_dart import attach
+from hf_dart.generation import probe
+from hf_dart.generation.probe import prove
+from hf_dart.generation.verify import MaskKind
+
+GREEDY = {"do_sample": False}
+
+
+def attention_of(family: str) -> str:
+    return "eager" if family in ("gemma2", "gpt_oss", "gptj", "codegen") else "sdpa"
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    "family", ["llama", "gemma2", "gemma4_shared", "gpt2", "deepseek_v3", "deepseek_v32", "mistral", "llama4", "bitnet"]
+)
+def test_right_targets_are_proved_in_every_precision(family: str, dtype: torch.dtype) -> None:
+    for seed in range(3):
+        prove(tiny_target(family, attention_of(family), dtype, seed=seed))
+
+
+@pytest.mark.parametrize("off", [-1, 1])
+@pytest.mark.parametrize("window", [10, 300, 4096])
+def test_windows_are_told_apart_by_one_position(off: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the window, and although the probe never runs a text so long."""
+    target = tiny_target("mistral", dtype=torch.float32, sliding_window=window, max_position_embeddings=8192)
+    prove(copy.deepcopy(target))
+    right = MaskKind.horizon
+    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: right(self, positions) + off)
+    with pytest.raises(ValueError, match="something else for a token tree"):
+        prove(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_forgotten_window_shows_in_low_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: None)
+    for window in (10, 1000):
+        with pytest.raises(ValueError, match="something else for a token tree"):
+            prove(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
+
+
+def test_chunks_are_not_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: positions - self.window if self.window else None)
+    with pytest.raises(ValueError, match="something else for a token tree"):
+        prove(tiny_target("llama4"))
+
+
+@pytest.mark.parametrize("family", REFUSED)
+def test_refused_families(family: str) -> None:
+    target = tiny_target(family, "eager")
+    with pytest.raises(ValueError, match=r"^[^.]*(\.[^ ][^.]*)*call generate without assistant=\.$"):
+        attach(target)
+    assert "generate" not in vars(target)
+    with pytest.raises(ValueError, match=r"call generate without assistant=\.$"):
+        tiny_head(target)
+
+
+class Unknown(LlamaForCausalLM):
+    """Code that hf_dart has never seen."""
+
+
+class SlidesBySlots(LlamaAttention):
+    """Hides what lies more than `local_window` slots back; its cache does not know."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
+        past = kwargs["past_key_values"].get_seq_length(self.layer_idx) if kwargs.get("past_key_values") else 0
+        queries = torch.arange(past, past + hidden_states.shape[1])[:, None]
+        keys = torch.arange(past + hidden_states.shape[1])
+        seen = (keys <= queries) & (keys > queries - self.config.local_window)
+        bias = torch.zeros(seen.shape, dtype=hidden_states.dtype).masked_fill(~seen, -1e30)[None, None]
+        mask = bias if attention_mask is None else bias.minimum(attention_mask[..., : seen.shape[1]])
+        return super().forward(hidden_states, *args, attention_mask=mask, **kwargs)
+
+
+class FailsOnTrees(LlamaForCausalLM):
+    """Remote code may fail in any way at all."""
+
+    def forward(self, *args: Any, attention_mask: Any = None, **kwargs: Any) -> Any:
+        if attention_mask is not None and attention_mask.ndim > 2:
+            raise AssertionError("two dimensions, please")
+        return super().forward(*args, attention_mask=attention_mask, **kwargs)
+
+
+def unknown(model_class: type[LlamaForCausalLM], **fields: Any) -> Any:
+    known = tiny_target("llama", "eager")
+    config = copy.deepcopy(known.config)
+    for name, value in fields.items():
+        setattr(config, name, value)
+    target = model_class(config).double().eval()
+    target.load_state_dict(known.state_dict())
+    return target
+
+
+def test_unknown_code_is_proved_or_refused() -> None:
+    target = unknown(Unknown)
+    assert_identical(target, tiny_head(target), prompts([7]), **GREEDY, max_new_tokens=12)
+    with pytest.raises(ValueError, match=r"cannot run a token tree \(AssertionError: two dimensions, please\); call"):
+        prove(unknown(FailsOnTrees))
+
+
+@pytest.mark.parametrize("window", [10, 100])
+def test_a_window_that_only_the_config_names(window: int) -> None:
+    target = unknown(Unknown, local_window=window)
+    for index, layer in enumerate(target.model.layers):
+        layer.self_attn = SlidesBySlots(target.config, index).double()
+    with pytest.raises(ValueError, match="something else for a token tree"):
+        prove(target)
+
+
+def test_nothing_is_changed() -> None:
+    for family, attention in (("gemma4_shared", "sdpa"), ("gpt2", "eager"), ("deepseek_v32", "sdpa")):
+        target = tiny_target(family, attention)
+        weights = {name: tensor.clone() for name, tensor in [*target.named_parameters(), *target.named_buffers()]}
+        config, members = target.config.to_dict(), [list(vars(module)) for module in target.modules()]
+        before = torch.get_rng_state()
+        prove(target)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert target.config.to_dict() == config
+        assert [list(vars(module)) for module in target.modules()] == members
+        for name, tensor in [*target.named_parameters(), *target.named_buffers()]:
+            assert torch.equal(tensor, weights[name]), name
+
+
+def test_long_windows_are_proved_by_the_call_that_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    run = probe._Trial.run
+    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (built.append(length), run(self, length)))
+    monkeypatch.setattr(probe, "_AT_ATTACH", 20)
+    target = tiny_target("mistral", sliding_window=100)
+    head = tiny_head(target)
+    assert set(built) == {12}
+    assert_identical(target, head, prompts([7]), **GREEDY, max_length=20)
+    assert set(built) == {12}
+    assert_identical(target, head, prompts([7]), **GREEDY, max_length=110)
+    assert set(built) == {12, 97, 105}
+    built.clear()
+    assert_identical(target, head, prompts([7]), **GREEDY, max_length=200)
+    assert not built
+
+
+def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama 4 tempers its attention every `floor_scale` slots; a tree's nodes share positions, not slots."""
+    monkeypatch.setattr(probe, "_AT_ATTACH", 20)
+    target = tiny_target("llama4", attn_temperature_tuning=True, floor_scale=150, attention_chunk_size=10)
+    head = tiny_head(target)
+    assert_identical(target, head, prompts([9, 3, 7, 13]), **GREEDY, max_length=60)
+    with pytest.raises(ValueError, match="behind 147 tokens logits differ"):
+        target.generate(**prompts([7]), **GREEDY, max_length=140, assistant=head)
+
+
+# ---- rotary frequencies that follow the longest position --------------------------------------------------
+
+LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 20,
+    "short_factor": [1.0] * 4,
+    "long_factor": [2.0, 3.0, 4.0, 5.0],
+}
+DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+
+
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
+def test_one_row_may_cross_the_trained_length(mode: dict[str, Any]) -> None:
+    for fields in ({"rope_parameters": LONGROPE}, {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}):
+        target = tiny_target("llama", **fields)
+        assert_identical(target, tiny_head(target), prompts([7]), **mode, max_length=40)
+
+
+@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
+def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
+    target = tiny_target("phi3_full", rope_parameters=LONGROPE, original_max_position_embeddings=20)
+    head = tiny_head(target)
+    for lengths in ([7], [9, 3, 7, 13]):
+        assert_identical(target, head, prompts(lengths), **mode, max_length=21)
+    for lengths in ([25], [25, 3, 7, 30]):
+        assert_identical(target, head, prompts(lengths), **mode, max_length=55)
+    # Stock computes its cache anew there, with the same frequencies.
+    target = tiny_target("phi3_full", original_max_position_embeddings=20)
+    for lengths in ([7], [25], [9, 3, 7, 13]):
+        assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
+
+
+def test_crossings_that_tie_rows_together_are_refused() -> None:
+    for family, fields, lengths in (
+        ("phi3_full", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}, [7]),
+        ("llama", {"rope_parameters": LONGROPE}, [9, 3, 7, 13]),
+        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}, [25, 3]),
+    ):
+        target = tiny_target(family, **fields)
+        head = tiny_head(target)
+        with pytest.raises(ValueError, match="set max_length to 21 or less"):
+            target.generate(**prompts(lengths), max_length=40, assistant=head)
