@@ -43,7 +43,7 @@ def trained(block_attention: str = "causal") -> tuple[Any, DartHead]:
 def quality_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> DraftQuality:
     quality = DraftQuality(4)
     for some in blocks:
-        quality.add(*some)
+        quality.add(DraftQuality.count(*some))
     return quality
 
 

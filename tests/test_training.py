@@ -140,8 +140,9 @@ def one_distributed_step(path: str, loss: str) -> None:
         max_grad_norm=0.0,
     )
     trainer.train()
+    figures = trainer.evaluate(trainer.train_dataset)
     if trainer.args.process_index == 0:
-        torch.save(head.state_dict(), path)
+        torch.save({**head.state_dict(), **{n: torch.tensor(v) for n, v in figures.items() if "tau" in n}}, path)
 
 
 def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:

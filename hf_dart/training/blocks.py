@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_dart.training.losses import NO_LABEL
+
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -97,7 +99,7 @@ def build_blocks(
     slot_places = places.gather(1, at)[..., None] + 1 + offsets  # [B, K, d - 1]
     positions = torch.cat([places, slot_places.reshape(batch, -1)], dim=1)
 
-    # Of every entry: its document, the last real position that it may see, its block.
+    # Of every entry: its document, the last real position that it may see, its block (-1: it is real itself).
     entry_documents = torch.cat([documents, documents.gather(1, at).repeat_interleave(slots, dim=1)], dim=1)
     own = torch.arange(real, device=device).expand(batch, -1)
     last_seen = torch.cat([own, anchors.repeat_interleave(slots, dim=1)], dim=1)
@@ -109,7 +111,7 @@ def build_blocks(
         own_block = block[query] == block[key]
         if not bidirectional:
             own_block = own_block & (key <= query)
-        return torch.where(key < real, prefix, own_block)
+        return torch.where(block[key] < 0, prefix, own_block)
 
     return Blocks(anchors, positions, (_block_mask if flex else _bool_mask)(sees, batch, positions.shape[1], device))
 
@@ -154,3 +156,19 @@ def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:
 def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
     """[..., d] positions n + 1 .. n + d at which the target's logits are the goals of anchor n."""
     return anchors[..., None] + torch.arange(1, draft_length + 1, device=anchors.device)
+
+
+def labels_behind(ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+    """The token behind each position, `NO_LABEL` where its document ends there.
+
+    Args:
+        ids, documents: [B, T].
+        rows: [N, 1] of 0..B-1.
+        positions: [N, d] of 0..T-1, as `target_positions` gives them.
+
+    Returns:
+        [N, d]
+    """
+    behind = (positions + 1).clamp(max=ids.shape[1] - 1)
+    inside = (behind > positions) & (documents[rows, behind] == documents[rows, positions])
+    return torch.where(inside, ids[rows, behind], NO_LABEL)

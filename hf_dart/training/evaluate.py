@@ -33,17 +33,21 @@ class DraftQuality:
     def __init__(self, draft_length: int) -> None:
         self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
 
-    def add(self, draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> None:
-        """Count n blocks: `draft_logits` and `target_logits` [n, d, V], `labels` [n, d]."""
+    @staticmethod
+    def count(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
+        """What each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d]."""
         chosen = target_logits.argmax(-1)
         right = draft_logits.argmax(-1) == chosen
         accepted = right.cummin(-1).values  # [n, d]
         watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
         complete = (labels != NO_LABEL).all(-1)
-        sampled = coupled_chain(draft_logits, target_logits, labels).exp().sum(-1)
-        scalars = (right.sum(), (right & ~accepted).sum(), complete.sum(), sampled[complete].sum())
-        depths = (watched.sum(0), (watched & right).sum(0))
-        self.sums += torch.cat([torch.stack([one.double() for one in scalars]), *depths]).cpu()
+        sampled = torch.where(complete, coupled_chain(draft_logits, target_logits, labels).exp().sum(-1), 0)
+        scalars = (right.sum(-1), (right & ~accepted).sum(-1), complete, sampled)
+        return torch.cat([torch.stack(scalars, dim=-1), watched, watched & right], dim=-1)
+
+    def add(self, counts: Tensor) -> None:
+        """Add the counts [..., 4 + 2 d] of some blocks."""
+        self.sums += counts.flatten(0, -2).sum(0).double().cpu()
 
     def metrics(self) -> dict[str, float]:
         """What the sums say; a figure that has nothing to stand on is left out.

@@ -1,7 +1,7 @@
 """What a draft is trained on: pure functions, reduced to one number per token or per block, never over blocks.
 
-n blocks of d draft tokens over a vocabulary of V. `draft_logits` and `target_logits` [n, d, V] need not be
-normalised; the target's entry t is its distribution for draft token t behind the true tokens before it.
+n blocks of d draft tokens over a vocabulary of V. `draft_logits` and `target_logits` [n, d, V] are finite and need
+not be normalised; the target's entry t is its distribution for draft token t behind the true tokens before it.
 `labels` [n, d] are the true tokens, `NO_LABEL` where there is none; behind a missing label nothing is known.
 All is computed in fp32 or better, losses are in nats. Which of them make up the loss of a training run is
 said by `objective.Objective`; `chunks.chunked` bounds their memory.
@@ -17,13 +17,10 @@ from torch import Tensor
 
 NO_LABEL = -100
 
-# Below any log-probability that matters; a logit of -inf would make 0 * inf of a token that never comes.
-_LOG_ZERO = -1e4
-
 
 def log_probabilities(logits: Tensor) -> Tensor:
-    """[..., V] to log-probabilities [..., V], in fp32 or better, all finite."""
-    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32)).clamp(min=_LOG_ZERO)
+    """[..., V] to log-probabilities [..., V], in fp32 or better."""
+    return logits.log_softmax(-1, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 # ---- how far a draft is from its target: [..., V] and [..., V] to [...] ---------------------------------------
@@ -31,8 +28,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 def kl_divergence(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """KL(target || draft)."""
-    draft, target = log_probabilities(draft_logits), log_probabilities(target_logits)
-    return (target.exp() * (target - draft)).sum(-1)
+    return _kl(log_probabilities(draft_logits), log_probabilities(target_logits))
 
 
 def reverse_kl(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -49,7 +45,7 @@ def js_divergence(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 def total_variation(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
     """Half the L1 distance: the chance that speculative sampling rejects. Alone it hardly trains from scratch."""
-    return (log_probabilities(draft_logits).exp() - log_probabilities(target_logits).exp()).abs().sum(-1) / 2
+    return _tv(log_probabilities(draft_logits), log_probabilities(target_logits))
 
 
 def log_acceptance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
@@ -68,9 +64,19 @@ def lk_divergence(draft_logits: Tensor, target_logits: Tensor, acceptance: Tenso
     Returns:
         [n, d]
     """
+    draft, target = log_probabilities(draft_logits), log_probabilities(target_logits)
     share = (-eta * acceptance).exp()
-    kl = kl_divergence(draft_logits, target_logits)
-    return share * kl + (1 - share) * total_variation(draft_logits, target_logits)
+    return share * _kl(draft, target) + (1 - share) * _tv(draft, target)
+
+
+def _kl(draft: Tensor, target: Tensor) -> Tensor:
+    """[...] of log-probabilities [..., V]."""
+    return (target.exp() * (target - draft)).sum(-1)
+
+
+def _tv(draft: Tensor, target: Tensor) -> Tensor:
+    """[...] of log-probabilities [..., V]."""
+    return (draft.exp() - target.exp()).abs().sum(-1) / 2
 
 
 def cross_entropy(draft_logits: Tensor, labels: Tensor) -> Tensor:

@@ -13,11 +13,17 @@ from transformers import Trainer, TrainingArguments
 
 from hf_dart.features import features_request, gather_features
 from hf_dart.head import DartHead
-from hf_dart.training.blocks import build_blocks, document_positions, gather_blocks, target_positions
+from hf_dart.training.blocks import (
+    build_blocks,
+    document_positions,
+    gather_blocks,
+    labels_behind,
+    target_positions,
+)
 from hf_dart.training.chunks import chunked
 from hf_dart.training.data import BlockCollator
 from hf_dart.training.evaluate import DraftQuality
-from hf_dart.training.losses import NO_LABEL, annealed_kl, log_acceptance
+from hf_dart.training.losses import annealed_kl, log_acceptance
 from hf_dart.training.objective import PRESETS, Objective
 
 
@@ -179,18 +185,19 @@ class DartTrainer(Trainer):
         places = target_positions(anchors[present], draft_length)  # [N, d]
         goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
-
-        labels = _following(ids, documents, rows[:, None], places)
-
+        labels = labels_behind(ids, documents, rows[:, None], places)
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:
             loss = self._draft_loss(hidden, target_logits, goals, labels)
         if self._quality is not None:
             chunk = self.args.loss_chunk or max(len(hidden), 1)
-            for part in range(0, len(hidden), chunk):
-                some = slice(part, part + chunk)
-                self._quality.add(self.head.logits(hidden[some]), target_logits[goals[some]], labels[some])
+            parts = zip(hidden.split(chunk), goals.split(chunk), labels.split(chunk), strict=True)
+            counts = [self._quality.count(self.head.logits(h), target_logits[g], y) for h, g, y in parts]
+            per_block = torch.cat(counts).float()
+            per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
+            # By row, so that rows which only fill up the last batch of several processes can be left out.
+            self._quality.add(self.accelerator.gather_for_metrics(per_row))
         if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
             with torch.no_grad():
                 seen = slice(0, 256)
@@ -312,9 +319,6 @@ class DartTrainer(Trainer):
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self._quality = None
-        if self.accelerator.num_processes > 1:
-            sums = self.accelerator.reduce(quality.sums.to(self.args.device), "sum")
-            quality.sums = sums.cpu()
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in quality.metrics().items()})
         return output
 
@@ -341,19 +345,6 @@ class DartTrainer(Trainer):
         """Of the head alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
-
-
-def _following(ids: Tensor, documents: Tensor, rows: Tensor, places: Tensor) -> Tensor:
-    """The token behind each place of its row, `NO_LABEL` where the document ends there.
-
-    Args:
-        ids, documents: [B, T].
-        rows: [N, 1] of 0..B-1.
-        places: [N, d] of 0..T-1.
-    """
-    behind = (places + 1).clamp(max=ids.shape[1] - 1)
-    inside = (behind > places) & (documents[rows, behind] == documents[rows, places])
-    return torch.where(inside, ids[rows, behind], NO_LABEL)
 
 
 @contextmanager
