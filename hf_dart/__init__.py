@@ -7,11 +7,13 @@ from hf_dart.version import __version__
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
     from hf_dart.generation.attach import attach, detach
+    from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
 
-__all__ = ["DartConfig", "DartHead", "TreeConfig", "__version__", "attach", "detach"]
+__all__ = ["DartCandidateGenerator", "DartConfig", "DartHead", "TreeConfig", "__version__", "attach", "detach"]
 
 _HOMES = {
+    "DartCandidateGenerator": "generation.candidate_generator",
     "DartConfig": "configuration",
     "TreeConfig": "configuration",
     "DartHead": "head",

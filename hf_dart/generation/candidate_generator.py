@@ -1,0 +1,260 @@
+"""`DartCandidateGenerator`: chains of drafts inside transformers' own assisted decoding loop."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    EosTokenCriteria,
+    GenerationMixin,
+    MaxLengthCriteria,
+    StaticCache,
+    SynthIDTextWatermarkLogitsProcessor,
+    UnbatchedClassifierFreeGuidanceLogitsProcessor,
+)
+from transformers.generation import CandidateGenerator
+
+from hf_dart.features import features_request, gather_features
+from hf_dart.generation.options import left_padding, refuse_cache
+from hf_dart.generation.stats import DraftStats
+from hf_dart.generation.verify import position_limit
+from hf_dart.proposal import Drafter
+
+_KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
+# A loop with this variable takes a prompt that ends in an end token for a candidate that is done.
+_STOPS_AT_ONCE = "is_done_candidate" in GenerationMixin._assisted_decoding.__code__.co_varnames
+
+
+class DartCandidateGenerator(CandidateGenerator):
+    """A drafter's chains as candidates for stock's `_assisted_decoding`.
+
+    `model.generate(..., custom_generate=DartCandidateGenerator.stock_loop(head))` is how it is used. Greedy text is
+    stock's token for token. Sampled text follows stock's law but not its noise: drafts are drawn with the call's
+    own processors from q, and q is what `candidate_logits` says, as rejection sampling needs. hf_dart's own loop
+    (`assistant=head`) verifies trees and equals stock for the same seed; this one is for targets and attention
+    that take no tree mask, and for those who want stock's loop.
+
+    Args:
+        drafter: what drafts.
+        target: the model that verifies.
+        generation_config: of the call, as `generate` prepared it.
+        processors: likewise.
+        pads: left padding of the prompt.
+    """
+
+    requires_model_outputs = True
+
+    def __init__(
+        self, drafter: Drafter[Any], target: Any, generation_config: Any, processors: Any, pads: int
+    ) -> None:
+        self.model_kwargs_overrides = features_request(drafter.feature_layers)
+        self.stats = DraftStats()
+        self._drafter, self._processors, self._pads = drafter, processors, pads
+        self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
+        self._last_position, self._hard = position_limit(target)
+        self._max_length = int(generation_config.max_length)
+        self._do_sample = bool(generation_config.do_sample)
+        eos = generation_config._eos_token_tensor
+        self._eos = set() if eos is None else set(eos.tolist())
+        self._state: Any = None
+        self._drafted = 0
+
+    @staticmethod
+    def stock_loop(drafter: Drafter[Any], streamer: Any = None) -> Callable[..., Any]:
+        """What `custom_generate=` takes: the stock loop with this drafter's candidates.
+
+        Nothing is put on the model, so that calls in several threads do not meet.
+
+        Args:
+            drafter: a [`DartHead`] or another drafter for the model.
+            streamer: the one that `generate` was given too; transformers hands it the prompt, but does not pass it
+                on to a callable.
+        """
+        return functools.partial(_assisted_decoding, drafter=drafter, streamer=streamer)
+
+    def get_candidates(  # type: ignore[override]
+        self,
+        input_ids: Tensor,
+        model_kwargs: dict[str, Any],
+        model_outputs: Any,
+        is_first_iteration: bool,
+        n_last_matches: int | Tensor,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Draft behind `input_ids` [1, T], the last of which the target has not read yet.
+
+        Args:
+            model_outputs: of the target's last forward, over the tokens before and that round's candidates.
+            n_last_matches: how many of those candidates were kept.
+
+        Returns:
+            [1, T + k] ids, and the logits [1, k, V] that the k drafts were drawn with; none of those if nothing was
+            drawn by chance.
+        """
+        if is_first_iteration:
+            return input_ids, None  # features come with the target's first forward
+        with self.stats.phase("draft"):
+            return self._draft(input_ids, model_kwargs, model_outputs, int(n_last_matches) + 1)
+
+    def _draft(
+        self, ids: Tensor, model_kwargs: dict[str, Any], outputs: Any, kept: int
+    ) -> tuple[Tensor, Tensor | None]:
+        first, skipped = self._state is None, 0
+        if first:
+            refuse_cache(model_kwargs["past_key_values"])  # some layers show their kind only when they are used
+            self._state = self._drafter.begin(1, self._max_length)
+            kept, skipped = ids.shape[1] - 1, self._pads
+        features = gather_features(outputs, self._drafter.feature_layers, ids[:, -kept - 1 : -1])
+        if first and features.shape[1] != kept:
+            raise ValueError(
+                "Soft prompts have no token ids, and no head was trained on them; leave custom_generate= out."
+            )
+        features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
+        counts = torch.tensor([kept - skipped])
+        depth = min(self._depth, self._room(ids))
+        if depth <= 0:
+            self._drafter.extend(self._state, features, tokens, counts)
+            return ids, None
+        proposal = self._drafter.propose(self._state, features, tokens, counts, depth)
+        return self._draw(ids, proposal.logits.to(device=ids.device, dtype=torch.float32, copy=True))
+
+    def _room(self, ids: Tensor) -> int:
+        """How many tokens may be drafted behind `ids` [1, T]."""
+        room = self._max_length - ids.shape[1] - 1  # the target adds one of its own
+        position = ids.shape[1] - 1 - self._pads
+        if position <= self._last_position:
+            return min(room, self._last_position - position)
+        return 0 if self._hard else room
+
+    def _draw(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        """A chain from draft logits [1, d, V], up to its first end token, with the call's processors."""
+        used = 0
+        for scores in logits.unbind(1):
+            scores.copy_(self._processors(ids, scores))
+            if self._do_sample:
+                token = torch.multinomial(scores.softmax(-1), num_samples=1)
+            else:
+                token = scores.argmax(-1, keepdim=True)
+            ids = torch.cat([ids, token], dim=-1)
+            used += 1
+            if int(token) in self._eos:
+                break
+        self._drafted = used
+        return ids, logits[:, :used] if self._do_sample else None
+
+    def update_candidate_strategy(self, input_ids: Tensor, scores: Tensor, num_matches: int | Tensor) -> None:
+        """Count the round."""
+        if self._state is not None:
+            self.stats.count([int(num_matches) + 1], [1], self._drafted + 1)
+        self._drafted = 0
+
+
+class _WithCandidates:
+    """Stands in for the target in one run of the stock loop; only the choice of a candidate generator is its own."""
+
+    def __init__(self, target: Any, generator: DartCandidateGenerator) -> None:
+        self._target = target
+        self._generator = generator
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._target, name)
+
+    def __call__(self, **inputs: Any) -> Any:
+        return self._target(**inputs)
+
+    def _get_candidate_generator(self, **inputs: Any) -> DartCandidateGenerator:
+        return self._generator
+
+
+def _assisted_decoding(
+    model: Any,
+    input_ids: Tensor,
+    logits_processor: Any,
+    stopping_criteria: Any,
+    generation_config: Any,
+    drafter: Drafter[Any],
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Any:
+    """`type(model)._assisted_decoding` with candidates of `drafter`; as stock returns it.
+
+    Raises:
+        ValueError: something was asked for in which stock's assisted loop differs from its plain one.
+    """
+    _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
+    drafter.check_target(model)
+    total = input_ids.shape[1]
+    pads = left_padding(model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), total, 1)[0]
+    generator = DartCandidateGenerator(drafter, model, generation_config, logits_processor, pads)
+    result = type(model)._assisted_decoding(
+        _WithCandidates(model, generator),
+        input_ids,
+        logits_processor=logits_processor,
+        stopping_criteria=stopping_criteria,
+        generation_config=generation_config,
+        streamer=streamer,
+        **model_kwargs,
+    )
+    drafter.last_stats = generator.stats
+    return result
+
+
+def _refuse(
+    model: Any,
+    input_ids: Tensor,
+    processors: Any,
+    criteria: Any,
+    config: Any,
+    synced_gpus: bool,
+    kwargs: dict[str, Any],
+) -> None:
+    other_modes = {
+        "num_beams": config.num_beams > 1,
+        "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
+        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
+        "dola_layers": getattr(config, "dola_layers", None) is not None,
+        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
+        "synced_gpus": synced_gpus,
+    }
+    for option, given in other_modes.items():
+        if given:
+            raise ValueError(f"{option} changes what is decoded or how; leave it or custom_generate= out.")
+    if model.config.is_encoder_decoder or model._is_stateful:
+        raise ValueError(
+            f"transformers' assisted loop cannot take back drafts from a {type(model).__name__}, which is an "
+            "encoder-decoder or keeps a running state; leave custom_generate= out."
+        )
+    if model.training or any(isinstance(part, nn.Dropout) and part.training and part.p for part in model.modules()):
+        raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
+    cache = kwargs.get("past_key_values")
+    overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
+    disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
+    ends = _STOPS_AT_ONCE and config._eos_token_tensor is not None
+    differs = {
+        "runs one row at a time": len(input_ids) > 1,
+        "needs token ids": kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0,
+        "needs use_cache=True and a DynamicCache": cache is None or isinstance(cache, StaticCache),
+        "reads the whole prompt again behind a cached prefix": cache is not None and cache.get_seq_length() > 0,
+        "gives hidden states and attentions to the drafter only": config.output_attentions
+        or config.output_hidden_states,
+        f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),
+        f"calls {', '.join(disturbed)} on rejected drafts too": bool(disturbed),
+        "stops at once behind a prompt that ends in an end token, in this release": ends
+        and bool(torch.isin(input_ids[0, -1:], config._eos_token_tensor.to(input_ids.device))),
+    }
+    for what, applies in differs.items():
+        if applies:
+            raise ValueError(
+                f"transformers' assisted loop {what}; use hf_dart's own (assistant= in place of custom_generate=), or "
+                "generate without drafts."
+            )
+    refuse_cache(cache)
+
+
+def _is_stocks(processor: Any) -> bool:
+    return type(processor).__module__.startswith("transformers.")

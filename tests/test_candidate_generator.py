@@ -1,0 +1,361 @@
+"""Drafts inside transformers' own assisted loop: greedy text is stock's, sampled text follows stock's law."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from peft import PromptTuningConfig, get_peft_model
+from tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dart import DartCandidateGenerator, DartHead
+from hf_dart.generation import candidate_generator
+
+FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
+MODES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 15, "eos_token_id": [3, 11]},
+    "EOS": {"eos_token_id": list(range(3, VOCABULARY, 6)), "pad_token_id": PAD},
+}
+
+
+def stock_loop(drafter: Any, **options: Any) -> Any:
+    return DartCandidateGenerator.stock_loop(drafter, **options)
+
+
+def padded(pads: int) -> dict[str, Tensor]:
+    """One row behind padding; it begins inside the sliding window."""
+    inputs = prompts([WINDOW - 2])
+    return {
+        "input_ids": torch.nn.functional.pad(inputs["input_ids"], (pads, 0), value=PAD),
+        "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (pads, 0)),
+    }
+
+
+def replay(model: Any, inputs: dict[str, Tensor], misses: float, **options: Any) -> ReplayDrafter:
+    known = model.generate(**inputs, do_sample=False, **options)
+    pads = int((inputs["attention_mask"] == 0).sum())
+    return ReplayDrafter(known, [pads], VOCABULARY, misses=[misses], hidden_layers=(1,))
+
+
+@pytest.mark.parametrize(
+    ("family", "attention", "pads"),
+    [*((family, "sdpa", pads) for family in FAMILIES for pads in (0, 3)), ("bloom", "eager", 0)],
+)
+def test_greedy_is_stocks(family: str, attention: str, pads: int) -> None:
+    model = tiny_target(family, attention)
+    inputs = padded(pads)
+    for mode in MODES.values():
+        options = {**mode, "do_sample": False, "max_new_tokens": 24}
+        stock = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True)
+        drafters = [replay(model, inputs, misses, max_new_tokens=24, **mode) for misses in (0.0, 0.3)]
+        # Bloom takes no tree mask, so no head can be attached; chains run all the same.
+        drafters += [tiny_head(model)] if family != "bloom" else []
+        for drafter in drafters:
+            ours = model.generate(
+                **inputs,
+                **options,
+                return_dict_in_generate=True,
+                output_scores=True,
+                custom_generate=stock_loop(drafter),
+            )
+            assert torch.equal(ours.sequences, stock.sequences)
+            torch.testing.assert_close(torch.stack(ours.scores), torch.stack(stock.scores))
+            assert ours.past_key_values.get_seq_length() == stock.past_key_values.get_seq_length()
+            # The first token is the prefill's.
+            stats = drafter.last_stats
+            assert stats.tokens == stock.sequences.shape[1] - inputs["input_ids"].shape[1] - 1
+            if drafter is drafters[0] and stats.tokens > 7:
+                assert stats.tau > 4
+
+
+def test_head_drafts_as_in_its_own_loop() -> None:
+    # What the head reads is right: its chain of one wins as many rounds as the same chain in hf_dart's own loop.
+    model = tiny_target("qwen3")
+    head = tiny_head(model)
+    own, stocks = [], []
+    for seed in range(6):
+        inputs = prompts([9], seed)
+        chain = {"nodes": 6, "beam": 1, "top_k": 1, "lookup": 0}
+        head.tree_config = type(head.tree_config)(**{**chain, "depth": 5})
+        first = model.generate(**inputs, do_sample=False, max_new_tokens=40, assistant=head)
+        own.append(head.last_stats.committed)
+        second = model.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=stock_loop(head))
+        stocks.append(head.last_stats.committed)
+        assert torch.equal(first, second)
+    assert own == stocks
+    assert sum(map(len, own)) < 6 * 39
+
+
+class Outcomes:
+    """Runs a function once for every outcome of its random draws, and sums up their probabilities."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(torch, "multinomial", self._multinomial)
+        monkeypatch.setattr(torch, "rand_like", self._rand_like)
+
+    def law(self, function: Callable[[], Tensor]) -> dict[tuple[int, ...], float]:
+        law: dict[tuple[int, ...], float] = defaultdict(float)
+        self._todo: list[list[int]] = [[]]
+        while self._todo:
+            self._planned, self._taken, self._weight = self._todo.pop(), [], 1.0
+            law[tuple(function()[0].tolist())] += self._weight
+        assert sum(law.values()) == pytest.approx(1, abs=1e-6)
+        return law
+
+    def _choose(self, weights: list[float]) -> int:
+        place = len(self._taken)
+        possible = [index for index, weight in enumerate(weights) if weight > 0]
+        if place < len(self._planned):
+            choice = self._planned[place]
+        else:
+            choice = possible[0]
+            self._todo += [[*self._taken, other] for other in possible[1:]]
+        self._taken.append(choice)
+        self._weight *= weights[choice] / sum(weights)
+        return choice
+
+    def _multinomial(self, weights: Tensor, num_samples: int) -> Tensor:
+        assert weights.shape[0] == num_samples == 1
+        return torch.tensor([[self._choose(weights[0].tolist())]])
+
+    def _rand_like(self, ratios: Tensor) -> Tensor:
+        """Stock compares these numbers with `ratios`: a draft is kept with probability min(1, ratio)."""
+        kept = ratios.clamp(max=1).tolist()
+        before = 1.0
+        weights = []
+        for share in kept:
+            weights.append(before * (1 - share))
+            before *= share
+        first_rejected = self._choose([*weights, before])
+        return torch.where(torch.arange(len(kept)) < first_rejected, 0.0, 2.0)
+
+
+LAWS: dict[str, dict[str, Any]] = {
+    "T=1, EOS": {"top_k": 0, "eos_token_id": 1, "pad_token_id": 0},
+    "warpers and penalty": {"temperature": 1.5, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.3},
+}
+
+
+@pytest.fixture(scope="module")
+def three_words() -> tuple[Any, DartHead]:
+    """A target of three tokens, none of which is sure, and a head that disagrees with it."""
+    model = tiny_target("llama", vocab_size=3)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.05)
+    return model, tiny_head(model, draft_length=2)
+
+
+def laws(
+    monkeypatch: pytest.MonkeyPatch, model: Any, head: DartHead, options: dict[str, Any]
+) -> tuple[dict[tuple[int, ...], float], dict[tuple[int, ...], float]]:
+    outcomes = Outcomes(monkeypatch)
+    # The first token is the prefill's and needs no branches.
+    options = {"do_sample": True, "max_new_tokens": 4, "begin_suppress_tokens": [0, 1], **options}
+    ids = torch.tensor([[2, 0, 1, 2]])
+    options |= {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    stock = outcomes.law(lambda: model.generate(**options))
+    ours = outcomes.law(lambda: model.generate(**options, custom_generate=stock_loop(head)))
+    return stock, ours
+
+
+def distance(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], float]) -> float:
+    return max(abs(left.get(text, 0.0) - right.get(text, 0.0)) for text in {*left, *right})
+
+
+@pytest.mark.parametrize("mode", LAWS)
+def test_sampling_follows_stocks_law(
+    mode: str, three_words: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stock, ours = laws(monkeypatch, *three_words, LAWS[mode])
+    assert sum(weight > 0.01 for weight in stock.values()) >= 10
+    assert distance(stock, ours) < 1e-6
+    if mode == "T=1, EOS":
+        model = three_words[0]
+        for text, weight in stock.items():
+            logits = model(torch.tensor([text])).logits[0].detach()
+            wanted = 1.0
+            for place in range(5, len(text)):
+                wanted *= float(logits[place - 1].softmax(-1)[text[place]])
+                if text[place] == 1:
+                    break
+            assert weight == pytest.approx(wanted, abs=1e-6)
+
+
+def test_law_of_a_wrong_q_is_told_apart(three_words: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
+    draw = DartCandidateGenerator._draw
+
+    def unprocessed(self: DartCandidateGenerator, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
+        raw = logits.clone()
+        ids, q = draw(self, ids, logits)
+        return ids, None if q is None else raw[:, : q.shape[1]]
+
+    monkeypatch.setattr(DartCandidateGenerator, "_draw", unprocessed)
+    stock, ours = laws(monkeypatch, *three_words, LAWS["warpers and penalty"])
+    assert distance(stock, ours) > 1e-3
+
+
+def test_drafts_end_where_rotary_tables_change() -> None:
+    # Behind 16 positions this target computes its rotary table anew from the largest position of a forward.
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
+    model = tiny_target("llama", max_position_embeddings=16, rope_parameters=rope)
+    inputs = prompts([7])
+    drafter = replay(model, inputs, 0.0, max_new_tokens=24)
+    stock = model.generate(**inputs, do_sample=False, max_new_tokens=24)
+    ours = model.generate(**inputs, do_sample=False, max_new_tokens=24, custom_generate=stock_loop(drafter))
+    assert torch.equal(ours, stock)
+    assert max(row[0] for row in drafter.last_stats.committed) > 2
+
+
+class Collector(BaseStreamer):
+    def __init__(self, fail_at: int | None = None) -> None:
+        self.tokens: list[int] = []
+        self.ended = 0
+        self._fail_at = fail_at
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+        if self._fail_at is not None and len(self.tokens) > self._fail_at:
+            raise OSError("the reader has left")
+
+    def end(self) -> None:
+        self.ended += 1
+
+
+def test_streamer() -> None:
+    model = tiny_target("llama")
+    streamer = Collector()
+    loop = stock_loop(tiny_head(model), streamer=streamer)
+    output = model.generate(**prompts([7]), max_new_tokens=20, streamer=streamer, custom_generate=loop)
+    assert streamer.tokens == output[0].tolist()
+    assert streamer.ended == 1
+
+
+def test_nothing_is_left_on_the_model_and_threads_do_not_meet() -> None:
+    model = tiny_target("qwen3")
+    heads = [tiny_head(model, seed=seed) for seed in range(3)]
+    before = dict(vars(model))
+    loop = stock_loop(heads[0], streamer=Collector(fail_at=4))
+    with pytest.raises(OSError, match="the reader has left"):
+        model.generate(**prompts([7]), max_new_tokens=20, custom_generate=loop)
+    assert vars(model) == before
+
+    wanted = [model.generate(**prompts([6], seed), max_new_tokens=30, do_sample=False) for seed in range(3)]
+    found: dict[int, list[Tensor]] = defaultdict(list)
+
+    def work(number: int) -> None:
+        for _ in range(3):
+            loop = stock_loop(heads[number])
+            text = model.generate(**prompts([6], number), max_new_tokens=30, do_sample=False, custom_generate=loop)
+            found[number].append(text)
+
+    threads = [Thread(target=work, args=(number,)) for number in range(3)]
+    for thread in threads:
+        thread.start()
+    lookup = model.generate(**prompts([6], 0), max_new_tokens=30, do_sample=False, prompt_lookup_num_tokens=3)
+    for thread in threads:
+        thread.join()
+    assert torch.equal(lookup, wanted[0])
+    for number in range(3):
+        assert len(found[number]) == 3
+        assert all(torch.equal(text, wanted[number]) for text in found[number])
+    assert vars(model) == before
+
+
+class Counting(LogitsProcessor):
+    """Keeps state from call to call."""
+
+    calls = 0
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        self.calls += 1
+        return scores
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "batch": (prompts([7, 5]), "one row at a time"),
+    "return sequences": ({"num_return_sequences": 2, "do_sample": True}, "one row at a time"),
+    "beams": ({"num_beams": 2}, "num_beams"),
+    "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
+    "ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
+    "time": ({"max_time": 60.0}, "asks MaxTimeCriteria once a round"),
+    "criterion": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60.0)])}, "asks MaxTimeCriteria"),
+    "guidance": ({"guidance_scale": 1.5}, "calls UnbatchedClassifierFreeGuidanceLogitsProcessor on rejected"),
+    "processor": ({"logits_processor": LogitsProcessorList([Counting()])}, "calls Counting on rejected drafts"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "hidden states and attentions"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states and"),
+    "no cache": ({"use_cache": False}, "use_cache=True"),
+    "static cache": ({"cache_implementation": "static"}, "DynamicCache"),
+    "embeddings": ({"input_ids": None, "inputs_embeds": torch.ones(1, 4, 32, dtype=torch.float64)}, "token ids"),
+    "right padding": ({"attention_mask": torch.tensor([[1] * 5 + [0] * 2])}, "pad on the left"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_the_loop_gets_wrong_is_refused(case: str) -> None:
+    model = tiny_target("llama")
+    options, says = REFUSED[case]
+    drafter = tiny_head(model)
+    usual = {**prompts([7]), "max_new_tokens": 12, "custom_generate": stock_loop(drafter)}
+    given = {name: value for name, value in {**usual, **options}.items() if value is not None}
+    with pytest.raises(ValueError, match=says) as refusal:
+        model.generate(**given)
+    assert str(refusal.value).count(". ") == 0
+    torch.testing.assert_close(model.generate(**usual), model.generate(**prompts([7]), max_new_tokens=12))
+
+
+def test_a_cached_prefix_is_refused() -> None:
+    model = tiny_target("llama")
+    first = model.generate(**prompts([7]), max_new_tokens=4, return_dict_in_generate=True)
+    with pytest.raises(ValueError, match="behind a cached prefix"):
+        model.generate(
+            torch.nn.functional.pad(first.sequences, (0, 2), value=5),
+            past_key_values=first.past_key_values,
+            max_new_tokens=4,
+            custom_generate=stock_loop(tiny_head(model)),
+        )
+
+
+@pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
+def test_running_states_are_refused(family: str) -> None:
+    model = tiny_target(family, dtype=torch.float32)
+    drafter = ReplayDrafter(torch.zeros(1, 40, dtype=torch.long), [0], VOCABULARY, misses=[0.0])
+    with pytest.raises(ValueError, match="running state"):
+        model.generate(**prompts([7]), max_new_tokens=12, custom_generate=stock_loop(drafter))
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.filterwarnings("ignore:Position ids are not supported")
+def test_targets_that_do_not_fit_are_refused() -> None:
+    model, other = tiny_target("llama"), tiny_target("llama", hidden_size=40, head_dim=10)
+    with pytest.raises(ValueError, match="hidden"):
+        other.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(tiny_head(model)))
+    head = tiny_head(model)
+    model.train()
+    with pytest.raises(ValueError, match="train mode"):
+        model.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
+    model.eval()
+    soft = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
+    with pytest.raises(ValueError, match="Soft prompts"):
+        soft.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
+
+
+def test_prompt_that_ends_in_an_end_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Older releases take it for a finished candidate; newer ones do as stock does.
+    model = tiny_target("llama")
+    inputs = prompts([7])
+    options = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": int(inputs["input_ids"][0, -1])}
+    loop = stock_loop(tiny_head(model))
+    if not candidate_generator._STOPS_AT_ONCE:
+        ours = model.generate(**inputs, **options, custom_generate=loop)
+        assert torch.equal(ours, model.generate(**inputs, **options))
+        monkeypatch.setattr(candidate_generator, "_STOPS_AT_ONCE", True)
+    with pytest.raises(ValueError, match="ends in an end token"):
+        model.generate(**inputs, **options, custom_generate=loop)
