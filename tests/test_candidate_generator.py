@@ -289,10 +289,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "criterion": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60.0)])}, "asks MaxTimeCriteria"),
     "guidance": ({"guidance_scale": 1.5}, "calls UnbatchedClassifierFreeGuidanceLogitsProcessor on rejected"),
     "processor": ({"logits_processor": LogitsProcessorList([Counting()])}, "calls Counting on rejected drafts"),
-    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "hidden states and attentions"),
-    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden states and"),
-    "no cache": ({"use_cache": False}, "use_cache=True"),
-    "static cache": ({"cache_implementation": "static"}, "DynamicCache"),
+    "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
+    "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "gives hidden states to"),
+    "no cache": ({"use_cache": False}, "use_cache=False"),
+    "static cache": ({"cache_implementation": "static"}, "a static cache"),
     "embeddings": ({"input_ids": None, "inputs_embeds": torch.ones(1, 4, 32, dtype=torch.float64)}, "token ids"),
     "right padding": ({"attention_mask": torch.tensor([[1] * 5 + [0] * 2])}, "pad on the left"),
 }
@@ -343,7 +343,7 @@ def test_targets_that_do_not_fit_are_refused() -> None:
         model.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
     model.eval()
     soft = get_peft_model(model, PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)).double().eval()
-    with pytest.raises(ValueError, match="Soft prompts"):
+    with pytest.raises(ValueError, match="soft prompts"):
         soft.generate(**prompts([7]), max_new_tokens=4, custom_generate=stock_loop(head))
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     EosTokenCriteria,
     GenerationMixin,
@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import CandidateGenerator
 
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.options import left_padding, refuse_cache
+from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_target
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import position_limit
 from hf_dart.proposal import Drafter
@@ -103,16 +103,12 @@ class DartCandidateGenerator(CandidateGenerator):
     def _draft(
         self, ids: Tensor, model_kwargs: dict[str, Any], outputs: Any, kept: int
     ) -> tuple[Tensor, Tensor | None]:
-        first, skipped = self._state is None, 0
-        if first:
+        skipped = 0
+        if self._state is None:
             refuse_cache(model_kwargs["past_key_values"])  # some layers show their kind only when they are used
             self._state = self._drafter.begin(1, self._max_length)
             kept, skipped = ids.shape[1] - 1, self._pads
         features = gather_features(outputs, self._drafter.feature_layers, ids[:, -kept - 1 : -1])
-        if first and features.shape[1] != kept:
-            raise ValueError(
-                "Soft prompts have no token ids, and no head was trained on them; leave custom_generate= out."
-            )
         features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
         counts = torch.tensor([kept - skipped])
         depth = min(self._depth, self._room(ids))
@@ -213,35 +209,21 @@ def _refuse(
     synced_gpus: bool,
     kwargs: dict[str, Any],
 ) -> None:
-    other_modes = {
-        "num_beams": config.num_beams > 1,
-        "constraints": bool(getattr(config, "constraints", None) or getattr(config, "force_words_ids", None)),
-        "penalty_alpha": getattr(config, "penalty_alpha", None) is not None,
-        "dola_layers": getattr(config, "dola_layers", None) is not None,
-        "assistant_ensemble_weight": getattr(config, "assistant_ensemble_weight", None) is not None,
-        "synced_gpus": synced_gpus,
-    }
-    for option, given in other_modes.items():
-        if given:
-            raise ValueError(f"{option} changes what is decoded or how; leave it or custom_generate= out.")
-    if model.config.is_encoder_decoder or model._is_stateful:
-        raise ValueError(
-            f"transformers' assisted loop cannot take back drafts from a {type(model).__name__}, which is an "
-            "encoder-decoder or keeps a running state; leave custom_generate= out."
-        )
-    if model.training or any(isinstance(part, nn.Dropout) and part.training and part.p for part in model.modules()):
-        raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
-    cache = kwargs.get("past_key_values")
+    refuse_target(model)
+    refuse_options(model, config, input_ids, synced_gpus, kwargs)
+    if getattr(config, "assistant_ensemble_weight", None) is not None:
+        raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
+    cache = refuse_cache(kwargs["past_key_values"])
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
     disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
     ends = _STOPS_AT_ONCE and config._eos_token_tensor is not None
     differs = {
         "runs one row at a time": len(input_ids) > 1,
-        "needs token ids": kwargs.get("inputs_embeds") is not None or input_ids.shape[1] == 0,
-        "needs use_cache=True and a DynamicCache": cache is None or isinstance(cache, StaticCache),
-        "reads the whole prompt again behind a cached prefix": cache is not None and cache.get_seq_length() > 0,
-        "gives hidden states and attentions to the drafter only": config.output_attentions
-        or config.output_hidden_states,
+        "needs token ids": kwargs.get("inputs_embeds") is not None,
+        "cannot take back drafts from a running state or a static cache": model._is_stateful
+        or isinstance(cache, StaticCache),
+        "reads the whole prompt again behind a cached prefix": cache.get_seq_length() > 0,
+        "gives hidden states to the drafter only": bool(config.output_hidden_states),
         f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),
         f"calls {', '.join(disturbed)} on rejected drafts too": bool(disturbed),
         "stops at once behind a prompt that ends in an end token, in this release": ends
@@ -253,7 +235,6 @@ def _refuse(
                 f"transformers' assisted loop {what}; use hf_dart's own (assistant= in place of custom_generate=), or "
                 "generate without drafts."
             )
-    refuse_cache(cache)
 
 
 def _is_stocks(processor: Any) -> bool:

@@ -45,6 +45,21 @@ def refuse_model(model: Any) -> None:
     Raises:
         ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
     """
+    refuse_target(model)
+    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    if attention not in _ATTENTION:
+        raise ValueError(
+            f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "
+            "(or 'eager') before generating."
+        )
+
+
+def refuse_target(model: Any) -> None:
+    """Raise for targets that no draft serves, tree or chain.
+
+    Raises:
+        ValueError: encoder-decoder models, active dropout.
+    """
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
@@ -52,12 +67,6 @@ def refuse_model(model: Any) -> None:
         )
     if model.training or any(isinstance(part, _DropoutNd) and part.training and part.p for part in model.modules()):
         raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
-    if attention not in _ATTENTION:
-        raise ValueError(
-            f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "
-            "(or 'eager') before generating."
-        )
 
 
 def refuse_options(
