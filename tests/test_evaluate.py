@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -125,6 +126,38 @@ def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: P
                 trainer.compute_loss(head, inputs)
             assert trainer._quality.metrics()["tau"] == committed
         begin += committed
+
+
+def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> None:
+    """On sampled text, from where the rounds began: the sum of what each could expect is what they committed."""
+    target, head = trained()
+    prompt = torch.tensor([[7, 11, 13, 17]])
+    torch.manual_seed(1)
+    decoded = target.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        assistant=head,
+        tree_config=TreeConfig.chain(head.draft_length),
+        do_sample=True,
+        top_k=0,
+        max_new_tokens=400,
+        eos_token_id=None,
+    )
+    committed = [tokens for (tokens,) in head.last_stats.committed]
+    begins = list(itertools.accumulate(committed, initial=prompt.shape[1] - 1))
+    anchors = [begin for begin in begins if begin + head.draft_length + 1 < decoded.shape[1]]
+    trainer = tiny_trainer(tmp_path, head, target, ROWS)
+    trainer._quality = DraftQuality(head.draft_length)
+    documents = torch.zeros_like(decoded)
+    with torch.no_grad():
+        trainer.compute_loss(
+            head, {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
+        )
+    lengths = torch.tensor(committed[: len(anchors)]).double()
+    error = float(lengths.std()) / len(anchors) ** 0.5
+    expected = trainer._quality.metrics()["tau_sampled"]
+    assert lengths.mean() > 1.3
+    assert abs(float(lengths.mean()) - expected) < 3 * error
 
 
 def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from test_losses import CHAINS, DIVERGENCES, examples
 from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import HfArgumentParser
 
 from hf_dart.training import BlockCollator, DartTrainingArguments, losses
 from hf_dart.training.losses import NO_LABEL
@@ -102,6 +103,9 @@ def test_arguments_change_the_preset(tmp_path: Path) -> None:
         for name, value in changed.items():
             arguments = DartTrainingArguments(output_dir=str(tmp_path), loss=preset, **{name: value})
             assert arguments.objective == replace(objective, **{name: value})
+    words = ["--output_dir", str(tmp_path), "--loss", "left_to_right", "--gamma", "0.9", "--chain_form", "log"]
+    (parsed,) = HfArgumentParser(DartTrainingArguments).parse_args_into_dataclasses(words)
+    assert parsed.objective == replace(PRESETS["left_to_right"], gamma=0.9, chain_form="log")
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ class DraftQuality:
     def metrics(self) -> dict[str, float]:
         """What the sums say; a figure that has nothing to stand on is left out.
 
-        `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward from
-        a place drawn evenly, bonus included; `tau_se`: standard error of `tau`, blocks taken as independent;
+        `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,
+        bonus included, from the blocks' places. Evenly drawn, these are kinder than where rounds of decoding begin,
+        behind misses. `tau_se`: standard error of `tau`, blocks taken as independent;
         `acceptance_k`: share of the k-th draft tokens that are right, of those behind right ones; `waste`: share of
         the right draft tokens that lie behind a wrong one.
         """
