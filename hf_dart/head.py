@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_dart.configuration import DartConfig, TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.layers import DartLayer, rotation_at
-from hf_dart.proposal import Drafter, Proposal
+from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.refine import BigramSelector
 from hf_dart.slots import SlotSpec, SlotStore
 
@@ -275,9 +275,13 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         store = SlotStore([spec] * (2 * config.num_layers), batch_size, capacity + config.draft_length)
         return DartState(store, torch.zeros(batch_size, dtype=torch.long, device=device), 0)
 
-    def resume(self, state: DartState, lengths: Tensor) -> bool:
+    def resume(self, state: DartState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.store.writable(self.fc.weight.device, self.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
         lengths = lengths.to(state.lengths.device)
-        if not state.store.writable(self.fc.weight.device, self.dtype) or bool((state.lengths < lengths).any()):
+        if bool((state.lengths < lengths).any()):
             return False
         state.lengths, state.longest = lengths, int(lengths.max())
         return True

@@ -78,11 +78,11 @@ class Drafter(ABC, Generic[State]):
             counts: [B] how many of the A entries of a row are real; the rest is padding.
         """
 
-    def resume(self, state: State, lengths: Tensor) -> bool:
-        """Make a state of an earlier call one of `lengths` [B] positions per row, dropping those behind.
+    def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
+        """Go on with a state of an earlier call: take in what it lacks, then drop what lies behind `lengths` [B].
 
         Returns:
-            Whether `extend` can go on from there; a new state is begun otherwise.
+            Whether the state now holds `lengths` positions per row; a new one is begun otherwise.
         """
         return False
 

@@ -15,7 +15,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_short_cache
+from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_options
 from hf_dart.generation.pace import Pace
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
@@ -137,11 +137,11 @@ class _Call:
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
         refuse_crossing(self.model, pads, cached, total, most)
         capacity = total + min(rows.room(0), _HEADROOM)
-        refuse_short_cache(stock, most - 1)
+        refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
 
         self.rows = rows
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
-        self.first_slot = total - input_ids.shape[1]
+        self.first_slot = total - input_ids.shape[1]  # of the tokens that are known
         draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
         self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
         feed = PromptFeed(

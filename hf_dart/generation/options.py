@@ -149,12 +149,29 @@ def refuse_cache(cache: Any) -> Cache:
     return cache
 
 
-def refuse_short_cache(cache: Cache, slots: int) -> None:
-    """Raise for a static cache in which `slots` would not find room.
+def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots: int) -> None:
+    """Raise for a cache that does not fit the prompt, or is too short for the answer.
+
+    Args:
+        cached: slots that the cache holds.
+        first: slot of the first token of `input_ids`.
+        total: slots of prompt and cached prefix.
+        slots: that the call may need.
 
     Raises:
-        ValueError: stock would run over the end of it, unless every row ended early.
+        ValueError: stock would feed the prompt twice, leave a gap, or (unless every row ended early) run over the end
+            of a static cache.
     """
+    if cached >= total:
+        raise ValueError(
+            f"The cache holds {cached} tokens and the prompt has {total}, but the target has to run over the last one; "
+            f"crop the cache by {cached - total + 1} or add new tokens to the prompt."
+        )
+    if first not in (0, cached):
+        raise ValueError(
+            f"The cache holds {cached} tokens and input_ids begin at token {first}; pass the whole text, or all that "
+            "the cache does not hold."
+        )
     rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
     if rooms and min(rooms) < slots:
         raise ValueError(

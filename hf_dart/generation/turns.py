@@ -87,9 +87,8 @@ def take_up(cache: Cache, drafter: Drafter[Any], input_ids: Tensor, first: int, 
     # Where not all tokens can be compared, the cache has to be the very one that was left.
     if known > 0 and (left.keys is None or left.keys() is not _first_layer(cache).keys):
         return None
-    for verified in left.pending:
-        drafter.extend(left.draft.state, *verified)
-    return left.draft if drafter.resume(left.draft.state, left.draft.lengths(cached)) else None
+    fits = drafter.resume(left.draft.state, left.pending, left.draft.lengths(cached))
+    return left.draft if fits else None
 
 
 def _first_layer(cache: Cache) -> Any:

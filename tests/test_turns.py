@@ -1,0 +1,373 @@
+"""Several turns over one cache: all equal stock's, and the head goes on with the draft it left there, if it fits."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from compare import Run, run
+from test_caches import assert_same_cache
+from tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import DynamicCache, StaticCache
+
+from hf_dart import DartHead
+from hf_dart.generation import decode, turns
+from hf_dart.generation.attach import attach
+from hf_dart.proposal import Proposal
+
+FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
+RAGGED = [9, 3, 7, 13]
+MODES: dict[str, dict[str, Any]] = {
+    "greedy": {"do_sample": False, "max_new_tokens": 17},
+    "sampled": {"do_sample": True, "top_k": 0, "max_new_tokens": 17},
+    # Some rows end early, and lie in the cache with pads behind their end.
+    "eos": {"do_sample": True, "top_k": 0, "max_new_tokens": 17, "eos_token_id": [3, 11, 19, 27], "pad_token_id": PAD},
+}
+KINDS: dict[str, Callable[[Any], Any]] = {
+    "dynamic": lambda target: DynamicCache(config=target.config),
+    "static": lambda target: StaticCache(config=target.config, max_cache_len=96),
+}
+
+
+@pytest.fixture(scope="module")
+def pair() -> tuple[Any, DartHead]:
+    target = tiny_target("gemma3")  # full and sliding layers
+    return target, tiny_head(target)
+
+
+@pytest.fixture
+def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of every call, whether it went on with a draft."""
+    answers: list[bool] = []
+
+    def watched(*args: Any) -> Any:
+        draft = turns.take_up(*args)
+        answers.append(draft is not None)
+        return draft
+
+    monkeypatch.setattr(decode, "take_up", watched)
+    return answers
+
+
+def behind(inputs: dict[str, Tensor], sequences: Tensor, seed: int = 9) -> dict[str, Tensor]:
+    """The next turn's inputs: the text so far and four more tokens."""
+    ids = torch.cat([sequences, prompts([4] * len(sequences), seed)["input_ids"]], dim=1)
+    mask = inputs["attention_mask"]
+    seen = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)
+    return {"input_ids": ids, "attention_mask": torch.cat([mask, seen], dim=1)}
+
+
+def two_turns(
+    target: Any, make: Callable[[Any], Any], lengths: list[int], drafting: tuple[Any, Any], mode: dict[str, Any]
+) -> tuple[Any, Run, Run]:
+    """The cache and two turns over it, drafted by `drafting` (None: plain)."""
+    cache, inputs = make(target), prompts(lengths)
+    done = []
+    for seed, drafter in enumerate(drafting):
+        options = {**mode, "assistant": drafter} if drafter is not None else mode
+        done.append(run(target, inputs, seed, past_key_values=cache, **options))
+        inputs = behind(inputs, done[-1].sequences)
+    return cache, done[0], done[1]
+
+
+def assert_turns_are_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
+    target = attach(tiny_target(family))
+    head = tiny_head(target)
+    want, *plain = two_turns(target, KINDS[kind], lengths, (None, None), MODES[mode])
+    for drafting in ((head, None), (head, head), (None, head)):
+        cache, *ours = two_turns(target, KINDS[kind], lengths, drafting, MODES[mode])
+        for turn, stock in zip(ours, plain, strict=True):
+            assert torch.equal(turn.sequences, stock.sequences), drafting
+            assert torch.equal(turn.state, stock.state), drafting
+        if kind == "dynamic":
+            pads = [max(lengths) - length for length in lengths]
+            assert_same_cache(cache, want, pads, plain[1].sequences)
+        else:
+            assert [int(layer.get_seq_length()) for layer in cache.layers] == [
+                int(layer.get_seq_length()) for layer in want.layers
+            ]
+
+
+CASES = [
+    (family, kind, lengths, mode)
+    for family in FAMILIES
+    for kind in KINDS
+    if (family, kind) != ("deepseek_v32", "static")  # refused
+    for lengths in ([WINDOW - 3], RAGGED)
+    for mode in MODES
+]
+REPRESENTATIVE = [
+    ("llama", "static", RAGGED, "eos"),
+    ("gemma3", "dynamic", RAGGED, "sampled"),
+    ("gemma3", "static", RAGGED, "greedy"),
+    ("mistral", "dynamic", [WINDOW - 3], "greedy"),
+    ("deepseek_v32", "dynamic", RAGGED, "eos"),
+]
+
+
+@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), REPRESENTATIVE)
+def test_turns_equal_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
+    assert_turns_are_stocks(family, kind, lengths, mode)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), [case for case in CASES if case not in REPRESENTATIVE])
+def test_turns_of_every_cache_kind(family: str, kind: str, lengths: list[int], mode: str) -> None:
+    assert_turns_are_stocks(family, kind, lengths, mode)
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampled"])
+def test_a_static_cache_asked_for_by_name(pair: tuple[Any, DartHead], mode: str) -> None:
+    target, head = pair
+    options = {**MODES[mode], "cache_implementation": "static"}
+    for inputs in (prompts([7]), prompts(RAGGED)):
+        stock = run(target, inputs, 0, **options)
+        for _ in range(2):
+            assert torch.equal(run(target, inputs, 0, assistant=head, **options).sequences, stock.sequences)
+
+
+def test_caches_that_do_not_fit_the_call(pair: tuple[Any, DartHead]) -> None:
+    target, head = pair
+    inputs = prompts([9])
+    options = {**MODES["greedy"], "assistant": head}
+    short = StaticCache(config=target.config, max_cache_len=9 + 17 - 2)
+    with pytest.raises(ValueError, match=r"room for 24 tokens and this call may need 25; .*\.$"):
+        target.generate(**inputs, **options, past_key_values=short)
+    assert int(short.get_seq_length()) == 0
+    enough = StaticCache(config=target.config, max_cache_len=9 + 17 - 1)
+    first = target.generate(**inputs, **options, past_key_values=enough)
+    assert torch.equal(first, target.generate(**inputs, **MODES["greedy"]))
+    whole = DynamicCache(config=target.config)
+    run(target, inputs, 0, **options, past_key_values=whole)
+    with pytest.raises(ValueError, match=r"crop the cache by 17 or add new tokens"):
+        target.generate(**inputs, **options, past_key_values=whole)
+    tail = {"input_ids": first[:, -2:], "attention_mask": torch.ones_like(first)}
+    shorter = DynamicCache(config=target.config)
+    run(target, prompts([7]), 0, **options, past_key_values=shorter)
+    with pytest.raises(ValueError, match=r"begin at token 24; pass the whole text"):
+        target.generate(**tail, **options, past_key_values=shorter)
+
+
+# ---- the draft goes on ------------------------------------------------------------------------------------
+
+
+class FirstDraft(Exception):
+    """Ends a call at its first draft, and brings that along."""
+
+
+def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: Any) -> Tensor:
+    """What the head drafts first, [B, d, V]."""
+    propose = head.propose
+
+    def tell(*args: Any, **kwargs: Any) -> Proposal:
+        raise FirstDraft(propose(*args, **kwargs).logits)
+
+    head.propose = tell  # type: ignore[method-assign]
+    try:
+        with pytest.raises(FirstDraft) as told:
+            run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"])
+    finally:
+        del head.propose
+    return told.value.args[0]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_next_turn_drafts_as_if_it_had_read_all(
+    pair: tuple[Any, DartHead], kind: str, lengths: list[int], mode: str, taken_up: list[bool]
+) -> None:
+    """The state that goes on is the one that a call over the whole text would have built."""
+    target, head = pair
+    cache, inputs = KINDS[kind](target), prompts(lengths)
+    for seed in range(2):
+        text = run(target, inputs, seed, past_key_values=cache, assistant=head, **MODES[mode]).sequences
+        inputs = behind(inputs, text)
+    goes_on = first_draft(target, head, inputs, cache)
+    assert taken_up == [False, True, True]
+    anew = first_draft(target, head, inputs, KINDS[kind](target))
+    torch.testing.assert_close(goes_on, anew, rtol=1e-9, atol=1e-9)
+
+
+def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a draft that goes on nor one that starts anew reads the cached prefix again."""
+    target, head = pair
+    read: list[int] = []
+    forward = type(target).forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        read.append(kwargs["input_ids"].shape[1])
+        return forward(self, *args, **kwargs)
+
+    for first in (head, None):
+        cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
+        options = MODES["greedy"] if first is None else {**MODES["greedy"], "assistant": first}
+        inputs = behind(inputs, run(target, inputs, 0, past_key_values=cache, **options).sequences)
+        with monkeypatch.context() as patched:
+            patched.setattr(type(target), "forward", counted)
+            read.clear()
+            run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"])
+        assert read[0] == 5  # the last token of the first turn and four new ones
+        assert len(read) == 1 + head.last_stats.rounds
+
+
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
+def test_only_the_new_tokens_are_passed(
+    pair: tuple[Any, DartHead], lengths: list[int], taken_up: list[bool]
+) -> None:
+    """With a mask over the whole text, `input_ids` may begin where the cache ends."""
+    target, head = pair
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        cache, inputs = DynamicCache(config=target.config), prompts(lengths)
+        whole = behind(inputs, run(target, inputs, 0, past_key_values=cache, **MODES["sampled"], **drafting).sequences)
+        for seed in (1, 2):
+            tail = {**whole, "input_ids": whole["input_ids"][:, cache.get_seq_length() :]}
+            new = run(target, tail, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            text = torch.cat([whole["input_ids"], new[:, tail["input_ids"].shape[1] :]], dim=1)
+            whole = behind(whole, text)
+        texts.append(text)
+    assert torch.equal(*texts)
+    assert taken_up == [False, True, True]
+
+
+# ---- and does not where it does not fit -------------------------------------------------------------------
+
+FULL = "llama"  # its cache can be cropped
+
+
+def cropped_and_continued(target: Any, cache: Any, ids: Tensor) -> Any:
+    """The same length again, but other tokens at the end."""
+    cache.crop(-6)
+    other = (ids[:, -7:-1] + 1) % VOCABULARY
+    with torch.no_grad():
+        target(input_ids=other, past_key_values=cache, use_cache=True)
+    ids[:, -7:-1] = other
+    return cache
+
+
+def continued_plainly(target: Any, cache: Any, ids: Tensor) -> Any:
+    with torch.no_grad():
+        target(input_ids=ids[:, -1:], past_key_values=cache, use_cache=True)
+    return cache
+
+
+def reordered(target: Any, cache: Any, ids: Tensor) -> Any:
+    order = torch.tensor([1, 0])
+    cache.reorder_cache(order)
+    ids.copy_(ids[order])
+    return cache
+
+
+def fewer_rows(target: Any, cache: Any, ids: Tensor) -> Any:
+    cache.batch_select_indices(torch.tensor([1]))
+    ids.set_(ids[1:].clone())
+    return cache
+
+
+CHANGES: dict[str, Callable[[Any, Any, Tensor], Any]] = {
+    "cropped and continued": cropped_and_continued,
+    "continued plainly": continued_plainly,
+    "reordered": reordered,
+    "fewer rows": fewer_rows,
+    "deep copy": lambda target, cache, ids: copy.deepcopy(cache),
+    "pickle": lambda target, cache, ids: pickle.loads(pickle.dumps(cache)),
+}
+
+
+@pytest.mark.parametrize("tail", [False, True], ids=["whole", "tail"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up: list[bool]) -> None:
+    target = attach(tiny_target(FULL))
+    head = tiny_head(target)
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        ids = run(target, prompts([9, 9]), 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences.clone()
+        cache = CHANGES[change](target, cache, ids)
+        ids = torch.cat([ids, prompts([4, 4], seed=9)["input_ids"][: len(ids)]], dim=1)
+        passed = ids[:, cache.get_seq_length() :] if tail else ids
+        inputs = {"input_ids": passed, "attention_mask": torch.ones_like(ids)}
+        texts.append(run(target, inputs, 1, past_key_values=cache, **MODES["sampled"], **drafting).sequences)
+    assert torch.equal(*texts)
+    assert taken_up == [False, False]
+
+
+@pytest.mark.parametrize("same", [True, False])
+@pytest.mark.parametrize("lengths", [[9], RAGGED])
+def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -> None:
+    """The draft is cropped with the cache, if the text behind it begins with the same token."""
+    target = attach(tiny_target(FULL))
+    head = tiny_head(target)
+    inputs = prompts(lengths)
+
+    def cropped(**drafting: Any) -> tuple[Any, dict[str, Tensor]]:
+        cache = DynamicCache(config=target.config)
+        text = run(target, inputs, 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences
+        cache.crop(-10)
+        text = text[:, : cache.get_seq_length() + 1].clone()
+        if not same:
+            text[:, -1] = (text[:, -1] + 1) % VOCABULARY
+        return cache, behind(inputs, text)
+
+    cache, again = cropped()
+    stock = run(target, again, 1, past_key_values=cache, **MODES["sampled"])
+    cache, again = cropped(assistant=head)
+    ours = run(target, again, 1, past_key_values=cache, assistant=head, **MODES["sampled"])
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert taken_up == [False, same]
+    cache, again = cropped(assistant=head)
+    draft = first_draft(target, head, again, cache)
+    anew = first_draft(target, head, again, DynamicCache(config=target.config))
+    assert torch.allclose(draft, anew, rtol=1e-9, atol=1e-9) == same
+
+
+def test_another_head_starts_anew(pair: tuple[Any, DartHead], taken_up: list[bool]) -> None:
+    target, head = pair
+    other = tiny_head(target, draft_length=3, feature_layers=[1])
+    texts = []
+    for drafters in ((None, None, None), (head, other, head), (head, copy.deepcopy(head), other)):
+        cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
+        for seed, drafter in enumerate(drafters):
+            drafting = {} if drafter is None else {"assistant": drafter}
+            text = run(target, inputs, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            inputs = behind(inputs, text)
+        texts.append(text)
+    assert all(torch.equal(text, texts[0]) for text in texts)
+    assert not any(taken_up)
+
+
+@pytest.mark.parametrize("change", ["inference mode", "dtype"])
+def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[bool]) -> None:
+    target = attach(tiny_target(FULL))
+    head = tiny_head(target)
+    cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
+    with torch.inference_mode(change == "inference mode"):
+        text = run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"]).sequences.clone()
+    if change == "dtype":
+        head.float()
+    inputs = behind(inputs, text.clone())
+    ours = run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"]).sequences
+    assert torch.equal(ours, run(target, inputs, 1, **MODES["greedy"]).sequences)
+    assert taken_up == [False, False]
+
+
+def test_the_state_goes_with_the_cache(pair: tuple[Any, DartHead]) -> None:
+    """Neither head nor model keeps anything of a call, and nothing stays when the cache is gone."""
+    target, head = pair
+    gc.collect()
+    before = len(turns._left), set(vars(head)), set(vars(target))
+    cache = DynamicCache(config=target.config)
+    run(target, prompts(RAGGED), 0, past_key_values=cache, assistant=head, **MODES["greedy"])
+    output = run(target, prompts([7]), 0, return_dict_in_generate=True, assistant=head, **MODES["greedy"]).output
+    run(target, prompts([7]), 0, assistant=head, **MODES["greedy"])
+    assert (len(turns._left) - 2, set(vars(head)), set(vars(target))) == before
+    del cache, output
+    gc.collect()
+    assert len(turns._left) == before[0]
