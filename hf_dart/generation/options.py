@@ -154,7 +154,7 @@ def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots
 
     Args:
         cached: slots that the cache holds.
-        first: slot of the first token of `input_ids`.
+        first: slot of the first token (or embedding) that is passed.
         total: slots of prompt and cached prefix.
         slots: that the call may need.
 
