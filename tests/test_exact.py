@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from cases import GREEDY, MODES, SAMPLED, batch, replay
 from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
-from tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_head, tiny_target
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import (
     TextIteratorStreamer,
     TextStreamer,
@@ -24,38 +25,7 @@ from hf_dart.generation import decode
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
 
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False},
-    "T=1": {"do_sample": True, "top_k": 0},
-    "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.2},
-    "several EOS": {"do_sample": True, "temperature": 0.7, "eos_token_id": [3, 11, 19, 27], "pad_token_id": 0},
-}
-SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
-GREEDY = {"do_sample": False, "max_new_tokens": 24}
 EXACT = tally("float64, tiny random targets")
-
-
-def batch(size: int, attention: str) -> dict[str, torch.Tensor]:
-    """Prompts that begin inside the sliding window and end behind it."""
-    if size == 1:
-        return prompts([7])
-    # Under eager attention stock itself gives NaN for padded rows in float64: its softmax is in fp32.
-    return prompts([WINDOW - 1] * 4 if attention == "eager" else [9, 3, 7, 13])
-
-
-def replay(
-    model: Any,
-    inputs: dict[str, torch.Tensor],
-    *,
-    misses: list[float],
-    seed: int = 0,
-    draft_length: int = 6,
-    **options: Any,
-) -> ReplayDrafter:
-    """A drafter that knows stock's answer and misses a share of it, per row."""
-    pads = (inputs["attention_mask"] == 0).sum(-1).tolist()
-    sequences = run(model, inputs, seed, **options).sequences
-    return ReplayDrafter(sequences, pads, VOCABULARY, misses=misses, draft_length=draft_length)
 
 
 @pytest.fixture(scope="module")
@@ -78,24 +48,6 @@ def test_families(family: str, attention: str) -> None:
         for mode in ("greedy", "several EOS"):
             options = {**MODES[mode], "max_new_tokens": 24}
             assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, into=EXACT, **options)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("seed", range(1, 5))
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", [*FAMILIES, "phi3", "deepseek_v32", "gemma2", "gpt_oss"])
-def test_families_at_length(family: str, attention: str, seed: int) -> None:
-    if attention == "sdpa" and family in ("gemma2", "gpt_oss"):
-        attention = "eager"  # stock has no sdpa for them
-    target = tiny_target(family, attention, seed=seed)
-    head = tiny_head(target)
-    for lengths in ([1], [31], [5] * 3, [2, 17, 9, 30, 12]):
-        if attention == "eager":
-            lengths = [max(lengths)] * len(lengths)
-        for options in MODES.values():
-            assert_identical(
-                target, head, prompts(lengths, seed), seed=seed, max_new_tokens=90, into=EXACT, **options
-            )
 
 
 @pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "phi3", "deepseek_v32"])

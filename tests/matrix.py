@@ -1,0 +1,172 @@
+"""Every family × attention × batch, drafted against stock: `python tests/matrix.py` prints the table.
+
+`tests/MATRIX.md` is its output; `pytest -m matrix` runs the same cells.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import torch
+import transformers
+from cases import MODES, replay
+from compare import Tally, assert_identical, assert_identical_up_to_near_ties
+from families import FAMILIES, REFUSED
+from tiny import prompts, tiny_head, tiny_target
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+from hf_dart import TreeConfig, attach
+from hf_dart.generation.verify import mask_kinds
+
+TOKENS = 48
+# Prompts that begin inside a sliding window and behind it.
+ONE_ROW = ([7], [31])
+# A random head's drafts are never worth their cost: a tree of its own size keeps it drafting.
+_TREE = TreeConfig(nodes=16)
+LEVEL, RAGGED = [9, 9, 9, 9], [2, 17, 9, 30]
+
+
+@dataclass(frozen=True)
+class Column:
+    """One way to run a family. Under eager attention stock itself gives NaN for padded rows in float64, as it
+    computes softmax in fp32: those run in fp32, under the rule for near-ties."""
+
+    attention: str
+    dtype: torch.dtype
+    prompts: tuple[list[int], ...]
+
+    def __str__(self) -> str:
+        rows = len(self.prompts[0])
+        padded = ", padded" if rows > 1 and len(set(self.prompts[0])) > 1 else ""
+        return f"{self.attention}, {rows} row{'s' * (rows > 1)}{padded}{' (fp32)' * (self.dtype == torch.float32)}"
+
+
+COLUMNS = [
+    Column("eager", torch.float64, ONE_ROW),
+    Column("eager", torch.float64, (LEVEL,)),
+    Column("eager", torch.float32, (RAGGED,)),
+    Column("sdpa", torch.float64, ONE_ROW),
+    Column("sdpa", torch.float64, (RAGGED,)),
+]
+
+
+@dataclass
+class Cell:
+    """What the runs of one family in one column add up to."""
+
+    runs: int = 0
+    total: Tally = field(default_factory=lambda: Tally(""))
+
+    def __str__(self) -> str:
+        ties = f", {len(self.total.near_ties)} near-ties" if self.total.near_ties else ""
+        return f"{self.runs}/{self.runs}{ties}"
+
+
+def attentions(family: str) -> list[str]:
+    """What stock can run the family with; sdpa is not in all older code."""
+    model = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[FAMILIES[family][0]]]
+    return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
+
+
+CELLS = [(family, column) for family in FAMILIES for column in COLUMNS if column.attention in attentions(family)]
+
+
+def run_cell(family: str, column: Column, seed: int = 0) -> Cell:
+    """Greedy and sampled, with a random head and with a drafter that is mostly right.
+
+    Raises:
+        AssertionError: a run differs from stock's, or the generator is left elsewhere.
+    """
+    target = tiny_target(family, column.attention, column.dtype, seed)
+    head = tiny_head(target)
+    head.tree_config = _TREE
+    cell = Cell()
+    for lengths in column.prompts:
+        inputs = prompts(lengths, seed)
+        for mode, options in MODES.items():
+            options = {**options, "max_new_tokens": TOKENS}
+            misses = [0.1, 0.6, 0.3, 0.9][: len(lengths)]
+            for drafter in (head, replay(target, inputs, misses=misses, seed=seed, **options)):
+                if column.dtype == torch.float64:
+                    assert_identical(target, drafter, inputs, seed=seed, into=cell.total, **options)
+                else:
+                    assert_identical_up_to_near_ties(
+                        target, drafter, inputs, seed=seed, into=cell.total, label=f"{family}, {mode}", **options
+                    )
+                cell.runs += 1
+    return cell
+
+
+def refusal(family: str, attention: str = "eager") -> str:
+    """The sentence with which a family is refused, or a kind of attention.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    target = tiny_target(family, "eager")
+    target.config._attn_implementation = attention
+    try:
+        attach(target)
+    except ValueError as refused:
+        return str(refused)
+    raise AssertionError(f"{family} is not refused")
+
+
+def mask_form(family: str) -> str:
+    """Which kinds of layers the family's tiny target has, as its masks are named."""
+    target = tiny_target(family, "eager")
+    cache = target(**prompts([3]), use_cache=True).past_key_values
+    kinds = mask_kinds(target, cache)
+    return " + ".join(kind.name.removesuffix("_attention") for kind in kinds)
+
+
+def table() -> Iterator[str]:
+    """The lines of `MATRIX.md`."""
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    yield "# Families against stock `generate`"
+    yield ""
+    yield f"Printed by `python tests/matrix.py` ({versions}, CPU). A cell counts runs whose tokens, and the generator"
+    yield "behind them, equal stock's: " + ", ".join(MODES) + "; each with a random head and with a drafter that is"
+    yield f"mostly right; {TOKENS} tokens; float64 without tolerance unless a column says fp32. The last column is the"
+    yield "mean over the runs of τ, tokens committed per target forward."
+    yield ""
+    yield "| family | masks | " + " | ".join(map(str, COLUMNS)) + " | τ |"
+    yield "|---" * (len(COLUMNS) + 3) + "|"
+    counted, everything = 0, Tally("")
+    for family in FAMILIES:
+        cells, total = [], Tally("")
+        for column in COLUMNS:
+            if column.attention in attentions(family):
+                cell = run_cell(family, column)
+                cells.append(str(cell))
+                counted += cell.runs
+                total.taus += cell.total.taus
+                everything.near_ties += cell.total.near_ties
+            else:
+                cells.append("stock has none")
+        everything.taus += total.taus
+        yield f"| {family} | {mask_form(family)} | " + " | ".join(cells) + f" | {total.mean_tau:.2f} |"
+    yield ""
+    yield f"{counted} runs, none different but at {len(everything.near_ties)} near-ties (fp32); mean τ "
+    yield f"{everything.mean_tau:.2f}."
+    yield ""
+    yield "## Refused"
+    yield ""
+    yield "| family | with |"
+    yield "|---|---|"
+    for family in REFUSED:
+        yield f"| {family} | {refusal(family)} |"
+    for attention in ("flex_attention", "flash_attention_2"):
+        yield f"| every family under {attention} | {refusal('llama', attention)} |"
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    transformers.logging.set_verbosity_error()
+    for line in table():
+        print(line, flush=True)
