@@ -14,6 +14,7 @@ from cases import GREEDY, MODES, SAMPLED, batch, replay
 from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
 from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import (
+    DynamicCache,
     TextIteratorStreamer,
     TextStreamer,
 )
@@ -59,6 +60,17 @@ def test_more_cache_and_mask_kinds(family: str) -> None:
             assert_identical(
                 target, head, batch(size, "eager"), max_new_tokens=24, into=EXACT, **MODES[mode]
             )
+
+
+@pytest.mark.parametrize("family", ["gemma3", "mistral", "llama4"])
+def test_windows_hold_in_a_cache_made_without_a_config(family: str) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    for mode in (GREEDY, SAMPLED):
+        stock = run(target, batch(4, "sdpa"), 0, past_key_values=DynamicCache(), **mode)
+        ours = run(target, batch(4, "sdpa"), 0, past_key_values=DynamicCache(), assistant=head, **mode)
+        assert torch.equal(ours.sequences, stock.sequences)
+        assert torch.equal(ours.state, stock.state)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])

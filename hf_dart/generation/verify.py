@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH
 from hf_dart.features import features_request, gather_features
@@ -42,13 +42,19 @@ class MaskKind:
 
 
 def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
-    """The kinds of attention layer of a prefilled cache, each once."""
-    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
+    """The kinds of attention layer of a prefilled cache, each once.
+
+    Windows are those that stock's own cache has: one that a user made without a config knows of none, while the
+    model's masks do.
+    """
+    text = target.config.get_text_config(decoder=True)
+    layer_types = getattr(text, "layer_types", None)
+    stocks = DynamicCache(config=text).layers
     kinds: dict[str, MaskKind] = {}
     for index, layer in enumerate(prefilled.layers):
         if is_placeholder(layer):
             continue
-        window = window_of(layer)
+        window = window_of(stocks[index] if index < len(stocks) else layer)
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())

@@ -1,0 +1,106 @@
+"""Call after call: memory stays where it is, and so do tensors, hooks and what models and heads carry."""
+
+from __future__ import annotations
+
+import gc
+import resource
+import sys
+from itertools import cycle, islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import MODES
+from outcome import snapshot
+from tiny import prompts, tiny_head, tiny_target
+from transformers import DynamicCache
+
+from hf_dart import TreeConfig
+
+
+def resident() -> int:
+    """Bytes of memory that this process holds."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def live_tensors() -> int:
+    gc.collect()
+    return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+
+class Broken(Exception):
+    """What a streamer of ours fails with."""
+
+
+class Breaks:
+    """A streamer that fails in mid-text."""
+
+    def __init__(self, target: Any) -> None:
+        self.left = 6
+
+    def put(self, value: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise Broken
+
+    def end(self) -> None:
+        """Never reached."""
+
+
+def _cache(target: Any) -> DynamicCache:
+    return DynamicCache(config=target.config)
+
+
+def calls() -> list[dict[str, Any]]:
+    """Short and long, one row and ragged ones, sampled and greedy, on caches of the user's, refused, broken off."""
+    plain = [
+        {**prompts(lengths, seed), **mode, "max_new_tokens": tokens}
+        for seed, (lengths, tokens) in enumerate([([7], 12), ([31], 30), ([9, 3, 7, 13], 16)])
+        for mode in MODES.values()
+    ]
+    tree = TreeConfig(nodes=30)
+    return [
+        *plain,
+        {**plain[0], "tree_config": tree, "return_dict_in_generate": True},
+        {**plain[5], "tree_config": tree, "max_new_tokens": 60},
+        {**plain[1], "past_key_values": _cache, "output_scores": True, "return_dict_in_generate": True},
+        {**plain[2], "streamer": Breaks, "tree_config": tree},
+        {**plain[3], "num_beams": 2},
+    ]
+
+
+def make(pairs: list[tuple[Any, Any]], number: int) -> None:
+    """Drafted `generate` calls, one kind and one target after another."""
+    made = cycle(calls())
+    for index, options in enumerate(islice(made, number)):
+        target, head = pairs[index % len(pairs)]
+        fresh = {name: value(target) if callable(value) else value for name, value in options.items()}
+        try:
+            target.generate(**fresh, assistant=head)
+        except (Broken, ValueError):
+            assert "streamer" in fresh or "num_beams" in fresh
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    "number", [pytest.param(60, id="short"), pytest.param(1000, id="long", marks=pytest.mark.matrix)]
+)
+def test_memory_is_flat(number: int) -> None:
+    targets = [tiny_target(family) for family in ("llama", "gemma3", "deepseek_v32")]
+    pairs = [(target, tiny_head(target)) for target in targets]
+    make(pairs, 3 * len(calls()))  # until every buffer, kernel and cache of a kind exists
+    before = [snapshot(target) for target in targets]
+    tensors, memory = live_tensors(), resident()
+    make(pairs, number)
+    assert live_tensors() <= tensors
+    assert resident() - memory < 16 * 2**20
+    assert [snapshot(target) for target in targets] == before
+
+
+def test_a_leak_would_be_seen() -> None:
+    """A tensor per call is more than the counts above allow."""
+    tensors, memory = live_tensors(), resident()
+    kept = [torch.ones(2**20) for _ in range(60)]
+    assert live_tensors() >= tensors + len(kept)
+    assert resident() - memory > 16 * 2**20
