@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dart import DartCandidateGenerator, DartHead
+from hf_dart import DartCandidateGenerator, DartHead, TreeConfig
 from hf_dart.generation import candidate_generator
+from hf_dart.proposal import Proposal
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 MODES: dict[str, dict[str, Any]] = {
@@ -83,8 +84,7 @@ def test_head_drafts_as_in_its_own_loop() -> None:
     own, stocks = [], []
     for seed in range(6):
         inputs = prompts([9], seed)
-        chain = {"nodes": 6, "beam": 1, "top_k": 1, "lookup": 0}
-        head.tree_config = type(head.tree_config)(**{**chain, "depth": 5})
+        head.tree_config = TreeConfig(nodes=6, depth=5, beam=1, top_k=1, lookup=0)
         first = model.generate(**inputs, do_sample=False, max_new_tokens=40, assistant=head)
         own.append(head.last_stats.committed)
         second = model.generate(**inputs, do_sample=False, max_new_tokens=40, custom_generate=stock_loop(head))
@@ -92,6 +92,31 @@ def test_head_drafts_as_in_its_own_loop() -> None:
         assert torch.equal(first, second)
     assert own == stocks
     assert sum(map(len, own)) < 6 * 39
+
+
+class Refined(ReplayDrafter):
+    """Alone its distributions prefer a wrong token; seen behind the right predecessor, the right one wins."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
+        known = super().propose(*args, **kwargs)
+        self.right = known.logits.argmax(-1)
+        known.logits.scatter_(2, (self.right[..., None] + 1) % VOCABULARY, 12.5)
+        return known
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor:
+        right = candidates == self.right[..., None]
+        in_front = torch.cat([torch.ones_like(right[:, :1]), right[:, :-1]], dim=1)
+        return torch.where(in_front[..., None] & right[:, :, None], 0.0, -9.0)
+
+
+def test_drafts_look_at_the_token_in_front() -> None:
+    model = tiny_target("llama")
+    inputs = prompts([7])
+    options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 24}
+    stock = model.generate(**options)
+    drafter = Refined(stock, [0], VOCABULARY, misses=[0.0])
+    assert torch.equal(model.generate(**options, custom_generate=stock_loop(drafter)), stock)
+    assert drafter.last_stats.tau > 4
 
 
 class Outcomes:
@@ -144,13 +169,21 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module")
-def three_words() -> tuple[Any, DartHead]:
+@pytest.fixture(scope="module", params=[False, True], ids=["independent drafts", "selector"])
+def three_words(request: pytest.FixtureRequest) -> tuple[Any, DartHead]:
     """A target of three tokens, none of which is sure, and a head that disagrees with it."""
     model = tiny_target("llama", vocab_size=3)
+    head = tiny_head(model, draft_length=2)
+    if request.param:
+        head.add_selector(4)
+        with torch.no_grad():
+            head.selector.context.weight.normal_(std=4.0)
+            head.selector.log_scale.weight.normal_()
+        # One token of three is no candidate; what follows it is drafted without regard to it.
+        head.tree_config = TreeConfig(top_k=2)
     with torch.no_grad():
         model.lm_head.weight.mul_(0.05)
-    return model, tiny_head(model, draft_length=2)
+    return model, head
 
 
 def laws(
@@ -192,10 +225,9 @@ def test_sampling_follows_stocks_law(
 def test_law_of_a_wrong_q_is_told_apart(three_words: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
     draw = DartCandidateGenerator._draw
 
-    def unprocessed(self: DartCandidateGenerator, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        raw = logits.clone()
-        ids, q = draw(self, ids, logits)
-        return ids, None if q is None else raw[:, : q.shape[1]]
+    def unprocessed(self: DartCandidateGenerator, ids: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
+        ids, q = draw(self, ids, proposal)
+        return ids, None if q is None else proposal.logits[:, : q.shape[1]].float()
 
     monkeypatch.setattr(DartCandidateGenerator, "_draw", unprocessed)
     stock, ours = laws(monkeypatch, *three_words, LAWS["warpers and penalty"])

@@ -22,7 +22,7 @@ from hf_dart.features import features_request, gather_features
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_target
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import position_limit
-from hf_dart.proposal import Drafter
+from hf_dart.proposal import Drafter, Proposal
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # A loop with this variable takes a prompt that ends in an end token for a candidate that is done.
@@ -115,8 +115,7 @@ class DartCandidateGenerator(CandidateGenerator):
         if depth <= 0:
             self._drafter.extend(self._state, features, tokens, counts)
             return ids, None
-        proposal = self._drafter.propose(self._state, features, tokens, counts, depth)
-        return self._draw(ids, proposal.logits.to(device=ids.device, dtype=torch.float32, copy=True))
+        return self._draw(ids, self._drafter.propose(self._state, features, tokens, counts, depth))
 
     def _room(self, ids: Tensor) -> int:
         """How many tokens may be drafted behind `ids` [1, T]."""
@@ -126,10 +125,20 @@ class DartCandidateGenerator(CandidateGenerator):
             return min(room, self._last_position - position)
         return 0 if self._hard else room
 
-    def _draw(self, ids: Tensor, logits: Tensor) -> tuple[Tensor, Tensor | None]:
-        """A chain from draft logits [1, d, V], up to its first end token, with the call's processors."""
+    def _draw(self, ids: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
+        """A chain behind `ids` [1, T], up to its first end token, drawn with the call's processors."""
+        logits = proposal.logits.float()
+        ranked, candidates = logits.topk(min(self._drafter.tree_config.top_k, logits.shape[-1]))
+        mass = logits.logsumexp(-1, keepdim=True)
+        table = self._drafter.transitions(proposal, ids[:, -1].to(logits.device), candidates, ranked - mass)
+        if table is not None:
+            table = (table + mass[..., None]).to(ids.device)  # back to the size of logits, which penalties look at
+        logits, candidates = logits.to(ids.device, copy=True), candidates.to(ids.device)
+        front: int | None = 0  # the candidate in front, if the token there is one
         used = 0
-        for scores in logits.unbind(1):
+        for scores, likely in zip(logits.unbind(1), candidates.unbind(1), strict=True):
+            if table is not None and front is not None:
+                scores.scatter_(1, likely, table[:, used, front])
             scores.copy_(self._processors(ids, scores))
             if self._do_sample:
                 token = torch.multinomial(scores.softmax(-1), num_samples=1)
@@ -139,6 +148,8 @@ class DartCandidateGenerator(CandidateGenerator):
             used += 1
             if int(token) in self._eos:
                 break
+            place = (likely[0] == token[0]).nonzero()
+            front = int(place[0]) if len(place) else None
         self._drafted = used
         return ids, logits[:, :used] if self._do_sample else None
 
