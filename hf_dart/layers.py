@@ -47,6 +47,8 @@ class DartAttention(nn.Module):
         if isinstance(mask, Tensor):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         else:
+            # Under autocast rotation has made these fp32; not every torch casts them back for FlexAttention.
+            query, key = query.to(value.dtype), key.to(value.dtype)
             attend = _flex_attention(query.device.type)
             mixed = attend(query, key, value, block_mask=mask, enable_gqa=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))

@@ -123,21 +123,26 @@ def test_the_block_mask_is_the_bool_mask(bidirectional: bool) -> None:
 @torch.no_grad()
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-def test_flex_attention_gives_what_sdpa_gives(block_attention: str) -> None:
-    head = tiny_head(tiny_target(torch.float64), num_layers=2, block_attention=block_attention)
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.1)])
+def test_flex_attention_gives_what_sdpa_gives(block_attention: str, dtype: torch.dtype, tolerance: float) -> None:
+    """bfloat16 is that of mixed precision, under which operators see operands of several types."""
+    mixed = dtype == torch.bfloat16
+    head = tiny_head(tiny_target(torch.float32 if mixed else dtype), num_layers=2, block_attention=block_attention)
     hidden = []
     for blocks in flex_and_bool(block_attention == "bidirectional"):
         real = 23
         random = torch.Generator().manual_seed(2)
-        features = torch.randn(3, real, head.config.features_width, generator=random, dtype=torch.float64)
-        embeddings = torch.randn(3, real, head.config.embedding_size, generator=random, dtype=torch.float64)
-        hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
-    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=1e-12)
+        features = torch.randn(3, real, head.config.features_width, generator=random, dtype=head.dtype)
+        embeddings = torch.randn(3, real, head.config.embedding_size, generator=random, dtype=head.dtype)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=tolerance)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-def test_flex_attention_trains_as_sdpa_does(block_attention: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.1)])
+def test_flex_attention_trains_as_sdpa_does(block_attention: str, bf16: bool, tolerance: float, tmp_path: Path) -> None:
     """Compiled, forward and backward, through the trainer that chooses it by itself."""
     rows = token_rows([[130, 70], [200], [3, 150, -47]])
     runs = []
@@ -145,10 +150,11 @@ def test_flex_attention_trains_as_sdpa_does(block_attention: str, tmp_path: Path
         target = tiny_target(head_dim=32)
         head = tiny_head(target, block_attention=block_attention)
         collator = BlockCollator(head.draft_length, 200)
-        trainer = tiny_trainer(tmp_path, head, target, rows, collator, attention=attention, use_cpu=False)
+        trainer = tiny_trainer(tmp_path, head, target, rows, collator, attention=attention, bf16=bf16, use_cpu=False)
         assert trainer.flex == (attention == "auto")
+        torch.manual_seed(1)
         batch = trainer._prepare_inputs(collator(rows))
         loss = trainer.compute_loss(head.to(trainer.args.device), batch)
         loss.backward()
         runs.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
-    torch.testing.assert_close(*runs, rtol=1e-3, atol=1e-5)
+    torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)
