@@ -185,7 +185,7 @@ def checkpointed_trainer(folder: Path, metric: str) -> tuple[DartTrainer, Any]:
         target,
         ROWS,
         eval_rows=ROWS[:3],
-        max_steps=6,
+        max_steps=5,
         eval_strategy="steps",
         eval_steps=1,
         save_strategy="steps",
@@ -217,16 +217,16 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
 def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:
     trainer, head = checkpointed_trainer(tmp_path, "tau_decoded")
     prompts = [torch.randint(2, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9)]
-    trainer.add_callback(DecodingCallback(trainer, prompts, max_new_tokens=20, tree_config=TreeConfig.chain(3)))
+    trainer.add_callback(DecodingCallback(trainer, prompts, max_new_tokens=12, tree_config=TreeConfig.chain(3)))
     trainer.train()
     logged = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
-    assert len(logged) == 6
+    assert len(logged) == 5
     assert trainer.state.best_metric == max(logged) > 1
 
     tokens = rounds = 0
     for prompt in prompts:
         trainer.target.generate(
-            prompt[None], assistant=head, tree_config=TreeConfig.chain(3), do_sample=False, max_new_tokens=20
+            prompt[None], assistant=head, tree_config=TreeConfig.chain(3), do_sample=False, max_new_tokens=12
         )
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
