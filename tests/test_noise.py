@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from compare import assert_identical
+from test_exact import replay
+from tiny import prompts, tiny_target
 
-from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation import decode
+from hf_dart.generation.attach import attach
+from hf_dart.generation.noise import MAX_LEAD, NoiseStream
+from hf_dart.generation.rows import Rows
 
 CPU = torch.device("cpu")
 
@@ -106,3 +114,45 @@ def test_two_streams_do_not_disturb_each_other() -> None:
     first, second = NoiseStream(1, 9, CPU), NoiseStream(1, 9, CPU)
     left = first.exponentials([0], 4)
     assert torch.equal(second.exponentials([0], 4), left)
+
+
+DEPTH = 9
+LEFT_BEHIND = [0.0, 1.0, 0.0, 0.3]
+
+
+@pytest.mark.parametrize("misses", [LEFT_BEHIND, [1.0, 0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("eos", [None, [3]], ids=["to the end", "some end early"])
+def test_what_is_held_stays_bounded(misses: list[float], eos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row has every draft accepted, another none; some end early, and no longer count then."""
+    rows: list[Rows] = []
+    leads, held = [], []
+
+    class WatchedRows(Rows):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            rows.append(self)
+
+    class WatchedStream(NoiseStream):
+        def _draw_to(self, end: int) -> None:
+            super()._draw_to(end)
+            running = rows[-1]
+            if not running.finished:
+                leads.append(max(running.emitted) - running.slowest())
+                held.append((len(self._blocks), len(self._gumbels), len(self._states)))
+
+    monkeypatch.setattr(decode, "Rows", WatchedRows)
+    monkeypatch.setattr(decode, "NoiseStream", WatchedStream)
+    target = attach(tiny_target("llama"))
+    inputs = prompts([9, 3, 7, 13])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}
+    drafter = replay(target, inputs, misses=misses, draft_length=DEPTH, **options)
+    drafter.tree_config = decode.TreeConfig(shared_noise=True, lookup=0, nodes=24)
+    assert_identical(target, drafter, inputs, **options)
+    assert max(leads) <= MAX_LEAD
+    # From the slowest row to where the fastest one's draft ends; and the state behind that.
+    blocks, gumbels, states = (max(counts) for counts in zip(*held, strict=True))
+    assert max(blocks, gumbels, states - 1) <= MAX_LEAD + DEPTH
+    if eos is None:
+        assert max(leads) >= MAX_LEAD - 1, "no row was held back"
+    else:
+        assert len({*rows[-1].emitted}) > 1, "no row ended early"

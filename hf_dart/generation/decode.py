@@ -101,8 +101,8 @@ def speculative_generate(
                 stats.count(accepted.counts, limits, tree.size)
                 call.pace.count(accepted.counts, limits, tree.size)
         output = call.result(stats, features, accepted)
-    except BaseException as failure:
-        call.break_off(streaming.position_at(failure))
+    except BaseException:
+        call.break_off(streaming.position)
         raise
     streaming.end()
     assistant.last_stats = stats

@@ -70,11 +70,8 @@ class Walker:
         if self._rows.in_step:
             return self._walk_in_step(tree, logits, limits)
         if self._everywhere:
-            accepted = self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
-        else:
-            accepted = self._walk_by_token(tree, logits, limits)
-        self._rows.turn = None
-        return accepted
+            return self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
+        return self._walk_by_token(tree, logits, limits)
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """The target's token behind every node, [B, N]."""
@@ -91,7 +88,6 @@ class Walker:
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
         counts = []
         for row, (row_tokens, length) in enumerate(zip(tokens.tolist(), lengths.tolist(), strict=True)):
-            self._rows.turn = row
             start = self._rows.emitted[row]
             for token in row_tokens[: min(length, limits[row])]:
                 if not self._append(row, token):
@@ -103,7 +99,6 @@ class Walker:
         """One processor call per emitted token, row by row."""
         paths: list[list[int]] = []
         for row, (limit, children) in enumerate(zip(limits, _children(tree), strict=True)):
-            self._rows.turn = row
             node = 0
             path: list[int] = []
             while len(path) < limit:
