@@ -202,15 +202,15 @@ def interrupt(
     ],
 )
 def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool) -> None:
-    reached = interrupt(family, kind, lengths, sampled, cases=12, seed=1)
-    assert len(set(reached)) > 4
+    reached = interrupt(family, kind, lengths, sampled, cases=7, seed=1)
+    assert len(set(reached)) > 3
 
 
 def test_interrupted_anywhere_in_stocks_steps() -> None:
     """With a criterion that is not known, tokens are drawn from the default generator as they come."""
     criterion = FailingCriterion(length=1000)
-    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=12, seed=1, stopping_criteria=[criterion])
-    assert len(set(reached)) > 4
+    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=7, seed=1, stopping_criteria=[criterion])
+    assert len(set(reached)) > 3
 
 
 @pytest.mark.matrix
@@ -281,7 +281,7 @@ def failing(what: str, slots: int, tokens: int) -> dict[str, Any]:
     return {"stopping_criteria": [FailingCriterion(slots + tokens)], "streamer": Listener()}
 
 
-@pytest.mark.parametrize("tokens", [0, 1, 6])
+@pytest.mark.parametrize("tokens", [0, 5])
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
 @pytest.mark.parametrize("what", ["processor", "criterion", "streamer"])
 def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengths: list[int], tokens: int) -> None:
@@ -333,7 +333,7 @@ def decoder_layer(target: Any) -> Any:
     return type(target.model.layers[1].self_attn)
 
 
-@pytest.mark.parametrize("call", [2, 4, 8])
+@pytest.mark.parametrize("call", [2, 8])
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
 @pytest.mark.parametrize(("family", "kind"), [("gemma3", "dynamic"), ("gemma3", "static"), ("deepseek_v32", "dynamic")])
 def test_out_of_memory_in_the_target(family: str, kind: str, lengths: list[int], call: int) -> None:
@@ -348,7 +348,7 @@ def test_out_of_memory_in_the_target(family: str, kind: str, lengths: list[int],
         run(target, inputs, 0, past_key_values=cache, streamer=listener, assistant=head, **SAMPLED)
     assert torch.equal(torch.get_rng_state(), states[listener.tokens])
     assert (listener.tokens == 0) == (call == 2)
-    if call > 4:
+    if call > 2:
         assert int(cache.get_seq_length()) > inputs["input_ids"].shape[1]
     assert_goes_on(target, cache, inputs, text, listener.tokens, **SAMPLED, assistant=head)
     assert snapshot(target) == before
