@@ -300,16 +300,24 @@ def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
         assert head.last_stats.committed == told
 
 
-def test_embeddings_behind_a_cache(llama: tuple[Any, Any]) -> None:
+def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
+    """As the first turn and as the second."""
     target, head = llama
-    first = call(target, 0, **prompts([7]), **GREEDY).sequences
-    embeddings = target.get_input_embeddings()(first).detach()
-    turns = []
-    for drafting in ({}, {"assistant": head}):
-        cache = DynamicCache(config=target.config)
-        call(target, 0, **prompts([7]), **GREEDY, past_key_values=cache, **drafting)
-        turns.append(call(target, 0, inputs_embeds=embeddings, **SAMPLED, past_key_values=cache, **drafting))
-    same(turns[1], turns[0])
+    ids = prompts([7])["input_ids"]
+    first = call(target, 0, input_ids=ids, **GREEDY).sequences
+    embed = target.get_input_embeddings()
+    ways = {
+        "ids, then embeddings": ({"input_ids": ids}, {"inputs_embeds": embed(first).detach()}),
+        "embeddings, then ids": ({"inputs_embeds": embed(ids).detach()}, {"input_ids": first}),
+    }
+    for earlier, later in ways.values():
+        turns = []
+        for drafting in ({}, {"assistant": head}):
+            cache = DynamicCache(config=target.config)
+            call(target, 0, **earlier, **GREEDY, past_key_values=cache, **drafting)
+            turns.append(call(target, 0, **later, **SAMPLED, past_key_values=cache, **drafting))
+        assert turns[0].error is None
+        same(turns[1], turns[0])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v32"])
