@@ -45,7 +45,7 @@ def tally(title: str) -> Tally:
 
 @dataclass
 class Run:
-    """One `generate` call: what it returned and the CPU generator's state behind it."""
+    """One `generate` call: what it returned and the state of the default generators behind it."""
 
     output: Any
     state: Tensor
@@ -58,7 +58,13 @@ class Run:
 def run(model: Any, inputs: dict[str, Any], seed: int, **options: Any) -> Run:
     torch.manual_seed(seed)
     output = model.generate(**inputs, **options)
-    return Run(output, torch.get_rng_state())
+    return Run(output, generators(model.device))
+
+
+def generators(device: torch.device) -> Tensor:
+    """The state of the CPU's default generator, and of the device's."""
+    cpu = torch.get_rng_state()
+    return torch.cat([cpu, torch.cuda.get_rng_state(device)]) if device.type == "cuda" else cpu
 
 
 def assert_identical(

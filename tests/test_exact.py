@@ -51,7 +51,9 @@ def test_families(family: str, attention: str) -> None:
             assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, into=EXACT, **options)
 
 
-@pytest.mark.parametrize("family", ["gemma2", "gpt_oss", "phi3", "deepseek_v32"])
+@pytest.mark.parametrize(
+    "family", ["gemma2", "gpt_oss", "phi3", "deepseek_v32", "gemma3n", "gemma4_shared", "llama4", "gptj", "opt"]
+)
 def test_more_cache_and_mask_kinds(family: str) -> None:
     target = tiny_target(family, "eager")
     head = tiny_head(target)

@@ -1,34 +1,20 @@
-"""The matrix of families, and the table of it that stands in the repo."""
+"""The matrix of families: `python tests/matrix.py` prints its table."""
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 from compare import tally
-from families import FAMILIES, REFUSED
-from matrix import CELLS, COLUMNS, run_cell
+from matrix import CELLS, run_cell
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("family", "column"), CELLS, ids=str)
 def test_cell(family: str, column: Any) -> None:
     cell = run_cell(family, column)
-    assert cell.runs >= 8
+    assert cell.runs == 4
     total = tally("matrix of families")
     total.taus += cell.total.taus
     total.near_ties += cell.total.near_ties
     assert cell.total.mean_tau > 1.3
-
-
-def test_the_table_is_of_these_families() -> None:
-    rows = [
-        [cell.strip() for cell in line.split("|")[1:-1]]
-        for line in (Path(__file__).parent / "MATRIX.md").read_text().splitlines()
-        if line.startswith("|")
-    ]
-    width = len(COLUMNS) + 3
-    named = {row[0] for row in rows if len(row) == width and "/" in row[2]}
-    assert named == set(FAMILIES)
-    assert {row[0] for row in rows if len(row) == 2} >= set(REFUSED)

@@ -153,6 +153,12 @@ def test_long_windows_are_proved_by_the_call_that_reaches_them(monkeypatch: pyte
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=200)
     assert not built
 
+    # A window behind the position table, which rotary models may leave.
+    target = tiny_target("mistral", sliding_window=100, max_position_embeddings=60)
+    head = tiny_head(target)
+    assert_identical(target, head, prompts([7]), **GREEDY, max_length=140)
+    assert set(built) == {12, 97, 105}
+
 
 def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """Llama 4 tempers its attention every `floor_scale` slots; a tree's nodes share positions, not slots."""

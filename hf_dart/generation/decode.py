@@ -73,7 +73,7 @@ def speculative_generate(
         ValueError: something was asked for that could not equal stock's output.
     """
     tree_config = tree_config or assistant.tree_config
-    prove(model, _slots(input_ids, generation_config, model_kwargs)[2] + max(tree_config.nodes or 0, _FILL))
+    prove(model, _slots(input_ids, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)

@@ -34,7 +34,7 @@ _PATHS = ([0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4])
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # behind, every node is past it.
 _AROUND = (-3, 5)
-# Longer cache prefixes are built only by a call that needs as much memory itself.
+# Windows of more slots are looked at only by a call that needs as much memory itself.
 _AT_ATTACH = 8191
 # Entries at the edge of a window are made this much louder than the others, at most.
 _LOUDEST = 64.0
@@ -65,7 +65,7 @@ def _explained(model: Any) -> Iterator[None]:
 
 
 @torch.no_grad()
-def prove(model: Any, slots: int | None = None) -> None:
+def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     """Check once per model, attention and dtype that tree verification is right for it.
 
     Runs an 8-node tree, commits one path, runs one more token, and compares all logits with plain forwards from
@@ -74,8 +74,9 @@ def prove(model: Any, slots: int | None = None) -> None:
 
     Args:
         model: the target.
-        slots: cache slots that the coming call may fill, tree nodes included; by default the target's position
-            table, but at most 8191.
+        text: slots of the longest text of the coming call; by default as much of the target's position table as
+            is cheap.
+        nodes: slots behind them that trees may fill.
 
     Raises:
         ValueError: the target computes something else for a tree; it is not supported.
@@ -83,20 +84,21 @@ def prove(model: Any, slots: int | None = None) -> None:
     refuse_model(model)
     case = (model.config.get_text_config(decoder=True)._attn_implementation, model.dtype)
     proved = _proved.setdefault(model, {})
-    last_position = position_limit(model)[0]
-    if slots is None:
-        slots = min(_AT_ATTACH, last_position)
+    table = position_limit(model)[0] + 1
+    slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if slots <= proved.get(case, 0):
         return
     with _explained(model):
         trial = _Trial(model)
     refuse_cache(trial.short)
-    longest = last_position - len(_PARENTS)
+    longest = max(table, text or 0) - len(_PARENTS)
     lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
     with _explained(model):
         for length in sorted({_PROMPT} | {length for length in lengths if length > 0}):
             trial.run(length)
-    proved[case] = min((mark for mark in trial.marks if mark > slots), default=sys.maxsize) - 1
+    # A mark at the end of the position table is looked at again by a call that goes further.
+    ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
+    proved[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
 class _Trial:

@@ -1,0 +1,52 @@
+"""The representative matrix on a CUDA device, in fp32 with TF32 off: tokens, and both generators behind them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import MODES
+from compare import assert_identical_up_to_near_ties, tally
+from matrix import attentions
+from tiny import prompts, tiny_head, tiny_target
+
+from hf_dart import TreeConfig
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "deepseek_v32", "llama4"]
+
+
+@pytest.fixture(autouse=True)
+def _full_fp32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families(family: str, attention: str, mode: str) -> None:
+    target: Any = tiny_target(family, attention if attention in attentions(family) else "eager", torch.float32)
+    target = target.to("cuda")
+    head = tiny_head(target)
+    assert head.device.type == "cuda"
+    for lengths in ([7], [9, 3, 7, 13]):
+        inputs = {name: ids.to("cuda") for name, ids in prompts(lengths).items()}
+        for tree in (TreeConfig(), TreeConfig(nodes=16), TreeConfig(nodes=16, shared_noise=False)):
+            head.tree_config = tree
+            assert_identical_up_to_near_ties(
+                target,
+                head,
+                inputs,
+                into=tally("fp32 on a GPU"),
+                label=f"{family}, {attention}, {mode}",
+                max_new_tokens=40,
+                **MODES[mode],
+            )
