@@ -39,9 +39,7 @@ def attention_layers(cache: Cache) -> list[Any]:
 
 
 def window_of(layer: Any) -> int | None:
-    """How many positions a layer's queries see, their own included; None if all."""
-    if isinstance(layer, StaticSlidingWindowLayer):
-        return layer.max_cache_len
+    """How many positions the queries of a dynamic layer see, their own included; None if all."""
     return getattr(layer, "sliding_window", None)
 
 
