@@ -49,17 +49,20 @@ class _Node:
     score: float
 
 
-def best_first(drafts: list[RowDraft], *, nodes: int, node_cost: float = 0.0) -> DraftTree:
+def best_first(
+    drafts: list[RowDraft], *, nodes: int, node_cost: float = 0.0, draft_cost: float = 0.0
+) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
-    A node is added while what it is expected to bring, per cost, beats what the whole round brings per cost:
-    with B rows, p its chance to be accepted (the mean over the rows) and sum the chances so far, while
-    p / node_cost >= (1 + sum) / (1 + node_cost * nodes so far) * B.
+    The trees grow by one node in every row while the tokens that those are expected to bring, over their cost,
+    exceed the tokens expected of the whole round over its cost; so the size is the one of most tokens per time.
 
     Args:
         drafts: one per row.
         nodes: most nodes per row, the root included.
-        node_cost: cost of verifying one more node in one row, relative to a round with none; 0 grows to `nodes`.
+        node_cost: cost of verifying one more node in one row, relative to a round that verifies the root alone;
+            0 grows to `nodes`.
+        draft_cost: cost of the draft, relative to the same.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
@@ -67,16 +70,17 @@ def best_first(drafts: list[RowDraft], *, nodes: int, node_cost: float = 0.0) ->
     batch = len(drafts)
     growing = [_open_best(draft) for draft in drafts]
     rows: list[list[_Node]] = [[] for _ in drafts]
-    step_cost, expected, size = batch * node_cost, float(batch), 1
+    step_cost, cost, expected, size = batch * node_cost, 1 + draft_cost, float(batch), 1
     while size < nodes:
         found = [next(row, None) for row in growing]
         gain = sum(exp(node.score) for node in found if node)
-        if gain == 0 or gain * (1 + step_cost * (size - 1)) < expected * step_cost:
+        if gain == 0 or gain * cost < expected * step_cost:
             break
         for row, node in zip(rows, found, strict=True):
             if node:
                 row.append(node)
         expected += gain
+        cost += step_cost
         size += 1
     return _assemble([draft.root for draft in drafts], rows, size)
 

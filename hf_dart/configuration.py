@@ -170,7 +170,7 @@ class TreeConfig:
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
         draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause
-            for a while (`generation.pace`); 0 leaves that cost out.
+            for a while (`generation.pace`) and only copied text is verified.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -183,7 +183,7 @@ class TreeConfig:
     top_k: int = 16
     beam: int = 12
     lookup: int = 24
-    node_cost: float = 0.035
+    node_cost: float = 0.02
     draft_cost: float = 0.2
     shared_noise: bool = True
 

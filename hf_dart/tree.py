@@ -36,6 +36,12 @@ class DraftTree:
         """N."""
         return self.tokens.shape[1]
 
+    def to(self, device: torch.device) -> DraftTree:
+        """The same tree on `device`."""
+        tensors = (self.tokens, self.parents, self.depths, self.ancestors)
+        tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
+        return DraftTree(tokens, parents, depths, ancestors, self.max_depth)
+
     @classmethod
     def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""

@@ -106,7 +106,7 @@ def test_no_node_that_costs_more_than_it_brings() -> None:
         candidates, table = random_draft(2, 3, 4, seed)
         lists = zip(candidates.tolist(), table.tolist(), strict=True)
         drafts = [RowDraft(1, tokens, pairs, 3) for tokens, pairs in lists]
-        cost = 0.02 + 0.01 * seed
+        cost, draft_cost = 0.02 + 0.01 * seed, 0.1 * (seed % 5)
         rates = []
         for nodes in range(1, 21):
             tree = best_first(drafts, nodes=nodes)
@@ -116,8 +116,8 @@ def test_no_node_that_costs_more_than_it_brings() -> None:
                     columns = [draft.candidates[depth].index(token) for depth, token in enumerate(path)]
                     steps = zip(draft.table, [0, *columns], columns, strict=False)
                     expected += exp(sum(min(pairs[front][column], -1e-4) for pairs, front, column in steps))
-            rates.append(expected / (1 + 2 * cost * (nodes - 1)))
-        size = best_first(drafts, nodes=20, node_cost=cost).size
+            rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
+        size = best_first(drafts, nodes=20, node_cost=cost, draft_cost=draft_cost).size
         assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
         shrunk += size < 20
     assert shrunk > 10
@@ -173,7 +173,7 @@ def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) 
         assert_identical(target, head, prompts(lengths), **options, **stopping, max_new_tokens=90, tree_config=config)
         stats = head.last_stats
         assert stats is not None
-        if not eos:
+        if not eos and options["do_sample"]:
             assert stats.plain_rounds >= 16
             assert stats.rounds > stats.plain_rounds + 8, "drafting was tried again"
             assert stats.accepted > 0

@@ -211,10 +211,8 @@ class _Call:
 
     def grow(self, proposal: Proposal | None, limits: list[int]) -> DraftTree:
         """Grow the trees, ranked with the noise that their tokens will be drawn with."""
-        if proposal is None:
-            return DraftTree.chain(self.rows.recent([1] * len(self.rows), 1))
         gumbel = None
-        if self.noise is not None and self.config.shared_noise:
+        if proposal is not None and self.noise is not None and self.config.shared_noise:
             gumbel = self.noise.gumbel(self.rows.emitted, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]

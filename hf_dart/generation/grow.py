@@ -42,23 +42,32 @@ class TreeGrower:
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
 
-    def __call__(self, proposal: Proposal, gumbel: Tensor | None, deepest: list[int]) -> DraftTree:
+    def __call__(self, proposal: Proposal | None, gumbel: Tensor | None, deepest: list[int]) -> DraftTree:
         """The trees [B, N] behind the last committed tokens.
 
         Args:
-            proposal: `depth` distributions per row.
+            proposal: `depth` distributions per row; None while drafting pauses, when copied text alone grows.
             gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
                 or to rank without it.
             deepest: deepest node per row.
         """
+        copies = self._copies(deepest)
+        if proposal is None:
+            roots = [text[-1] for text in self._texts]
+            drafts = [
+                RowDraft(root, [], [], limit, copied, chance)
+                for root, limit, (copied, chance) in zip(roots, deepest, copies, strict=True)
+            ]
+            return self._sized(drafts, draft_cost=0.0).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits)
         candidates, scores = (ranked.to(self._device) for ranked in self._rank(proposal.logits, gumbel, seen))
-        copies: list[tuple[list[int], float]] = [([], -inf) for _ in self._texts]
-        if self._config.lookup:
-            longest = min(self._config.lookup, max(deepest) + 1)
-            copies = [lookup.suggest(longest) for lookup in self._lookups]
         grow = self._on_host if self._device.type == "cpu" else self._on_device
         return grow(proposal, candidates, scores, copies, deepest)
+
+    def _copies(self, deepest: list[int]) -> list[tuple[list[int], float]]:
+        """What `RowLookup.suggest` finds for each row."""
+        longest = min(self._config.lookup, max(deepest) + 1)
+        return [lookup.suggest(longest) for lookup in self._lookups]
 
     def _on_host(
         self,
@@ -84,9 +93,14 @@ class TreeGrower:
             RowDraft(root, row, scored, limit, copied, chance)
             for root, row, scored, limit, (copied, chance) in zip(roots, tokens, pairs, deepest, copies, strict=True)
         ]
+        return self._sized(drafts, self._config.draft_cost)
+
+    def _sized(self, drafts: list[RowDraft], draft_cost: float) -> DraftTree:
         # An accelerator verifies many nodes in the time of one; on a CPU each has to be worth its place.
-        cost = self._config.node_cost if self._config.nodes is None else 0.0
-        return best_first(drafts, nodes=self._config.resolve_nodes(len(roots), "cpu"), node_cost=cost)
+        device = self._device.type
+        node_cost = self._config.node_cost if self._config.nodes is None and device == "cpu" else 0.0
+        nodes = self._config.resolve_nodes(len(drafts), device)
+        return best_first(drafts, nodes=nodes, node_cost=node_cost, draft_cost=draft_cost)
 
     def _on_device(
         self,

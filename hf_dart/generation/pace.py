@@ -1,4 +1,4 @@
-"""When drafting does not pay, it pauses: the target then decodes alone, token by token, and drafts are tried again."""
+"""When drafting does not pay, it pauses: only copied text is verified then, and drafts are tried again later."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ class DraftStats:
 
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
-        plain_rounds: those of them that verified the root alone: no draft, or none worth a node.
+        plain_rounds: those of them that verified the root alone, no node being worth its cost.
         row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
