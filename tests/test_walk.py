@@ -44,7 +44,7 @@ def test_both_walks_give_stocks_tokens(
     plain_call, walked = Walker.__call__, []
 
     def call(self: Walker, *args: Any) -> Accepted:
-        self._everywhere = everywhere
+        self._everywhere = 99 if everywhere else 0
         walked.append(args[0].size)
         return plain_call(self, *args)
 

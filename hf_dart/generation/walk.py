@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +13,8 @@ from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.processors import row_free, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.tree import DraftTree
+
+_FEW = 2  # nodes per row
 
 
 @dataclass(frozen=True)
@@ -54,8 +57,11 @@ class Walker:
         self._streaming = streaming
         self._noise = noise
         self._row_free = len(rows) == 1 or row_free(processors)
-        # Sampling on a CPU, softmax over all nodes costs more than a few calls for those on the path.
-        self._everywhere = scores_alone(processors, rows.device) and (noise is None or rows.device.type != "cpu")
+        # The most nodes on which to run the processors all at once. Sampling on a CPU, softmax over all nodes costs
+        # more than a few calls for those on the path.
+        self._everywhere = 0
+        if scores_alone(processors, rows.device):
+            self._everywhere = _FEW if noise is not None and rows.device.type == "cpu" else sys.maxsize
         self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
         self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
 
@@ -69,7 +75,7 @@ class Walker:
         """
         if self._rows.in_step:
             return self._walk_in_step(tree, logits, limits)
-        if self._everywhere:
+        if tree.size <= self._everywhere:
             return self._emit(*follow(tree, self._choose_everywhere(tree, logits)), limits)
         return self._walk_by_token(tree, logits, limits)
 
