@@ -14,7 +14,7 @@ from compare import Run, run
 from test_caches import assert_same_cache
 from tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
 from hf_dart.generation import decode, turns
@@ -130,6 +130,16 @@ def test_a_static_cache_asked_for_by_name(pair: tuple[Any, DartHead], mode: str)
         stock = run(target, inputs, 0, **options)
         for _ in range(2):
             assert torch.equal(run(target, inputs, 0, assistant=head, **options).sequences, stock.sequences)
+
+
+def test_chunks_into_a_static_cache_are_read_where_stock_would_compile(pair: tuple[Any, DartHead]) -> None:
+    target, head = pair
+    options = {**MODES["greedy"], "cache_implementation": "static", "prefill_chunk_size": 4}
+    stock = run(target, prompts(RAGGED), 0, **options).sequences
+    compiling = CompileConfig()
+    compiling._compile_all_devices = True  # as on an accelerator
+    ours = run(target, prompts(RAGGED), 0, **options, compile_config=compiling, assistant=head).sequences
+    assert torch.equal(ours, stock)
 
 
 def test_caches_that_do_not_fit_the_call(pair: tuple[Any, DartHead]) -> None:

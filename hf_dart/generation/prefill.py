@@ -75,6 +75,10 @@ class PrefillRecorder:
         self._feed(gather_features(outputs, self._feature_layers, ran))
         return outputs
 
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        """Asked by `_prefill` before it runs chunks; a compiled forward would pass this recorder by."""
+        return False
+
     def prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: dict[str, Any]) -> Any:
         """Stock prefill (prefix reuse, chunks) with this recorder in the model's place; its outputs."""
         return type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
