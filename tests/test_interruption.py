@@ -194,7 +194,6 @@ def interrupt(
     [
         ("gemma3", "dynamic", RAGGED, True),
         ("gemma3", "static", [7], True),
-        ("gemma3", "static", RAGGED, False),
         ("deepseek_v32", "dynamic", RAGGED, True),
     ],
 )
