@@ -238,5 +238,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 # Stock's grouped and batched expert kernels take no float64.
 EXPERTS_IN_A_LOOP = {
-    name for name, (_, config) in FAMILIES.items() if config.keys() & {"num_experts_per_tok", "num_local_experts"}
+    name
+    for name, (_, config) in {**FAMILIES, **REFUSED}.items()
+    if config.keys() & {"num_experts_per_tok", "num_local_experts"}
 }

@@ -127,13 +127,14 @@ def mask_form(family: str) -> str:
 
 def table() -> Iterator[str]:
     """The lines of `MATRIX.md`."""
-    versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, CPU"
     yield "# Families against stock `generate`"
     yield ""
-    yield f"Printed by `python tests/matrix.py` ({versions}, CPU). A cell counts runs whose tokens, and the generator"
-    yield "behind them, equal stock's: " + ", ".join(RUN) + "; each with a random head and with a drafter that is"
-    yield f"mostly right; {TOKENS} tokens; float64 without tolerance unless a column says fp32. The last column is the"
-    yield "mean over the runs of τ, tokens committed per target forward."
+    yield f"Printed by `python tests/matrix.py` ({versions})."
+    yield "A cell counts runs whose tokens, and the generator behind them, equal stock's:"
+    yield f"{' and '.join(RUN)}, each with a random head and with a drafter that is mostly right, {TOKENS} tokens;"
+    yield "in float64 without tolerance unless a column says fp32. The last column is the mean over the runs of τ,"
+    yield "tokens committed per target forward."
     yield ""
     yield "| family | masks | " + " | ".join(map(str, COLUMNS)) + " | τ |"
     yield "|---" * (len(COLUMNS) + 3) + "|"
@@ -152,8 +153,8 @@ def table() -> Iterator[str]:
         everything.taus += total.taus
         yield f"| {family} | {mask_form(family)} | " + " | ".join(cells) + f" | {total.mean_tau:.2f} |"
     yield ""
-    yield f"{counted} runs, none different but at {len(everything.near_ties)} near-ties (fp32); mean τ "
-    yield f"{everything.mean_tau:.2f}."
+    ties = len(everything.near_ties)
+    yield f"{counted} runs; {ties} differences, at near-ties of stock's own in fp32; mean τ {everything.mean_tau:.2f}."
     yield ""
     yield "## Refused"
     yield ""
@@ -163,6 +164,10 @@ def table() -> Iterator[str]:
         yield f"| {family} | {refusal(family)} |"
     for attention in ("flex_attention", "flash_attention_2"):
         yield f"| every family under {attention} | {refusal('llama', attention)} |"
+    yield ""
+    yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
+    yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
+    yield "tempered attention behind 8192 slots): `tests/test_probe.py`."
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Whatever hypothesis draws - target, options, batch, lengths, seeds - ours equals stock in float64.
 
-`pytest tests/test_fuzz.py -m "matrix or not matrix"` runs both budgets; `-m matrix` the long one alone.
+`pytest tests/test_fuzz.py` runs a few cases, with `-m matrix` more than two thousand.
 """
 
 from __future__ import annotations
@@ -190,9 +190,9 @@ def test_any_call(case: dict[str, Any]) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("part", range(1, 9))
 def test_many_calls(part: int) -> None:
-    """2000 cases; a part is repeated by its number."""
+    """2080 cases; a part is repeated by its number."""
 
-    @settings(BUDGET, max_examples=250)
+    @settings(BUDGET, max_examples=260)
     @seed(part)
     @given(calls())
     def any_call(case: dict[str, Any]) -> None:
