@@ -26,7 +26,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 from users import TOKENIZER
 
-from hf_dart import DartHead
+from hf_dart import DartHead, TreeConfig
 from hf_dart.generation.attach import attach, detach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
@@ -48,6 +48,21 @@ def head(target: Any) -> DartHead:
 
 
 # ---- attached and not -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("attached", [True, False])
+def test_a_tree_reaches_the_callable(target: Any, attached: bool) -> None:
+    head = tiny_head(target)
+    if not attached:
+        detach(target)
+    for nodes in (1, 6):
+        tree = TreeConfig(nodes=nodes, lookup=0)
+        target.generate(**INPUTS, **GREEDY, custom_generate=head.generate, tree_config=tree)
+        stats = head.last_stats
+        assert stats is not None
+        assert stats.rounds > 1
+        assert stats.drafted == (nodes - 1) * (stats.rounds - stats.plain_rounds)
+        assert stats.plain_rounds == stats.rounds if nodes == 1 else stats.plain_rounds <= 1
 
 
 def test_attach_and_detach(target: Any) -> None:

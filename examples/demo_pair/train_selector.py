@@ -37,7 +37,9 @@ def main() -> None:
     torch.set_num_threads(arguments.threads)
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    head = DartHead.from_pretrained(str(arguments.head), target=target).add_selector(arguments.rank)
+    head = DartHead.from_pretrained(str(arguments.head), target=target)
+    if head.selector is None:  # else it is trained on
+        head.add_selector(arguments.rank)
     sources = [
         PackedTokens(path, arguments.length, tokenizer.eos_token_id)
         for path in (arguments.corpus, arguments.regenerated)

@@ -60,7 +60,7 @@ def _generate(
 ) -> Any:
     stock = type(self).generate  # not a bound method kept from attach: that would follow a deep copy's original
     if assistant is None:
-        named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus}
+        named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus, "tree_config": tree_config}
         return stock(self, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(
