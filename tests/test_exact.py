@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import GREEDY, MODES, SAMPLED, batch, replay
 from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import (
     DynamicCache,
     TextIteratorStreamer,
@@ -62,6 +62,16 @@ def test_more_cache_and_mask_kinds(family: str) -> None:
             assert_identical(
                 target, head, batch(size, "eager"), max_new_tokens=24, into=EXACT, **MODES[mode]
             )
+
+
+def test_an_indexer_that_selects_among_the_entries() -> None:
+    """Exact wherever its scores differ. The pad token's embedding is zero, so that all its scores tie."""
+    target = tiny_target("deepseek_v32", index_topk=12, index_head_dim=32, index_n_heads=32)
+    head = tiny_head(target)
+    for size in (1, 4):
+        for mode in (GREEDY, SAMPLED):
+            options = {**mode, "suppress_tokens": [PAD], "tree_config": TreeConfig(nodes=16)}
+            assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "llama4"])
