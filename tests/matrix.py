@@ -168,6 +168,9 @@ def table() -> Iterator[str]:
     yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
     yield "tempered attention behind 8192 slots): `tests/test_probe.py`."
+    yield ""
+    yield "Known: where scores of DeepSeek V3.2's indexer tie exactly (a token whose embedding is zero), its choice"
+    yield "follows slots, so that stock itself differs from batch to batch, and so may a drafted run."
 
 
 if __name__ == "__main__":
