@@ -183,7 +183,7 @@ class TreeConfig:
     top_k: int = 16
     beam: int = 12
     lookup: int = 24
-    node_cost: float = 0.02
+    node_cost: float = 0.03
     draft_cost: float = 0.2
     shared_noise: bool = True
 

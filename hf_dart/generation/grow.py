@@ -54,6 +54,8 @@ class TreeGrower:
         copies = self._copies(deepest)
         if proposal is None:
             roots = [text[-1] for text in self._texts]
+            if not any(copied for copied, _ in copies):
+                return DraftTree.chain(torch.tensor(roots, device=self._device)[:, None])
             drafts = [
                 RowDraft(root, [], [], limit, copied, chance)
                 for root, limit, (copied, chance) in zip(roots, deepest, copies, strict=True)

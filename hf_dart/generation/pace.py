@@ -4,20 +4,23 @@ from __future__ import annotations
 
 from hf_dart.configuration import TreeConfig
 
-_TRIAL = 8  # drafted rounds before drafting is judged, and again after every pause
+_TRIAL, _RETRIAL = 8, 4  # drafted rounds before drafting is judged: at first, and after every pause
 _MEMORY = 0.9  # weight of what is known against the newest round
-_FIRST_PAUSE, _LONGEST_PAUSE = 16, 256  # rounds
+_FIRST_PAUSE, _LONGEST_PAUSE = 32, 256  # rounds
 
 
 class Pace:
     """Weighs what drafts bring against `TreeConfig.draft_cost` and `node_cost`, over the rounds of one call.
 
-    Costs are given, not timed: equal calls make equal rounds, also where rounding depends on their shape.
+    A batch is done when its slowest row is, so that row's tokens count. Costs are given, not timed: equal calls
+    make equal rounds, also where rounding depends on their shape.
     """
 
-    def __init__(self, config: TreeConfig) -> None:
+    def __init__(self, config: TreeConfig, batch_size: int) -> None:
         self._config = config
-        self._worth = 0.0  # mean of tokens per row and round, less what the same time would bring without drafts
+        self._tokens = [0.0] * batch_size  # running means per row of a trial
+        self._cost = 0.0  # running mean, in rounds without drafts
+        self._rounds = 0  # of this trial
         self._trial = _TRIAL
         self._pause = 0  # rounds of it that are left
         self._next_pause = _FIRST_PAUSE
@@ -34,17 +37,17 @@ class Pace:
         if self._pause:
             self._pause -= 1
             return
-        rows = sum(limit > 0 for limit in limits)
-        cost = 1 + self._config.draft_cost + self._config.node_cost * rows * (nodes - 1)
-        worth = sum(emitted) / rows - cost
-        # The first rounds of a trial count alike.
-        memory = _MEMORY if self._trial <= 0 else 1 - 1 / (_TRIAL + 1 - self._trial)
-        self._worth = memory * self._worth + (1 - memory) * worth
-        self._trial -= 1
-        if self._trial > 0:
+        active = [row for row, limit in enumerate(limits) if limit > 0]
+        memory = min(_MEMORY, self._rounds / (self._rounds + 1))
+        cost = 1 + self._config.draft_cost + self._config.node_cost * len(active) * (nodes - 1)
+        self._cost = memory * self._cost + (1 - memory) * cost
+        for row in active:
+            self._tokens[row] = memory * self._tokens[row] + (1 - memory) * emitted[row]
+        self._rounds += 1
+        if self._rounds < self._trial:
             return
-        if self._worth >= 0:
+        if min(self._tokens[row] for row in active) >= self._cost:
             self._next_pause = _FIRST_PAUSE
         else:
-            self._pause, self._trial = self._next_pause, _TRIAL
+            self._pause, self._rounds, self._trial = self._next_pause, 0, _RETRIAL
             self._next_pause = min(2 * self._next_pause, _LONGEST_PAUSE)

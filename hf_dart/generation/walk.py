@@ -200,6 +200,8 @@ def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         path [B, N] (node indices from the root on, then zeros), tokens [B, N] (the target's tokens along it),
         lengths [B] (nodes on the path, the root included).
     """
+    if tree.size == 1:
+        return torch.zeros_like(targets), targets, torch.ones_like(targets[:, 0])
     chosen = targets.gather(1, tree.parents.clamp(min=0))
     matches = (tree.tokens == chosen) & (tree.parents >= 0)
     matches[:, 0] = True
