@@ -69,3 +69,23 @@ def test_what_may_run_on_all_nodes() -> None:
             return super().__call__(input_ids, scores) * input_ids.shape[1]
 
     assert not scores_alone(LogitsProcessorList([Warmer(0.5)]), accelerator)
+
+
+@pytest.mark.parametrize("everywhere", [True, False])
+def test_no_token_is_drawn_from_nan(everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    inputs = prompts([7, 3])
+    target.generate(**inputs, max_new_tokens=2, do_sample=True, assistant=head)  # proved while it was sound
+    with torch.no_grad():
+        target.lm_head.weight[5] = torch.nan
+    plain_call = Walker.__call__
+
+    def call(self: Walker, *args: Any) -> Accepted:
+        self._everywhere = 99 if everywhere else 0
+        return plain_call(self, *args)
+
+    monkeypatch.setattr(Walker, "__call__", call)
+    for options in ({}, {"assistant": head}):
+        with pytest.raises(RuntimeError, match=r"inf.*nan"):
+            target.generate(**inputs, max_new_tokens=8, do_sample=True, top_k=0, **options)

@@ -89,7 +89,7 @@ class Walker:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
         at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
-        return scores.softmax(-1).div_(at_node).argmax(-1)
+        return _drawn(scores.softmax(-1).div_(at_node))
 
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
         counts = []
@@ -121,7 +121,13 @@ class Walker:
         return Accepted(padded, [len(path) for path in paths])
 
     def _append(self, row: int, token: int) -> bool:
-        """Add a token to a row; False if the row ends with it."""
+        """Add a token to a row; False if the row ends with it.
+
+        Raises:
+            RuntimeError: there is no token, as stock's `torch.multinomial` raises it.
+        """
+        if token < 0:
+            raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
         goes_on = self._rows.append(row, token)
         self._streaming.send()
         return goes_on
@@ -139,7 +145,7 @@ class Walker:
         if self._noise is None:
             return int(scores.argmax(-1))
         noise = self._noise.exponential(row, self._rows.emitted[row])
-        return int((scores.softmax(-1) / noise).argmax(-1))
+        return int(_drawn(scores.softmax(-1) / noise))
 
     def _walk_in_step(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
         """Stock's own steps over the whole batch, as long as every row's tree holds what is chosen."""
@@ -172,6 +178,12 @@ class Walker:
         if self._noise is None:
             return scores.argmax(-1)
         return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
+
+
+def _drawn(races: Tensor) -> Tensor:
+    """The winner of each p / E [..., V]; -1 where p is not a distribution."""
+    best, tokens = races.max(-1)
+    return tokens.masked_fill(best.isnan(), -1)
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:

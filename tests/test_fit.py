@@ -1,0 +1,200 @@
+"""Does a head fit its target: what is checked at load, and how damaged files are told apart."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.generation.attach import attach
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def one_sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
+    message = str(error.value)
+    assert "\n" not in message.strip(), message
+    assert message.strip().endswith("."), message
+    return message
+
+
+@pytest.mark.parametrize(
+    ("changed", "word"),
+    [
+        ({"hidden_size": 64}, "hidden size"),
+        ({"num_hidden_layers": 3}, "number of layers"),
+        ({"vocab_size": 64}, "64"),
+    ],
+)
+def test_a_head_of_another_target_is_refused(
+    target: Any, tmp_path: Path, changed: dict[str, int], word: str
+) -> None:
+    tiny_head(target).save_pretrained(tmp_path)
+    other = tiny_target("qwen3", **changed)
+    with pytest.raises(ValueError, match=word) as error:
+        DartHead.from_pretrained(str(tmp_path), target=other)
+    one_sentence(error)
+    own = tiny_head(other)
+    attach(target)
+    with pytest.raises(ValueError, match=word):
+        target.generate(**prompts([7]), **GREEDY, assistant=own)
+    # Both are as good as before.
+    assert_identical(other, own, prompts([7]), **GREEDY)
+    assert_identical(target, DartHead.from_pretrained(str(tmp_path), target=target), prompts([7]), **GREEDY)
+
+
+def letters(order: str) -> Any:
+    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(order)}, []))
+    return PreTrainedTokenizerFast(tokenizer_object=backend)
+
+
+def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
+    tiny_head(target, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="tokenizer") as error:
+        DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=letters("abcdefhg"))
+    one_sentence(error)
+    head = DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=letters("abcdefgh"))
+    assert_identical(target, head, prompts([7]), **GREEDY)
+
+
+def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    for name, order in (("one", "abcdefgh"), ("two", "abcdefhg")):
+        tiny_target("llama", dtype=torch.float32).save_pretrained(tmp_path / name)
+        letters(order).save_pretrained(tmp_path / name)
+    one, two = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("one", "two"))
+    tiny_head(one, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path / "head")
+    with pytest.raises(ValueError, match="tokenizer"):
+        DartHead.from_pretrained(str(tmp_path / "head"), target=two)
+    DartHead.from_pretrained(str(tmp_path / "head"), target=one)
+
+
+def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:
+    """Tables of different height with one tokenizer: the same vocabulary, padded differently."""
+    padded = tiny_target("qwen3", vocab_size=VOCABULARY + 16)
+    tokenizer = letters("abcdefgh")
+    tiny_head(target, tokenizer=tokenizer).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="padding rows") as error:
+        DartHead.from_pretrained(str(tmp_path), target=padded)
+    one_sentence(error)
+    head = DartHead.from_pretrained(str(tmp_path), target=padded, tokenizer=tokenizer)
+    for size in ([7], [7, 3, 9]):
+        assert_identical(padded, head, prompts(size), do_sample=True, top_k=0, max_new_tokens=20)
+
+
+def truncate(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-500])
+
+
+def cut_to_nothing(folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(b"")
+
+
+def scribble(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    weights.write_bytes(b"\xff" * 16 + weights.read_bytes()[16:])
+
+
+def drop_config(folder: Path) -> None:
+    (folder / "config.json").unlink()
+
+
+def drop_weights(folder: Path) -> None:
+    (folder / "model.safetensors").unlink()
+
+
+def break_config(folder: Path) -> None:
+    (folder / "config.json").write_text('{"draft_length": ')
+
+
+def other_shape(folder: Path) -> None:
+    change_config(folder, draft_length=5, num_layers=2)
+
+
+def other_width(folder: Path) -> None:
+    change_config(folder, intermediate_size=33)
+
+
+def nonsense(folder: Path) -> None:
+    change_config(folder, draft_length=400)
+
+
+def change_config(folder: Path, **fields: Any) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        truncate,
+        cut_to_nothing,
+        scribble,
+        drop_config,
+        drop_weights,
+        break_config,
+        other_shape,
+        other_width,
+        nonsense,
+        shutil.rmtree,
+    ],
+)
+def test_damaged_files(target: Any, tmp_path: Path, damage: Any) -> None:
+    folder = tmp_path / "head"
+    head = tiny_head(target)
+    head.save_pretrained(folder)
+    damage(folder)
+    before = torch.get_rng_state()
+    with pytest.raises((ValueError, OSError)) as error:
+        DartHead.from_pretrained(str(folder), target=target)
+    one_sentence(error)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert_identical(target, head, prompts([7]), **GREEDY)
+
+
+def test_a_target_is_no_head(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="DART head") as error:
+        DartHead.from_pretrained(str(tmp_path), target=target)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_length": 0},
+        {"draft_length": 32},
+        {"num_layers": 0},
+        {"feature_layers": []},
+        {"feature_layers": [-1]},
+        {"feature_layers": [3]},
+        {"num_key_value_heads": 3},
+    ],
+    ids=str,
+)
+def test_config_says_what_is_wrong(target: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(fields))) as error:
+        tiny_head(target, **fields)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("field", ["nodes", "depth", "top_k", "beam"])
+def test_tree_config_says_what_is_wrong(field: str) -> None:
+    with pytest.raises(ValueError, match=field):
+        TreeConfig(**{field: 0})
