@@ -40,10 +40,8 @@ def tiny_target(
 
 def tiny_head(target: Any, **config: Any) -> DartHead:
     """A random head for a tiny target; its trees are of a given size, since no node of theirs is worth its cost."""
-    fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3}
-    head = DartHead.from_target(target, **{**fields, **config})
-    head.tree_config = TreeConfig(nodes=8)
-    return head
+    fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "tree": {"nodes": 8}}
+    return DartHead.from_target(target, **{**fields, **config})
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:
