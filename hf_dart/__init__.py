@@ -9,14 +9,25 @@ if TYPE_CHECKING:
     from hf_dart.generation.attach import attach, detach
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
+    from hf_dart.lookup import LookupDrafter
 
-__all__ = ["DartCandidateGenerator", "DartConfig", "DartHead", "TreeConfig", "__version__", "attach", "detach"]
+__all__ = [
+    "DartCandidateGenerator",
+    "DartConfig",
+    "DartHead",
+    "LookupDrafter",
+    "TreeConfig",
+    "__version__",
+    "attach",
+    "detach",
+]
 
 _HOMES = {
     "DartCandidateGenerator": "generation.candidate_generator",
     "DartConfig": "configuration",
     "TreeConfig": "configuration",
     "DartHead": "head",
+    "LookupDrafter": "lookup",
     "attach": "generation.attach",
     "detach": "generation.attach",
 }

@@ -10,7 +10,10 @@ from __future__ import annotations
 from math import inf, log
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.proposal import Drafter
 
 _NGRAM = 2  # shortest match
 _LONGEST = 32  # matches are not told apart beyond this length
@@ -147,3 +150,40 @@ class Graft:
         chances = self._log_chances[..., None, None].to(table.dtype)
         boosted[:, :length] = torch.where(step, table[:, :length].maximum(chances), table[:, :length])
         return boosted
+
+
+class LookupDrafter(Drafter[None]):
+    """Drafts copied text alone: `attach(model)`, then `model.generate(..., assistant=LookupDrafter())`.
+
+    It needs no training and fits every target. It helps where the text repeats the prompt or itself: code,
+    summaries, answers that quote.
+
+    Args:
+        tree_config: of which `lookup`, `nodes` and `node_cost` count.
+    """
+
+    def __init__(self, tree_config: TreeConfig | None = None) -> None:
+        self.tree_config = tree_config or TreeConfig(draft_cost=0.0)
+        self.last_stats = None
+
+    @property
+    def draft_length(self) -> int:
+        return 0
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return []
+
+    def check_target(self, target: nn.Module) -> None:
+        """Every target will do."""
+
+    def begin(self, batch_size: int, capacity: int) -> None:
+        """The texts are kept by the decoding loop."""
+
+    def extend(self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        """As `begin`."""
+
+    def propose(
+        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> None:
+        """Nothing of its own."""

@@ -89,10 +89,11 @@ class Drafter(ABC, Generic[State]):
     @abstractmethod
     def propose(
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
-    ) -> Proposal:
+    ) -> Proposal | None:
         """Take in verified positions (as `extend`) and draft `depth` tokens (d where left out) behind the last one.
 
-        What is returned for a row with no new position (`counts` 0) is not used.
+        What is returned for a row with no new position (`counts` 0) is not used. None drafts nothing: then copied
+        text alone is verified (`TreeConfig.lookup`).
         """
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from math import inf
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 import torch
 from compare import assert_identical, run
 from tiny import prompts, tiny_head, tiny_target
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import DartHead, LookupDrafter, TreeConfig, attach
 from hf_dart.lookup import Graft, RowLookup
 from hf_dart.tree import Transitions, grow_tree
 
@@ -125,6 +126,36 @@ def test_looping_text_is_copied(size: int) -> None:
         assert head.last_stats is not None
         taus.append(head.last_stats.tau)
     assert taus[1] > taus[0] + 0.1
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [1, 4])
+def test_no_head_at_all(size: int, options: dict[str, Any]) -> None:
+    target = attach(tiny_target("gemma3"))
+    drafter = LookupDrafter(TreeConfig(nodes=8))
+    inputs = prompts([11, 3, 7, 12][:size])
+    assert_identical(target, drafter, inputs, **{**options, "max_new_tokens": 60})
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.drafted > 0
+    assert drafter.last_stats.accepted > 0 or options["do_sample"], "greedy text loops here"
+    assert_identical(target, LookupDrafter(), inputs, **options)
+
+
+def test_no_head_asks_for_no_hidden_states(monkeypatch: pytest.MonkeyPatch) -> None:
+    target = attach(tiny_target("llama"))
+    drafter = LookupDrafter()
+    target.generate(**prompts([7]), **GREEDY, assistant=drafter)  # proved now
+    asked: list[Any] = []
+    plain = type(target).forward
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        asked.append(kwargs.get("output_hidden_states"))
+        return plain(self, *args, **kwargs)
+
+    monkeypatch.setattr(type(target), "forward", forward)
+    target.generate(**prompts([7]), **GREEDY, assistant=drafter)
+    assert len(asked) > 1
+    assert not any(asked)
 
 
 # ---- the selector -----------------------------------------------------------------------------------------

@@ -115,7 +115,8 @@ class DartCandidateGenerator(CandidateGenerator):
         if depth <= 0:
             self._drafter.extend(self._state, features, tokens, counts)
             return ids, None
-        return self._draw(ids, self._drafter.propose(self._state, features, tokens, counts, depth))
+        proposal = self._drafter.propose(self._state, features, tokens, counts, depth)
+        return (ids, None) if proposal is None else self._draw(ids, proposal)
 
     def _room(self, ids: Tensor) -> int:
         """How many tokens may be drafted behind `ids` [1, T]."""

@@ -190,10 +190,10 @@ class _Call:
         taken, next_tokens, counts = _joined(self.pending)
         self.pending = []
         proposal = self.drafter.propose(self.draft.state, taken, next_tokens, counts, self.grower.depth)
-        if self.proposal is not None and not counts.all():
+        if proposal is not None and self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
             proposal = proposal.where(counts > 0, self.proposal)
-        if self.rows.in_step and True in self.rows.ended:
+        if proposal is not None and self.rows.in_step and True in self.rows.ended:
             # Rows that are only filled up must not hold up the others.
             proposal.logits[torch.tensor(self.rows.ended), :, self.rows.pad] = _CERTAIN
         self.proposal = proposal
