@@ -33,7 +33,7 @@ def attach(model: Any) -> Any:
     target = _without_adapters(model)
     if not target.training:
         prove(target)
-    target.generate = types.MethodType(_generate, target)
+    target.generate = types.MethodType(generate, target)
     return model
 
 
@@ -48,8 +48,8 @@ def _without_adapters(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def _generate(
-    self: Any,
+def generate(
+    model: Any,
     *args: Any,
     assistant: Drafter[Any] | None = None,
     tree_config: TreeConfig | None = None,
@@ -58,10 +58,15 @@ def _generate(
     synced_gpus: bool | None = None,
     **kwargs: Any,
 ) -> Any:
-    stock = type(self).generate  # not a bound method kept from attach: that would follow a deep copy's original
+    """`model.generate(*args, **kwargs)` with the keywords that `attach` adds, on a model that need not be attached.
+
+    Raises:
+        TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.
+    """
+    stock = type(model).generate  # not a bound method kept from attach: that would follow a deep copy's original
     if assistant is None:
         named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus, "tree_config": tree_config}
-        return stock(self, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
+        return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(assistant).__name__}; a small language "
@@ -73,8 +78,8 @@ def _generate(
         raise ValueError(
             "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
         )
-    _refuse_token_healing(self, kwargs)
-    _take_stop_strings(self, kwargs, tokenizer)
+    _refuse_token_healing(model, kwargs)
+    _take_stop_strings(model, kwargs, tokenizer)
     decode = functools.partial(
         speculative_generate,
         assistant=assistant,
@@ -82,7 +87,7 @@ def _generate(
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
     )
-    return stock(self, *args, streamer=streamer, custom_generate=decode, **kwargs)
+    return stock(model, *args, streamer=streamer, custom_generate=decode, **kwargs)
 
 
 def _refuse_token_healing(model: Any, kwargs: dict[str, Any]) -> None:
