@@ -15,7 +15,7 @@ from math import exp, inf
 import numpy as np
 import torch
 
-from hf_dart.tree import STEP, DraftTree
+from hf_dart.tree import FLOOR, STEP, DraftTree
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _children(draft: RowDraft, depth: int, column: int, copying: bool) -> list[t
         return []
     copied = draft.copied[depth] if copying and depth < len(draft.copied) else None
     if depth >= len(draft.candidates):
-        return [] if copied is None else [(min(draft.log_chance, -STEP), 0)]
+        return [] if copied is None else [(_bounded(draft.log_chance), 0)]
     table = draft.table[depth]
     scores = table[column if len(table) > 1 else 0]
     found = []
@@ -128,9 +128,14 @@ def _children(draft: RowDraft, depth: int, column: int, copying: bool) -> list[t
         if token == copied and score < draft.log_chance:
             score = draft.log_chance
         if score > -inf and token >= 0:
-            found.append((min(score, -STEP), place))
+            found.append((_bounded(score), place))
     found.sort(reverse=True)
     return found
+
+
+def _bounded(step: float) -> float:
+    """As `tree.bounded`."""
+    return max(FLOOR, min(step, -STEP))
 
 
 def _assemble(roots: list[int], rows: list[list[_Node]], size: int) -> DraftTree:

@@ -162,7 +162,7 @@ class TreeConfig:
     """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
-        nodes: N, nodes per row, the root included; 1 drafts nothing. None lets the batch, the device and,
+        nodes: N, nodes per row, the root included; with 1 no draft is verified. None lets the batch, the device and,
             on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.
@@ -209,3 +209,6 @@ class TreeConfig:
             return max(2, min(64, 256 // batch_size))
         return max(2, 32 // batch_size)
 
+    def resolve_node_cost(self, device_type: str) -> float:
+        """What a node costs: an accelerator verifies many in the time of one; `nodes` says to take so many anyway."""
+        return self.node_cost if self.nodes is None and device_type == "cpu" else 0.0

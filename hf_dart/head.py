@@ -324,13 +324,15 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         if self.selector is None:
             return None
         depth, width = candidates.shape[1:]
+        device, own = scores.device, proposal.hidden.device
+        roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
         tokens = candidates.clamp(min=0)
         in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
         embeddings = self._shared_modules.embeddings
         pairs = self.selector.lookup(proposal.hidden[:, :depth], embeddings, in_front, tokens).float()
         # The candidates share out what the draft gave them together, anew behind each predecessor.
         together = scores.logsumexp(-1, keepdim=True)[:, :, None]
-        return (scores[:, :, None] + pairs).log_softmax(-1) + together
+        return ((scores[:, :, None] + pairs).log_softmax(-1) + together).to(device)
 
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> tuple[Tensor, Tensor]:
         features = features.to(device=self.fc.weight.device, dtype=self.dtype)

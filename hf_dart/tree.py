@@ -9,8 +9,14 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-# A child's score lies this much below its parent's, so that the best N nodes always hold whole paths.
-STEP = 1e-4
+# A child's score lies this much below its parent's, so that the best N nodes always hold whole paths. No step is
+# deeper than the floor: on sums beyond a thousand, float32 could not tell such small steps.
+STEP, FLOOR = 1e-4, -30.0
+
+
+def bounded(steps: Tensor) -> Tensor:
+    """Log-scores as steps down a tree: between the floor and -STEP, or -inf where there is no node (also for nan)."""
+    return torch.where(steps > -inf, steps.clamp(min=FLOOR, max=-STEP), -inf)
 
 
 @dataclass(frozen=True)
@@ -172,7 +178,7 @@ def grow_tree(
     root = history[:, -1:]
     if nodes == 1 or depth == 0:
         return DraftTree.chain(root)
-    scores = scores.float().clamp(max=-STEP)
+    scores = bounded(scores.float())
     if depth_limit is not None:
         beyond = torch.arange(1, depth + 1, device=device) > depth_limit[:, None]
         scores = scores.masked_fill(beyond[..., None], -inf)
@@ -185,7 +191,7 @@ def grow_tree(
     for i in range(depth):
         step = scores[:, i, None]
         if scorer is not None:
-            step = scorer(grown, step[:, 0]).clamp(max=-STEP)
+            step = bounded(scorer(grown, step[:, 0]).float())
             if depth_limit is not None:
                 step = step.masked_fill((depth_limit <= i)[:, None, None], -inf)
         extended = (best[..., None] + step).flatten(1)  # [B, W * K]
@@ -201,7 +207,7 @@ def grow_tree(
         offset += extended.shape[1]
 
     pool = torch.cat(pool_scores, dim=1)
-    kept_scores, kept = pool.topk(min(nodes - 1, pool.shape[1]))  # best first: parents before children
+    kept_scores, kept = pool.topk(min(nodes - 1, pool.shape[1]))  # best first, and children lie below their parents
     tokens = torch.cat(pool_tokens, dim=1).gather(1, kept)
     parents = torch.cat(pool_parents, dim=1).gather(1, kept)
     node = torch.arange(1, kept.shape[1] + 1, device=device).expand_as(kept)

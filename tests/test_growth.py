@@ -144,7 +144,7 @@ def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]
 
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
-    pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0))
+    pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu")
     drafted = rounds(pace, 600, [1, 1], nodes=6)
     runs = [len(run) for run in "".join("d" if d else " " for d in drafted).split()]
     assert runs[:4] == [8, 4, 4, 4]
@@ -158,8 +158,9 @@ def test_drafts_that_pay_go_on() -> None:
         (TreeConfig(draft_cost=0.3, node_cost=0.1), [2, 2], 4),
         (TreeConfig(draft_cost=9.0, nodes=8), [1], 8),
     ):
-        assert all(rounds(Pace(config), 50, emitted, nodes))
-    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1)), 50, [2, 2], 5))
+        assert all(rounds(Pace(config, "cpu"), 50, emitted, nodes))
+    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1), "cpu"), 50, [2, 2], 5))
+    assert all(rounds(Pace(TreeConfig(), "cuda"), 50, [2, 2], 64)), "where nodes cost nothing, they are not charged"
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])

@@ -82,6 +82,8 @@ class Ranker:
             return logits
         width = min(_NUCLEUS, logits.shape[-1])
         best = logits.topk(min(self._limit or width, width)).values
+        if self._top_p == 1.0:
+            return logits.masked_fill(logits < best[..., -1:], -inf)
         before = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1).roll(1, -1)
         before[..., 0] = 0
         # The nucleus holds every token before which less than top_p of the mass lies.

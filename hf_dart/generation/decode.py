@@ -20,7 +20,7 @@ from hf_dart.generation.pace import Pace
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
 from hf_dart.generation.processors import needs_stocks_steps
-from hf_dart.generation.rows import Rows, Streaming
+from hf_dart.generation.rows import Rows, Streaming, length_limit
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.stock_layers import undone_on_failure
 from hf_dart.generation.turns import Draft, leave, take_up
@@ -73,7 +73,8 @@ def speculative_generate(
         ValueError: something was asked for that could not equal stock's output.
     """
     tree_config = tree_config or assistant.tree_config
-    prove(model, _slots(input_ids, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
+    length = length_limit(stopping_criteria, input_ids.shape[1])
+    prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
@@ -132,14 +133,14 @@ class _Call:
         stock = refuse_cache(model_kwargs.get("past_key_values"))
         cached = int(stock.get_seq_length())
         mask = model_kwargs.get("attention_mask")
-        prompt, total, most = _slots(input_ids, config, model_kwargs)
+        prompt, total, most = _slots(input_ids, rows.max_length, config, model_kwargs)
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
         refuse_crossing(self.model, pads, cached, total, most)
         capacity = total + min(rows.room(0), _HEADROOM)
         refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
 
         self.rows = rows
-        self.pace = Pace(self.config)
+        self.pace = Pace(self.config, rows.device.type)
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
         self.first_slot = total - input_ids.shape[1]  # of the tokens that are known
         draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
@@ -297,9 +298,9 @@ def _joined(chunks: list[Verified]) -> Verified:
     return gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1)
 
 
-def _slots(input_ids: Tensor, config: Any, model_kwargs: dict[str, Any]) -> tuple[Tensor, int, int]:
+def _slots(input_ids: Tensor, length: int, config: Any, model_kwargs: dict[str, Any]) -> tuple[Tensor, int, int]:
     """The prompt (ids or embeddings); its slots, a cached prefix included; and those of all that may be generated."""
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     prompt = input_ids if embeddings is None else embeddings
     total = max(prompt.shape[1], mask.shape[1] if mask is not None else getattr(config, "_mask_length", 0))
-    return prompt, total, total + int(config.max_length) - input_ids.shape[1]
+    return prompt, total, total + length - input_ids.shape[1]

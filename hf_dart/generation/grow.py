@@ -98,10 +98,8 @@ class TreeGrower:
         return self._sized(drafts, self._config.draft_cost)
 
     def _sized(self, drafts: list[RowDraft], draft_cost: float) -> DraftTree:
-        # An accelerator verifies many nodes in the time of one; on a CPU each has to be worth its place.
         device = self._device.type
-        node_cost = self._config.node_cost if self._config.nodes is None and device == "cpu" else 0.0
-        nodes = self._config.resolve_nodes(len(drafts), device)
+        nodes, node_cost = self._config.resolve_nodes(len(drafts), device), self._config.resolve_node_cost(device)
         return best_first(drafts, nodes=nodes, node_cost=node_cost, draft_cost=draft_cost)
 
     def _on_device(

@@ -27,6 +27,7 @@ class NoiseStream:
         self._generator = torch.Generator(device)
         self._generator.set_state(_default_state(device))
         self._drawn = 0  # positions
+        self._needed = 0  # the oldest position that a row still needs
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
         # that an interruption anywhere leaves the states of all positions that were reached.
         self._blocks: dict[int, Tensor] = {}
@@ -36,9 +37,11 @@ class NoiseStream:
     def _draw_to(self, end: int) -> None:
         while self._drawn < end:
             block = torch.empty(self._shape, device=self._device).exponential_(1, generator=self._generator)
-            self._blocks[self._drawn] = block
-            self._states[self._drawn + 1] = self._generator.get_state()
+            if self._drawn >= self._needed:
+                self._blocks[self._drawn] = block
             self._drawn += 1
+            if self._drawn >= self._needed:
+                self._states[self._drawn] = self._generator.get_state()
 
     def exponential(self, row: int, position: int) -> Tensor:
         """E [1, V] of one row at one position."""
@@ -64,7 +67,8 @@ class NoiseStream:
         return _window(self._gumbels, [max(start, oldest) for start in starts], depth)
 
     def forget_before(self, position: int) -> None:
-        """Drop blocks that no row needs any more."""
+        """Drop blocks that no row needs any more, also such as are yet to be drawn."""
+        self._needed = max(self._needed, position)
         for kept in (self._blocks, self._gumbels, self._states):
             for old in [drawn for drawn in kept if drawn < min(position, self._drawn)]:
                 del kept[old]

@@ -8,6 +8,15 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
+_ROOM = 512  # tokens behind the prompt that there is room for at first
+
+
+def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
+    """Tokens that a row may have, its prompt of `prompt_length` included."""
+    # A criterion of the user's own takes the place of stock's, which has the length of the config.
+    lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    return max(min(lengths), prompt_length + 1)  # stock too writes one token at least
+
 
 class Rows:
     """Token ids of B rows of different lengths, in stock's slots (left padding included).
@@ -31,13 +40,11 @@ class Rows:
     ) -> None:
         batch, self.prompt_length = input_ids.shape
         self.in_step = in_step
-        # A criterion of the user's own takes the place of stock's, which has the length of the config.
-        lengths = [c.max_length for c in stopping_criteria if isinstance(c, MaxLengthCriteria)]
-        self.max_length = max(min(lengths), self.prompt_length + 1)  # stock too writes one token at least
+        self.max_length = length_limit(stopping_criteria, self.prompt_length)
         pad = generation_config._pad_token_tensor
         self.pad = 0 if pad is None else int(pad)
         # Rows that end early are filled with the pad token, exactly as stock fills them.
-        self._ids = input_ids.new_full((batch, self.max_length), self.pad)
+        self._ids = input_ids.new_full((batch, min(self.max_length, self.prompt_length + _ROOM)), self.pad)
         self._ids[:, : self.prompt_length] = input_ids
         self.emitted = [0] * batch
         pads = [0] * batch
@@ -117,14 +124,24 @@ class Rows:
         return self._ids[:, : self.prompt_length + self.emitted[row]]
 
     def recent(self, counts: list[int], width: int) -> Tensor:
-        """[B, width] the last `counts[b]` tokens of each row, then whatever is there."""
-        starts = [self.prompt_length + n - count for n, count in zip(self.emitted, counts, strict=True)]
-        columns = torch.tensor(starts)[:, None] + torch.arange(width)
-        return self._ids.gather(1, columns.clamp(max=self._ids.shape[1] - 1).to(self._ids.device))
+        """[B, width] the last `counts[b]` tokens of each row, then its last one again (a pad may be no token)."""
+        ends = torch.tensor(self.emitted)[:, None] + self.prompt_length
+        columns = ends - torch.tensor(counts)[:, None] + torch.arange(width)
+        return self._ids.gather(1, columns.minimum(ends - 1).to(self._ids.device))
+
+    def _reserve(self, column: int) -> int:
+        """Make room for `column`, which is returned."""
+        room = self._ids.shape[1]
+        if column >= room:
+            grown = self._ids.new_full((len(self), min(self.max_length, 2 * room)), self.pad)
+            grown[:, :room] = self._ids
+            self._ids = grown
+        return column
 
     def append(self, row: int, token: int) -> bool:
         """Add a token to a row; False if the row ends with it."""
-        self._ids[row, self.prompt_length + self.emitted[row]] = token
+        column = self._reserve(self.prompt_length + self.emitted[row])
+        self._ids[row, column] = token
         self.tokens[row].append(token)
         self.emitted[row] += 1
         if self._stopped_at[row] is None and self._stops(row, token):
@@ -143,7 +160,7 @@ class Rows:
             tokens: the target's choice for each row; ended rows get a pad instead where stock pads.
             scores: what stock shows to criteria.
         """
-        column = self.prompt_length + self.emitted[0]
+        column = self._reserve(self.prompt_length + self.emitted[0])
         if self._fill_with_pads:
             tokens = tokens.masked_fill(torch.tensor(self.ended, device=self.device), self.pad)
         self._ids[:, column] = tokens

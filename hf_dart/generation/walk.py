@@ -22,7 +22,7 @@ class Accepted:
     """What a walk took from each row's tree.
 
     Attributes:
-        path: [B, A] nodes from the root on, on the CPU; entries behind a row's count are 0.
+        path: [B, A] nodes from the root on, on the CPU; entries behind a row's count mean nothing.
         counts: nodes of the path to commit, per row: the root and the accepted drafts. As many tokens were
             emitted, the last of them (the bonus token) not being in the tree. 0 for rows that stood still.
     """
@@ -138,10 +138,11 @@ class Walker:
         if self._row_free:
             scores = self._processors(self._rows.ids(row), logits)
         else:
-            # Some processors hold state per row of the batch: show them the whole batch at this row's length.
+            # Some processors take row b of what they see for row b of the batch: show them this row's text in all.
             full = logits.new_zeros(len(self._rows), logits.shape[-1])
             full[row] = logits[0]
-            scores = self._processors(self._rows.ids_at_length_of(row), full)[row : row + 1]
+            ids = self._rows.ids(row).expand(len(self._rows), -1)  # rows that are shorter have none to show
+            scores = self._processors(ids, full)[row : row + 1]
         if self._noise is None:
             return int(scores.argmax(-1))
         noise = self._noise.exponential(row, self._rows.emitted[row])
@@ -220,8 +221,7 @@ def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     reached = ~(tree.ancestors & ~matches[:, None]).any(-1)
     end = tree.depths.masked_fill(~reached, -1).argmax(-1)
     on_path = tree.ancestors.gather(1, end[:, None, None].expand(-1, 1, tree.size))[:, 0]
-    # Parents precede children, so the nodes of a path lie in order of depth.
-    path = on_path.logical_not().to(torch.uint8).argsort(dim=-1, stable=True)
+    path = tree.depths.masked_fill(~on_path, tree.size).argsort(dim=-1, stable=True)
     lengths = on_path.sum(-1)
     path = path.masked_fill(torch.arange(tree.size, device=path.device) >= lengths[:, None], 0)
     return path, targets.gather(1, path), lengths

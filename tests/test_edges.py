@@ -1,0 +1,118 @@
+"""Odd but legal calls: extreme temperatures, lengths from elsewhere, pads that are no tokens, huge limits."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical, run
+from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
+
+from hf_dart import TreeConfig, attach
+from hf_dart.generation.candidates import Ranker
+from hf_dart.generation.grow import TreeGrower
+from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation.walk import Walker
+from hf_dart.proposal import Proposal
+from hf_dart.tree import DraftTree, grow_tree
+
+
+class SecondBest(ReplayDrafter):
+    """Ranks the target's first token behind a wrong one, by far."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
+        proposal = super().propose(*args, **kwargs)
+        right = proposal.logits.argmax(-1, keepdim=True)
+        logits = torch.zeros_like(proposal.logits).scatter_(2, right, 6.0)
+        logits[:, :1].scatter_(2, (right[:, :1] + 1) % self.vocabulary, 12.0)
+        return Proposal(logits, proposal.hidden)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1e-3, 1e-5])
+def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth and walk as on an accelerator, where sums of scores reach many thousands."""
+    monkeypatch.setattr(TreeGrower, "_on_host", TreeGrower._on_device)
+    plain_call = Walker.__call__
+
+    def call(self: Walker, *args: Any) -> Any:
+        self._everywhere = sys.maxsize
+        return plain_call(self, *args)
+
+    monkeypatch.setattr(Walker, "__call__", call)
+    target = attach(tiny_target("llama"))
+    options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}
+    for seed in range(4):
+        stock = run(target, prompts([9]), seed, **options).sequences
+        drafter = SecondBest(stock, [0], VOCABULARY, misses=[0.0], seed=seed)
+        drafter.tree_config = TreeConfig(nodes=64, top_k=2, lookup=0)
+        ours = run(target, prompts([9]), seed, assistant=drafter, **options)
+        assert torch.equal(ours.sequences, stock)
+        assert drafter.last_stats is not None
+        assert drafter.last_stats.tau > 3
+
+
+def test_paths_stay_whole_however_low_their_scores() -> None:
+    scores = torch.tensor([0.0, -5000.0, -1e7, torch.nan]).repeat(1, 9, 1)
+    candidates = torch.arange(4).repeat(1, 9, 1)
+    tree = grow_tree(torch.tensor([[7]]), candidates, scores, nodes=200, beam=40)
+    parents = tree.parents[0]
+    assert (parents < torch.arange(tree.size)).all()
+    assert 3 not in tree.tokens[0, 1:]
+    again = DraftTree.from_parents(tree.tokens, tree.parents, 9)
+    assert torch.equal(again.depths, tree.depths)
+
+
+def test_top_k_alone_keeps_its_tokens() -> None:
+    """However sure the draft is of one token, the noise may choose another of the k."""
+    logits = torch.tensor([[[1000.0, 0.0, -1.0, -2.0]]])
+    tokens, scores = Ranker(LogitsProcessorList([TopKLogitsWarper(3)]), 4)(logits, torch.zeros(1, 1, 4), None)
+    assert tokens[0, 0, :3].tolist() == [0, 1, 2]
+    assert torch.isfinite(scores[0, 0]).tolist() == [True, True, True, False]
+
+
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["plain", "penalty"])
+def test_a_pad_that_is_no_token(options: dict[str, float]) -> None:
+    target = tiny_target("llama")
+    given = {"max_new_tokens": 24, "pad_token_id": -1, "eos_token_id": None, "do_sample": False}
+    assert_identical(target, tiny_head(target), prompts([7, 7]), **given, **options)
+
+
+def test_no_room_is_taken_for_tokens_that_never_come() -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    stock = target.generate(**prompts([7]), do_sample=False, max_new_tokens=20)
+    options = {"do_sample": False, "max_new_tokens": 10**12, "eos_token_id": int(stock[0, 15]), "pad_token_id": 0}
+    assert_identical(target, head, prompts([7]), **options)
+
+
+def test_texts_outgrow_the_first_room() -> None:
+    target = tiny_target("llama", max_position_embeddings=2048)
+    head = tiny_head(target)
+    for options in ({}, {"output_scores": True, "return_dict_in_generate": True}):
+        ours, stock = (
+            run(target, prompts([7, 4]), 0, do_sample=False, max_new_tokens=530, **options, **drafted)
+            for drafted in ({"assistant": head}, {})
+        )
+        assert torch.equal(ours.sequences, stock.sequences)
+
+
+def test_the_length_of_a_criterion_of_ones_own_counts() -> None:
+    """Refusals look at the length that the call may really reach."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
+    head = tiny_head(target)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
+    with pytest.raises(ValueError, match="rotary"):
+        target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
+
+
+def test_skipped_noise_is_not_kept() -> None:
+    noise = NoiseStream(2, 5, torch.device("cpu"))
+    wanted = NoiseStream(2, 5, torch.device("cpu")).exponentials([300, 300], 3)
+    noise.forget_before(300)
+    assert torch.equal(noise.exponentials([300, 300], 3), wanted)
+    assert len(noise._blocks) <= 4
+    assert len(noise._states) <= 5
