@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, inf
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,8 +42,7 @@ class RowDraft:
     log_chance: float = -inf
 
 
-@dataclass(frozen=True)
-class _Node:
+class _Node(NamedTuple):
     token: int
     parent: int
     depth: int

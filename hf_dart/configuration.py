@@ -166,7 +166,8 @@ class TreeConfig:
             on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.
-        beam: W, paths that are expanded at each depth. 1 with `top_k=1` is a chain.
+        beam: W, paths that are expanded at each depth where trees grow in tensors; on a CPU the best nodes of
+            all paths are found without it. 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
         draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause

@@ -53,14 +53,10 @@ class TreeGrower:
         """
         copies = self._copies(deepest)
         if proposal is None:
-            roots = [text[-1] for text in self._texts]
             if not any(copied for copied, _ in copies):
-                return DraftTree.chain(torch.tensor(roots, device=self._device)[:, None])
-            drafts = [
-                RowDraft(root, [], [], limit, copied, chance)
-                for root, limit, (copied, chance) in zip(roots, deepest, copies, strict=True)
-            ]
-            return self._sized(drafts, draft_cost=0.0).to(self._device)
+                return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
+            none: list[list[Any]] = [[] for _ in copies]
+            return self._best_first(none, none, copies, deepest, draft_cost=0.0).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits)
         candidates, scores = (ranked.to(self._device) for ranked in self._rank(proposal.logits, gumbel, seen))
         grow = self._on_host if self._device.type == "cpu" else self._on_device
@@ -88,16 +84,27 @@ class TreeGrower:
                     known.append(copied[depth] if fresh else -1)
             candidates = torch.tensor(tokens)
             scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
-        roots = [text[-1] for text in self._texts]
-        table = self._drafter.transitions(proposal, torch.tensor(roots), candidates, scores)
+        table = self._drafter.transitions(proposal, torch.tensor(self._roots()), candidates, scores)
         pairs = (scores[:, :, None] if table is None else table).tolist()
+        return self._best_first(tokens, pairs, copies, deepest, self._config.draft_cost)
+
+    def _roots(self) -> list[int]:
+        return [text[-1] for text in self._texts]
+
+    def _best_first(
+        self,
+        tokens: list[list[Any]],
+        pairs: list[list[Any]],
+        copies: list[tuple[list[int], float]],
+        deepest: list[int],
+        draft_cost: float,
+    ) -> DraftTree:
         drafts = [
             RowDraft(root, row, scored, limit, copied, chance)
-            for root, row, scored, limit, (copied, chance) in zip(roots, tokens, pairs, deepest, copies, strict=True)
+            for root, row, scored, limit, (copied, chance) in zip(
+                self._roots(), tokens, pairs, deepest, copies, strict=True
+            )
         ]
-        return self._sized(drafts, self._config.draft_cost)
-
-    def _sized(self, drafts: list[RowDraft], draft_cost: float) -> DraftTree:
         device = self._device.type
         nodes, node_cost = self._config.resolve_nodes(len(drafts), device), self._config.resolve_node_cost(device)
         return best_first(drafts, nodes=nodes, node_cost=node_cost, draft_cost=draft_cost)
@@ -113,7 +120,7 @@ class TreeGrower:
         graft = Graft.of(copies, self._device)
         if graft is not None:
             candidates, scores = graft.extend(candidates, scores)
-        roots = torch.tensor([[text[-1]] for text in self._texts], device=self._device)
+        roots = torch.tensor(self._roots(), device=self._device)[:, None]
         limited = min(deepest) < candidates.shape[1]
         return grow_tree(
             roots,

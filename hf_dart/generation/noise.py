@@ -39,9 +39,9 @@ class NoiseStream:
             block = torch.empty(self._shape, device=self._device).exponential_(1, generator=self._generator)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
+            if self._drawn + 1 >= self._needed:
+                self._states[self._drawn + 1] = self._generator.get_state()
             self._drawn += 1
-            if self._drawn >= self._needed:
-                self._states[self._drawn] = self._generator.get_state()
 
     def exponential(self, row: int, position: int) -> Tensor:
         """E [1, V] of one row at one position."""

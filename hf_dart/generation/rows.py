@@ -117,11 +117,7 @@ class Rows:
 
     def ids_in_step(self) -> Tensor:
         """[B, n] ids of all rows, which are of one length; contiguous, as stock's are."""
-        return self.ids_at_length_of(0).contiguous()
-
-    def ids_at_length_of(self, row: int) -> Tensor:
-        """[B, n] ids of all rows, cut or padded to the length of `row`: what stock would show."""
-        return self._ids[:, : self.prompt_length + self.emitted[row]]
+        return self._ids[:, : self.prompt_length + self.emitted[0]].contiguous()
 
     def recent(self, counts: list[int], width: int) -> Tensor:
         """[B, width] the last `counts[b]` tokens of each row, then its last one again (a pad may be no token)."""
