@@ -1,0 +1,66 @@
+"""`hf-dart audit`: drafted against stock, prompt by prompt."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_dart.commands.common import (
+    check_folder,
+    load,
+    pair_options,
+    positive,
+    set_threads,
+    tree_config,
+    tree_options,
+    write_json,
+)
+from hf_dart.pair import UserError
+
+_PROMPTS, _PROMPT_TOKENS = 8, 96
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "audit",
+        parents=[pair_options(), tree_options()],
+        help="drafted against stock, prompt by prompt: the first differences, in ulp",
+    )
+    parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
+    parser.add_argument("--new-tokens", type=positive, default=64, help="per prompt and run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled runs (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_folder(arguments.json)
+    set_threads(arguments.threads)
+    from hf_dart.bench import audit, report, speed, suites
+
+    pair = load(arguments)
+    if arguments.prompts:
+        text = "from the command line"
+        prompts = [pair.tokenizer(prompt)["input_ids"] for prompt in arguments.prompts]
+        if not all(prompts):
+            raise UserError("A prompt is empty; give some text.")
+        prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch
+    else:
+        text = "pytest's source"
+        prompts = suites.cut_prompts(pair.tokenizer, suites.default_files(), _PROMPTS, _PROMPT_TOKENS)
+    settings = speed.Settings(
+        prompts=len(prompts),
+        prompt_tokens=max(map(len, prompts)),
+        new_tokens=arguments.new_tokens,
+        repeats=1,
+        batches=(1, len(prompts)),
+        seed=arguments.seed,
+    )
+    tree = tree_config(arguments, pair.head.tree_config)
+    done = audit.audit(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
+    about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
+    print(audit.as_table(done, about))
+    write_json(arguments.json, audit.as_json(done, about))
+    return 0 if done.passed else 1

@@ -1,0 +1,92 @@
+"""What several commands share: options, their checks, loading."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from dataclasses import replace
+from math import inf
+from pathlib import Path
+from typing import Any
+
+from hf_dart.pair import DTYPES, Pair, UserError, load_pair, sentence
+
+
+def pair_options() -> argparse.ArgumentParser:
+    """A parent parser: which target and head, and how they run."""
+    pair = argparse.ArgumentParser(add_help=False)
+    pair.add_argument("--target", help="the model: a folder or a Hub id (default: the packaged one)")
+    pair.add_argument("--head", help="its draft head: a folder or a Hub id (default: the packaged one)")
+    pair.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
+    pair.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
+    pair.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
+    return pair
+
+
+def tree_options() -> argparse.ArgumentParser:
+    """A parent parser: the draft tree."""
+    tree = argparse.ArgumentParser(add_help=False)
+    tree.add_argument(
+        "--nodes", type=positive, help="size of the draft tree, root included (default: by batch and device)"
+    )
+    tree.add_argument("--depth", type=positive, help="deepest draft (default: the head's draft length)")
+    return tree
+
+
+def load(arguments: argparse.Namespace) -> Pair:
+    return load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
+
+
+def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
+    """The head's own tree, with what the command line asks for."""
+    given = {name: getattr(arguments, name) for name in ("nodes", "depth")}
+    try:
+        return replace(default, **{name: value for name, value in given.items() if value is not None})
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
+
+
+def set_threads(threads: int | None) -> None:
+    if threads is not None:
+        import torch
+
+        torch.set_num_threads(threads)
+
+
+def check_folder(file: Path | None) -> None:
+    """Before a long run, not behind it."""
+    if file is not None and not file.parent.is_dir():
+        raise UserError(f"There is no folder {str(file.parent)!r} to write the JSON to.")
+
+
+def write_json(file: Path | None, content: dict[str, Any]) -> None:
+    if file is not None:
+        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
+    return number
+
+
+def temperature(text: str) -> float:
+    number = float(text)
+    if not 0 <= number < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+def share(text: str) -> float:
+    number = float(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} does not lie above 0 and up to 1")
+    return number
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(positive(part) for part in text.split(","))
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 1,4") from error

@@ -1,0 +1,27 @@
+"""`hf-dart demo`: a tour on the packaged pair."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from hf_dart.commands.common import load, pair_options, positive, set_threads
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("demo", parents=[pair_options()], help="a tour on the packaged pair, offline")
+    parser.add_argument("--new-tokens", type=positive, default=96, help="per prompt and run (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the sampled runs")
+    parser.add_argument("--color", action="store_true", help="colours also where the output is no terminal")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    pair = load(arguments)
+    from hf_dart.demo import demo, fastest_threads
+
+    set_threads(arguments.threads or fastest_threads(pair.model))
+    color = arguments.color or sys.stdout.isatty()
+    same = demo(pair, new_tokens=arguments.new_tokens, seed=arguments.seed, color=color)
+    return 0 if same else 1
