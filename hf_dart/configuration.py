@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.file_download import repo_folder_name
 from transformers import PreTrainedConfig
 
 MAX_DRAFT_LENGTH = 31
@@ -32,6 +34,7 @@ class DartConfig(PreTrainedConfig):
         selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
+        target_revision: the commit of its repository on the Hub, or None if not known.
         tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
 
     Raises:
@@ -58,6 +61,7 @@ class DartConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     vocab_size: int = 6144
     target_name: str | None = None
+    target_revision: str | None = None
     target_model_type: str | None = None
     target_num_layers: int = 8
     tokenizer_hash: str | None = None
@@ -127,6 +131,7 @@ class DartConfig(PreTrainedConfig):
             "rope_theta": _rope_theta(text),
             "vocab_size": int(embeddings.num_embeddings),
             "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
+            "target_revision": _revision(target.config.name_or_path),
             "target_model_type": target.config.model_type,
             "target_num_layers": layers,
         }
@@ -148,6 +153,18 @@ def _first(config: Any, names: Sequence[str], default: Any) -> Any:
         if value is not None:
             return value
     return default
+
+
+def _revision(name: str) -> str | None:
+    """The commit of a Hub repository that is cached on this machine, if it is the only one.
+
+    A loaded model does not say which commit it came from.
+    """
+    if not name or Path(name).is_dir():
+        return None
+    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
+    return commits[0] if len(commits) == 1 else None
 
 
 def _rope_theta(text: Any) -> float:

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import os
-import platform
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
+from hf_dart.bench.exact import Verdict
 from hf_dart.bench.speed import STOCK, Measurement, Settings, spread
 from hf_dart.configuration import TreeConfig
+from hf_dart.machine import hardware, versions
 from hf_dart.pair import Pair
-from hf_dart.version import __version__
 
 
 def circumstances(
@@ -24,16 +22,10 @@ def circumstances(
 ) -> dict[str, Any]:
     """All that a figure depends on: versions, hardware, dtype, threads, text, settings."""
     device = pair.model.device
-    hardware = torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
     return {
         "command": shlex.join(command),
-        "versions": {
-            "python": platform.python_version(),
-            "hf-dart": __version__,
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "hardware": hardware,
+        "versions": versions(),
+        "hardware": hardware(device),
         "device": device.type,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
@@ -47,16 +39,6 @@ def circumstances(
         "tree": asdict(tree),
         "nodes": {str(batch): tree.resolve_nodes(batch, device.type) for batch in settings.batches},
     }
-
-
-def processor_name() -> str:
-    """The CPU's model, as far as the system tells."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()
 
 
 def as_json(measurements: list[Measurement], about: dict[str, Any]) -> dict[str, Any]:
@@ -116,45 +98,43 @@ def headline(about: dict[str, Any]) -> str:
     )
 
 
-def as_table(measurements: list[Measurement], about: dict[str, Any]) -> str:
-    """Two Markdown tables, what they were measured on above them."""
-    settings = about["settings"]
+def as_table(report: dict[str, Any]) -> str:
+    """Two Markdown tables of what `as_json` gives, what they were measured on above them."""
+    settings, results = report["settings"], report["results"]
     lines = [
-        headline(about),
-        f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {about['text']}, "
+        headline(report),
+        f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {report['text']}, "
         f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
         "repeats",
         "",
         "| batch | mode | method | tokens/s | x stock | τ | accepted | identical | repeated 4-grams | peak MiB |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for one in measurements:
-        stock = _stock_of(one, measurements)
-        middle, least, most = spread(one.ratios(stock))
-        drafts = (f"{one.stats.tau:.2f}", f"{one.stats.acceptance_rate:.0%}") if one.stats.rounds else ("", "")
+    for one in results:
+        stock, ratio = one["method"] == STOCK, one["ratio"]
         cells = [
-            str(one.batch),
-            one.mode,
-            one.method,
-            f"{spread(one.speeds)[0]:.0f}",
-            "1" if one is stock else f"**{middle:.2f}** [{least:.2f}, {most:.2f}]",
-            *drafts,
-            "" if one is stock else str(one.verdict),
-            f"{one.repeated:.0%}",
-            f"{one.peak / 2**20:.0f}",
+            str(one["batch"]),
+            one["mode"],
+            one["method"],
+            f"{one['tokens_per_second']['median']:.0f}",
+            "1" if stock else f"**{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}]",
+            *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
+            "" if stock else str(Verdict(**one["compared"])),
+            f"{one['repeated_4grams']:.0%}",
+            f"{one['peak_memory_bytes'] / 2**20:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    ours = [one for one in measurements if one.stats.rounds]
+    ours = [one for one in results if "tau" in one]
     if ours:
-        phases = list(ours[0].round_ms)
+        phases = list(ours[0]["round_ms"])
         lines += [
             "",
             f"| batch | mode | {' | '.join(f'{phase} ms' for phase in phases)} | not a forward |",
             "|---" * (len(phases) + 3) + "|",
         ]
         for one in ours:
-            spent = " | ".join(f"{value:.2f}" for value in one.round_ms.values())
-            lines.append(f"| {one.batch} | {one.mode} | {spent} | {one.not_forward:.0%} |")
+            spent = " | ".join(f"{value:.2f}" for value in one["round_ms"].values())
+            lines.append(f"| {one['batch']} | {one['mode']} | {spent} | {one['not_forward']:.0%} |")
         lines += [
             "",
             "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "

@@ -63,6 +63,7 @@ def _run(arguments: argparse.Namespace) -> int:
     tree = tree_config(arguments, pair.head.tree_config)
     measurements = speed.measure(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
     about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
-    print(report.as_table(measurements, about))
-    write_json(arguments.json, report.as_json(measurements, about))
+    content = report.as_json(measurements, about)
+    print(report.as_table(content))
+    write_json(arguments.json, content)
     return 0 if all(one.verdict.identical for one in measurements if one.method == speed.OURS) else 1

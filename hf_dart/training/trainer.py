@@ -25,6 +25,7 @@ from hf_dart.training.data import BlockCollator
 from hf_dart.training.evaluate import DraftQuality
 from hf_dart.training.losses import annealed_kl, log_acceptance
 from hf_dart.training.objective import PRESETS, Objective
+from hf_dart.training.record import write_training_record
 
 
 @dataclass
@@ -138,8 +139,10 @@ class DartTrainer(Trainer):
         """As `Trainer`, but what is counted for the loss is blocks: all of the step, on all processes."""
         samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
         blocks = sum(int((sample["anchors"] >= 0).sum()) for sample in samples)
-        total = torch.tensor(blocks, device=device)
-        return samples, self.accelerator.gather(total).sum()
+        tokens = sum(int((sample["documents"] >= 0).sum()) for sample in samples)
+        total = self.accelerator.reduce(torch.tensor([blocks, tokens], device=device), "sum")
+        self.state.num_input_tokens_seen += int(total[1])
+        return samples, total[0]
 
     def compute_loss(
         self,
@@ -332,6 +335,12 @@ class DartTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         with torch.no_grad(), self.compute_loss_context_manager():
             return self.compute_loss(model, inputs).detach(), None, None
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """As `Trainer`, with a record of the training beside the weights (`training.record`)."""
+        super().save_model(output_dir, _internal_call)
+        if self.args.should_save:
+            write_training_record(self, output_dir or self.args.output_dir)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer`; training logs also carry the top-1 agreement with the target per draft token."""

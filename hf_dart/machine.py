@@ -1,0 +1,38 @@
+"""What a figure or a head was made with: versions and hardware."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+from hf_dart.version import __version__
+
+
+def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
+    """Python's, ours, and those of the packages that are installed."""
+    found = {"python": platform.python_version(), "hf-dart": __version__}
+    for name in packages:
+        try:
+            found[name] = torch.__version__ if name == "torch" else version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def hardware(device: torch.device) -> str:
+    """The name of an accelerator, or of the CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
+
+
+def processor_name() -> str:
+    """The CPU's model, as far as the system tells."""
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

@@ -1,0 +1,57 @@
+"""How a head was trained, as JSON beside its weights: what its card is written from (`hf_dart.hub.card`)."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from hf_dart.machine import hardware, versions
+
+if TYPE_CHECKING:
+    from hf_dart.training.trainer import DartTrainer
+
+TRAINING_RECORD = "training.json"
+_PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
+
+
+def training_record(trainer: DartTrainer) -> dict[str, Any]:
+    """What `trainer` has done so far; what it does not know is left out.
+
+    Returns:
+        loss: the preset's name; objective: every field of it; steps: optimizer steps; tokens: of all rows read,
+        padding left out; rows_per_step, anchors_per_row; evaluation: the last evaluation's metrics; optimizer,
+        learning_rate, schedule, seed; precision: of autocast; weights_dtype, target_dtype; processes, hardware,
+        versions.
+    """
+    args, state = trainer.args, trainer.state
+    evaluations = [logged for logged in state.log_history if "eval_loss" in logged]
+    rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    record: dict[str, Any] = {
+        "loss": args.loss,
+        "objective": asdict(trainer.objective),
+        "selector_only": args.selector_only,
+        "steps": state.global_step,
+        "tokens": state.num_input_tokens_seen or None,
+        "rows_per_step": rows,
+        "anchors_per_row": args.anchors_per_row,
+        "evaluation": evaluations[-1] if evaluations else None,
+        "optimizer": str(getattr(args.optim, "value", args.optim)),
+        "learning_rate": args.learning_rate,
+        "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
+        "seed": args.seed,
+        "precision": "bfloat16" if args.bf16 else "float16" if args.fp16 else None,
+        "weights_dtype": str(trainer.head.dtype).removeprefix("torch."),
+        "target_dtype": str(trainer.target.dtype).removeprefix("torch."),
+        "processes": args.world_size,
+        "hardware": hardware(args.device),
+        "versions": versions(_PACKAGES),
+    }
+    return {name: value for name, value in record.items() if value is not None}
+
+
+def write_training_record(trainer: DartTrainer, folder: str | Path) -> None:
+    """Write `training_record(trainer)` to `folder`."""
+    text = json.dumps(training_record(trainer), indent=2)
+    Path(folder, TRAINING_RECORD).write_text(text + "\n", encoding="utf8")
