@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from test_losses import examples
 from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
-from transformers import EarlyStoppingCallback
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.training import DartTrainer, DecodingCallback, losses
-from hf_dart.training.evaluate import DraftQuality
+from hf_dart.training.evaluate import DraftQuality, first_prompts
 from hf_dart.training.losses import NO_LABEL
 
 ROWS = token_rows(LENGTHS * 4)
@@ -174,10 +173,9 @@ def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
     assert {"eval_loss", "eval_tau", "eval_tau_se", "eval_tau_sampled", "eval_waste", "eval_acceptance_1"} <= (
         results[0].keys()
     )
-    assert trainer.data_collator.seed is None
 
 
-def checkpointed_trainer(folder: Path, metric: str) -> tuple[DartTrainer, Any]:
+def checkpointed_trainer(folder: Path, metric: str | None = None, **arguments: Any) -> tuple[DartTrainer, Any]:
     target, head = trained()
     trainer = tiny_trainer(
         folder,
@@ -185,13 +183,16 @@ def checkpointed_trainer(folder: Path, metric: str) -> tuple[DartTrainer, Any]:
         target,
         ROWS,
         eval_rows=ROWS[:3],
-        max_steps=5,
-        eval_strategy="steps",
-        eval_steps=1,
-        save_strategy="steps",
-        save_steps=1,
-        load_best_model_at_end=True,
         metric_for_best_model=metric,
+        **{
+            "max_steps": 5,
+            "eval_strategy": "steps",
+            "eval_steps": 1,
+            "save_strategy": "steps",
+            "save_steps": 1,
+            "load_best_model_at_end": True,
+            **arguments,
+        },
     )
     return trainer, head
 
@@ -199,14 +200,14 @@ def checkpointed_trainer(folder: Path, metric: str) -> tuple[DartTrainer, Any]:
 def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     taus = iter([1.5, 2.0, 1.9, 1.8, 3.0])
     weights: list[dict[str, Tensor]] = []
-    trainer, head = checkpointed_trainer(tmp_path, "tau")
+    trainer, head = checkpointed_trainer(tmp_path, early_stopping_patience=2)
+    assert trainer.args.metric_for_best_model == "tau"
 
     def metrics(quality: DraftQuality) -> dict[str, float]:
         weights.append({name: value.clone() for name, value in head.state_dict().items()})
         return {"tau": next(taus)}
 
     monkeypatch.setattr(DraftQuality, "metrics", metrics)
-    trainer.add_callback(EarlyStoppingCallback(early_stopping_patience=2))
     trainer.train()
     assert trainer.state.global_step == 4
     assert trainer.state.best_metric == 2.0
@@ -229,3 +230,22 @@ def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:
         trainer.target.generate(prompt[None], assistant=head, tree_config=tree, do_sample=False, max_new_tokens=20)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
+
+
+def test_prompts_are_taken_from_the_evaluation_rows(tmp_path: Path) -> None:
+    trainer, head = checkpointed_trainer(
+        tmp_path, decode_prompts=2, decode_prompt_tokens=6, decode_new_tokens=12, max_steps=1
+    )
+    trainer.train()
+    (logged,) = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
+    tokens = rounds = 0
+    for row in ROWS[:2]:
+        prompt = row["input_ids"][None, :6]
+        trainer.target.generate(prompt, assistant=head, do_sample=False, max_new_tokens=12)
+        tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
+    assert tokens / rounds == logged
+    assert first_prompts([{"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}], 3, 4)[
+        0
+    ].tolist() == [0, 1]
+    with pytest.raises(ValueError, match="give an eval_dataset"):
+        tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)

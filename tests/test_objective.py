@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 from test_losses import CHAINS, DIVERGENCES, examples
-from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+from tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser
 
-from hf_dart.training import BlockCollator, DartTrainingArguments, losses
+from hf_dart.training import DartTrainingArguments, losses
 from hf_dart.training.losses import NO_LABEL
 from hf_dart.training.objective import PRESETS, Objective
 
@@ -132,10 +132,6 @@ def test_arguments_out_of_range(wrong: dict[str, Any], tmp_path: Path) -> None:
         DartTrainingArguments(output_dir=str(tmp_path), **wrong)
 
 
-def batch_of(trainer: Any, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return BlockCollator(trainer.head.draft_length, 20)(rows)
-
-
 @pytest.mark.parametrize("draft_length", [1, 4])
 def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None:
     """Token t of the draft behind anchor n is token n + 1 + t of the row, if the document goes on so far."""
@@ -150,7 +146,7 @@ def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None
         return hidden.sum()
 
     trainer._draft_loss = draft_loss
-    batch = batch_of(trainer, rows)
+    batch = batch_of(rows, trainer.head.draft_length, 20)
     trainer.compute_loss(head, batch)
     expected = []
     for ids, documents, anchors in zip(batch["input_ids"], batch["documents"], batch["anchors"], strict=True):
@@ -210,7 +206,7 @@ def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp
         trainer.state.logging_steps = 1
         target.requires_grad_(False)
         torch.manual_seed(1)
-        batch = batch_of(trainer, rows)
+        batch = batch_of(rows, trainer.head.draft_length, 20)
         head.train()
         trainer.teach(batch["input_ids"], batch["documents"])  # the target is tried out once, on a row of its own
         # Of the target itself there is one distribution per token, not per block; and there are its weights.

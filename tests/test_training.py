@@ -11,11 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
-from hf_dart.training import BlockCollator, DartTrainingArguments
+from hf_dart.training import DartTrainingArguments
 
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
@@ -87,7 +87,7 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
             target,
             rows,
             # Every possible anchor: what is drawn does not depend on how the rows are batched.
-            collator=BlockCollator(head.draft_length, 24),
+            anchors_per_row=24,
             max_steps=1,
             per_device_train_batch_size=batch,
             gradient_accumulation_steps=accumulation,
@@ -132,7 +132,7 @@ def one_distributed_step(path: str, loss: str) -> None:
         head,
         target,
         token_rows([[24], [8, -16], [12, 12], [6, -18]]),
-        collator=BlockCollator(head.draft_length, 24),
+        anchors_per_row=24,
         loss=loss,
         max_steps=1,
         per_device_train_batch_size=4 // int(os.environ["WORLD_SIZE"]),
@@ -152,9 +152,7 @@ def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
         target = tiny_target()
         head = tiny_head(target)
         folder = tmp_path / "run"
-        # Every possible anchor: the loader draws those of one batch ahead, before the state is saved.
-        collator = BlockCollator(head.draft_length, 24)
-        trainer = tiny_trainer(folder, head, target, rows, collator, save_strategy="steps", save_steps=4)
+        trainer = tiny_trainer(folder, head, target, rows, save_strategy="steps", save_steps=4)
         trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
         assert trainer.state.global_step == 8
         weights.append(head.state_dict())
@@ -179,8 +177,8 @@ def test_evaluation_reports_the_mean_block_loss(tmp_path: Path) -> None:
     target = tiny_target()
     head = tiny_head(target)
     rows = token_rows([[24], [24]])
-    trainer = tiny_trainer(tmp_path, head, target, rows, collator=BlockCollator(4, 30))
-    batch = trainer.data_collator(rows)
+    trainer = tiny_trainer(tmp_path, head, target, rows, anchors_per_row=30)
+    batch = batch_of(rows, head.draft_length, 30)
     with torch.no_grad():
         expected = trainer.compute_loss(head, batch).item()
     assert trainer.evaluate(rows)["eval_loss"] == pytest.approx(expected, rel=1e-5)

@@ -7,10 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_training import LENGTHS, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.nn.attention.flex_attention import create_mask
 
-from hf_dart.training import BlockCollator
 from hf_dart.training.blocks import Blocks, build_blocks, draw_anchors, gather_blocks
 from hf_dart.training.losses import annealed_kl
 
@@ -71,7 +70,7 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
     head = tiny_head(target, draft_length=draft_length, num_layers=layers, block_attention=block_attention)
     rows = token_rows(LENGTHS)
     trainer = tiny_trainer(tmp_path, head, target, rows)
-    batch = BlockCollator(draft_length, 7)(rows)
+    batch = batch_of(rows, draft_length, 7)
     ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
     features, logits = trainer.teach(ids, documents)
     blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")
@@ -149,11 +148,10 @@ def test_flex_attention_trains_as_sdpa_does(block_attention: str, bf16: bool, to
     for attention in ("auto", "sdpa"):
         target = tiny_target(head_dim=32)
         head = tiny_head(target, block_attention=block_attention)
-        collator = BlockCollator(head.draft_length, 200)
-        trainer = tiny_trainer(tmp_path, head, target, rows, collator, attention=attention, bf16=bf16, use_cpu=False)
+        trainer = tiny_trainer(tmp_path, head, target, rows, attention=attention, bf16=bf16, use_cpu=False)
         assert trainer.flex == (attention == "auto")
         torch.manual_seed(1)
-        batch = trainer._prepare_inputs(collator(rows))
+        batch = trainer._prepare_inputs(batch_of(rows, head.draft_length, 200))
         loss = trainer.compute_loss(head.to(trainer.args.device), batch)
         loss.backward()
         runs.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))

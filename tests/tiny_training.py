@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, default_data_collator
 
 from hf_dart import DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments
+from hf_dart.training.blocks import draw_anchors
 
 VOCABULARY = 61
 # Of the documents of each row; a negative length is padding.
@@ -42,7 +43,7 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 
 def tiny_trainer(
-    folder: Path, head: DartHead, target: Any, rows: Any, collator: Any = None, eval_rows: Any = None, **arguments: Any
+    folder: Path, head: DartHead, target: Any, rows: Any, eval_rows: Any = None, **arguments: Any
 ) -> DartTrainer:
     fields: dict[str, Any] = {
         "output_dir": str(folder),
@@ -56,9 +57,8 @@ def tiny_trainer(
         "save_strategy": "no",
         "seed": 5,
     }
-    extra = {} if collator is None else {"data_collator": collator}
     settings = DartTrainingArguments(**{**fields, **arguments})
-    return DartTrainer(head, target, settings, train_dataset=rows, eval_dataset=eval_rows, **extra)
+    return DartTrainer(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
 
 
 def documents_of(*rows: list[int]) -> Tensor:
@@ -70,3 +70,10 @@ def token_rows(lengths: list[list[int]], seed: int = 0) -> list[dict[str, Tensor
     documents = documents_of(*lengths)
     ids = torch.randint(2, VOCABULARY, documents.shape, generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": i, "documents": d} for i, d in zip(ids, documents, strict=True)]
+
+
+def batch_of(rows: list[dict[str, Tensor]], draft_length: int, count: int) -> dict[str, Tensor]:
+    """The rows stacked, with `count` anchors each."""
+    batch = default_data_collator(rows)
+    batch["anchors"] = draw_anchors(batch["documents"], count, draft_length)
+    return batch

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import Dataset
-
-from hf_dart.training.blocks import draw_anchors
 
 
 def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
@@ -113,28 +110,3 @@ class Mixture(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         number, row = self.picks[index]
         return self.datasets[number][int(row)]
-
-
-@dataclass
-class BlockCollator:
-    """Stacks rows and draws their anchors.
-
-    Anchors are drawn with the data, not in the loss: the blocks of a whole step are then known before its
-    first micro-batch, and can be the denominator of its loss.
-
-    Args:
-        draft_length: d.
-        anchors: K, blocks per row.
-        seed: of the anchors of every batch, so that evaluations compare; None draws from the default generator.
-    """
-
-    draft_length: int
-    anchors: int
-    seed: int | None = None
-
-    def __call__(self, rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-        """`input_ids` [B, T], `documents` [B, T], `anchors` [B, K]."""
-        batch = {name: torch.stack([row[name] for row in rows]) for name in ("input_ids", "documents")}
-        generator = None if self.seed is None else torch.Generator().manual_seed(self.seed)
-        batch["anchors"] = draw_anchors(batch["documents"], self.anchors, self.draft_length, generator)
-        return batch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -77,6 +77,15 @@ class DraftQuality:
         return figures
 
 
+def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:
+    """Token ids [length or less] with which the first `count` rows begin, each within one document."""
+    prompts = []
+    for row in itertools.islice(rows, count):
+        ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
+        prompts.append(ids[documents == documents[0]][:length])
+    return prompts
+
+
 class DecodingCallback(TrainerCallback):
     """After every evaluation, decode a few prompts greedily with the head as it is.
 
@@ -84,7 +93,7 @@ class DecodingCallback(TrainerCallback):
     stopping by it, add this callback before `EarlyStoppingCallback`.
 
     Args:
-        trainer: the [`DartTrainer`] that the callback is added to.
+        trainer: the `DrafterTrainer` that the callback is added to.
         prompts: token ids [T] of each prompt.
         max_new_tokens: per prompt.
         tree_config: of the draft trees; None is the head's own.
@@ -99,17 +108,17 @@ class DecodingCallback(TrainerCallback):
         self.tree_config = tree_config
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **kwargs: Any) -> None:
-        target, head = self.trainer.target, self.trainer.head
+        target, drafter = self.trainer.target, self.trainer.drafter
         stats = DraftStats()
         for prompt in self.prompts:
             ids = prompt[None].to(target.device)
             target.generate(
                 ids,
                 attention_mask=torch.ones_like(ids),
-                custom_generate=partial(head.generate, tree_config=self.tree_config),
+                custom_generate=partial(drafter.generate, tree_config=self.tree_config),
                 do_sample=False,
                 max_new_tokens=self.max_new_tokens,
             )
-            stats.merge(head.last_stats)
+            stats.merge(drafter.last_stats)
         metrics["eval_tau_decoded"] = stats.tau
         self.trainer.log({"eval_tau_decoded": stats.tau})

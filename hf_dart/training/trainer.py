@@ -1,95 +1,32 @@
-"""`DartTrainer`: the target runs online and teaches the head; everything else is `transformers.Trainer`."""
+"""`DartTrainer`: blocks of drafts, their losses from the hidden states and logits of the target, their quality."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import Trainer, TrainingArguments
+from transformers import default_data_collator
 
 from hf_dart.features import features_request, gather_features
 from hf_dart.head import DartHead
+from hf_dart.training.arguments import DartTrainingArguments
+from hf_dart.training.base import DrafterTrainer
 from hf_dart.training.blocks import (
     build_blocks,
     document_positions,
+    draw_anchors,
     gather_blocks,
     labels_behind,
     target_positions,
 )
 from hf_dart.training.chunks import chunked
-from hf_dart.training.data import BlockCollator
 from hf_dart.training.evaluate import DraftQuality
 from hf_dart.training.losses import annealed_kl, log_acceptance
-from hf_dart.training.objective import PRESETS, Objective
 from hf_dart.training.record import write_training_record
 
 
-@dataclass
-class DartTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what is DART's own.
-
-    Args:
-        anchors_per_row: K, blocks trained per row.
-        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk" (`objective.PRESETS`).
-        divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
-        chain_rule, chain_form, chain_beta: change that field of the preset (`objective.Objective`).
-        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
-        selector_candidates: K, tokens per depth that the selector learns to rank.
-        loss_chunk: blocks whose logits are held at a time (`chunks.chunked`); 0 holds all.
-        attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
-            CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
-    """
-
-    anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
-    loss: str = field(default="dart", metadata={"help": f"one of {', '.join(PRESETS)}"})
-    divergence: str | None = field(default=None, metadata={"help": "ce, kl, reverse_kl, js, tv, log_acceptance or lk"})
-    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential, linear or dpace"})
-    gamma: float | None = field(
-        default=None, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
-    )
-    dpace_alpha: float | None = field(default=None, metadata={"help": "smoothing of the dpace weights"})
-    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL behind"})
-    token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
-    focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
-    chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
-    chain_rule: str | None = field(default=None, metadata={"help": "hard, token, block or coupled"})
-    chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
-    chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
-    selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
-    selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
-    loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
-    attention: str = field(default="auto", metadata={"help": "auto, sdpa, or flex (CUDA only)"})
-    # The rows hold what the target needs, not what the head's forward is called with.
-    remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.anchors_per_row < 1:
-            raise ValueError(f"anchors_per_row is {self.anchors_per_row}; give 1 or more.")
-        if self.loss not in PRESETS:
-            raise ValueError(f"loss is {self.loss!r}; give one of {', '.join(PRESETS)}.")
-        objective = self.objective  # says what is out of range
-        if self.selector_only and objective != replace(PRESETS["dart"], gamma=objective.gamma):
-            raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")
-        if self.attention not in ("auto", "sdpa", "flex"):
-            raise ValueError(f"attention is {self.attention!r}; give 'auto', 'sdpa' or 'flex'.")
-        if self.attention == "flex" and self.device.type != "cuda":
-            raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
-
-    @property
-    def objective(self) -> Objective:
-        """The preset with the fields that were given."""
-        given = {one.name: getattr(self, one.name) for one in fields(Objective)}
-        return replace(PRESETS[self.loss], **{name: value for name, value in given.items() if value is not None})
-
-
-class DartTrainer(Trainer):
+class DartTrainer(DrafterTrainer):
     """Trains a [`DartHead`] to draft for its target.
 
     Args:
@@ -103,8 +40,6 @@ class DartTrainer(Trainer):
         ValueError: the head does not fit the target.
     """
 
-    data_collator: Any
-
     def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
         if args.selector_only:
@@ -112,16 +47,10 @@ class DartTrainer(Trainer):
                 raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
             head.requires_grad_(False)
             head.selector.requires_grad_(True)
-        kwargs.setdefault("data_collator", BlockCollator(head.draft_length, args.anchors_per_row))
-        super().__init__(model=head, args=args, **kwargs)
-        self.args: DartTrainingArguments = args
+        kwargs.setdefault("data_collator", default_data_collator)
+        super().__init__(head, target, args, **kwargs)
         self.head = head
         self.objective = args.objective
-        self.target = target.eval()
-        if getattr(target, "hf_device_map", None) is None:
-            self.target.to(args.device)
-        # The loss is divided by the blocks of the whole step (`compute_loss`), not by micro-batch.
-        self.model_accepts_loss_kwargs = True
         # The compiled kernels take no smaller heads, and no float64.
         fits = args.device.type == "cuda" and head.config.head_dim >= 16 and head.dtype != torch.float64
         self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
@@ -129,48 +58,19 @@ class DartTrainer(Trainer):
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._packing_checked = False
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        with _frozen(self.target):
-            return super().train(*args, **kwargs)
+    def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
+        """Adds `anchors` [B, K]; the items of the loss are their blocks."""
+        drawn = draw_anchors(inputs["documents"], self.args.anchors_per_row, self.head.draft_length, generator)
+        inputs["anchors"] = drawn
+        return int((drawn >= 0).sum())
 
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
-    ) -> tuple[list[Any], Tensor | int | None]:
-        """As `Trainer`, but what is counted for the loss is blocks: all of the step, on all processes."""
-        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
-        blocks = sum(int((sample["anchors"] >= 0).sum()) for sample in samples)
-        tokens = sum(int((sample["documents"] >= 0).sum()) for sample in samples)
-        total = self.accelerator.reduce(torch.tensor([blocks, tokens], device=device), "sum")
-        self.state.num_input_tokens_seen += int(total[1])
-        return samples, total[0]
-
-    def compute_loss(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> Any:
-        """The mean loss of the batch's blocks.
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The sum of the block losses, and the blocks' hidden states [N, d, H].
 
         Args:
             model: the head, as `accelerate` has wrapped it.
             inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K].
-            return_outputs: also return a dict with the blocks' `hidden` [N, d, H].
-            num_items_in_batch: blocks of the whole step; None divides by those of this batch.
         """
-        # accelerate casts inside the head's forward only; the target and its LM head are to be cast as well.
-        with self.accelerator.autocast():
-            loss, hidden = self._block_loss(model, inputs)
-        if num_items_in_batch is None:
-            loss = loss / max(len(hidden), 1)
-        else:
-            # Gradients are averaged over processes, the denominator is that of all of them.
-            loss = loss * self.accelerator.num_processes / num_items_in_batch
-        return (loss, {"hidden": hidden}) if return_outputs else loss
-
-    def _block_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The sum of the block losses, and the blocks' hidden states [N, d, H]."""
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         draft_length = self.head.draft_length
         features, target_logits = self.teach(ids, documents)
@@ -302,16 +202,6 @@ class DartTrainer(Trainer):
             )
         self._packing_checked = True
 
-    def get_eval_dataloader(self, eval_dataset: Any = None) -> Any:
-        """As `Trainer`, with the same anchors at every evaluation."""
-        collator = self.data_collator
-        if isinstance(collator, BlockCollator):
-            self.data_collator = replace(collator, seed=self.args.seed)
-        try:
-            return super().get_eval_dataloader(eval_dataset)
-        finally:
-            self.data_collator = collator
-
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
         """As `Trainer`; the metrics also say how good the drafts are (`DraftQuality.metrics`).
 
@@ -324,17 +214,6 @@ class DartTrainer(Trainer):
             self._quality = None
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in quality.metrics().items()})
         return output
-
-    def prediction_step(
-        self,
-        model: nn.Module,
-        inputs: dict[str, Any],
-        prediction_loss_only: bool,
-        ignore_keys: list[str] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        inputs = self._prepare_inputs(inputs)
-        with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs).detach(), None, None
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As `Trainer`, with a record of the training beside the weights (`training.record`)."""
@@ -354,16 +233,3 @@ class DartTrainer(Trainer):
         """Of the head alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """No gradients for the target's weights, though the draft's gradients pass through its LM head."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)

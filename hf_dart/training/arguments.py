@@ -1,0 +1,161 @@
+"""What a training run is told: `DartTrainingArguments`, and for the command line the target and the head.
+
+Annotations are read by `HfArgumentParser`, which makes a flag of every field.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Literal
+
+from transformers import TrainingArguments
+
+from hf_dart.training.objective import PRESETS, Objective
+
+
+@dataclass
+class TargetArguments:
+    """The target of a run: its weights stay as they are, in any form that transformers runs."""
+
+    target: str | None = field(default=None, metadata={"help": "a folder or a Hub id; default: the packaged target"})
+    target_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub"})
+    tokenizer: str | None = field(default=None, metadata={"help": "default: the target's"})
+    dtype: str | None = field(
+        default=None, metadata={"help": "of the target's weights; default: float32 for the packaged one, else as saved"}
+    )
+    device_map: str | None = field(
+        default=None, metadata={"help": "auto spreads the target over devices; default: whole on each process's own"}
+    )
+    quantization: str | None = field(
+        default=None, metadata={"help": 'fields of a BitsAndBytesConfig as JSON, such as {"load_in_4bit": true}'}
+    )
+    attn_implementation: str | None = field(default=None, metadata={"help": "of the target, as for from_pretrained"})
+
+
+@dataclass
+class HeadArguments:
+    """A new head, shaped by the fields of `DartConfig`, or one to train on."""
+
+    head: str | None = field(default=None, metadata={"help": "train this head on: a folder or a Hub id"})
+    draft_length: int | None = field(default=None, metadata={"help": "d, tokens guessed at a time"})
+    feature_layers: list[int] | None = field(default=None, metadata={"help": "hidden_states of the target to read"})
+    num_layers: int | None = field(default=None, metadata={"help": "decoder layers of the head"})
+    block_attention: Literal["causal", "bidirectional"] | None = field(
+        default=None, metadata={"help": "what the mask slots of a draft see of each other"}
+    )
+    num_attention_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
+    num_key_value_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
+    head_dim: int | None = field(default=None, metadata={"help": "default: as the target"})
+    intermediate_size: int | None = field(default=None, metadata={"help": "default: as the target"})
+    rms_norm_eps: float | None = field(default=None, metadata={"help": "default: as the target"})
+    rope_theta: float | None = field(default=None, metadata={"help": "default: as the target"})
+    initializer_range: float | None = field(default=None, metadata={"help": "standard deviation of new weights"})
+    target_name: str | None = field(default=None, metadata={"help": "kept in the config; default: the target's name"})
+    tree: str | None = field(default=None, metadata={"help": "fields of the TreeConfig that suits the head, as JSON"})
+    selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
+
+    def config(self) -> dict[str, Any]:
+        """The fields of `DartConfig` that were given.
+
+        Raises:
+            ValueError: `tree` is no JSON object.
+        """
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "head"}
+        if self.tree is not None:
+            try:
+                given["tree"] = dict(json.loads(self.tree))
+            except (TypeError, ValueError) as error:
+                raise ValueError(f'tree is {self.tree!r}; give a JSON object such as {{"nodes": 16}}.') from error
+        return {name: value for name, value in given.items() if value is not None}
+
+
+@dataclass
+class DartTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and what is DART's own.
+
+    Args:
+        anchors_per_row: K, blocks trained per row.
+        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk" (`objective.PRESETS`).
+        divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
+        chain_rule, chain_form, chain_beta: change that field of the preset (`objective.Objective`).
+        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
+        selector_candidates: K, tokens per depth that the selector learns to rank.
+        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
+            None goes on to the end.
+        decode_prompts: at every evaluation also decode so many prompts, the beginnings of the first evaluation rows
+            (`evaluate.DecodingCallback`); 0 for none.
+        decode_prompt_tokens, decode_new_tokens: length of each, and of what is written behind it.
+        loss_chunk: blocks whose logits are held at a time (`chunks.chunked`); 0 holds all.
+        attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
+            CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
+    """
+
+    anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
+    loss: str = field(default="dart", metadata={"help": f"one of {', '.join(PRESETS)}"})
+    divergence: str | None = field(default=None, metadata={"help": "ce, kl, reverse_kl, js, tv, log_acceptance or lk"})
+    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential, linear or dpace"})
+    gamma: float | None = field(
+        default=None, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
+    )
+    dpace_alpha: float | None = field(default=None, metadata={"help": "smoothing of the dpace weights"})
+    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL behind"})
+    token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
+    focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
+    chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
+    chain_rule: str | None = field(default=None, metadata={"help": "hard, token, block or coupled"})
+    chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
+    chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
+    selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
+    selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
+    early_stopping_patience: int | None = field(
+        default=None, metadata={"help": "evaluations in a row without a better tau before training stops"}
+    )
+    decode_prompts: int = field(default=0, metadata={"help": "prompts to decode in earnest at every evaluation"})
+    decode_prompt_tokens: int = field(default=32, metadata={"help": "tokens of each"})
+    decode_new_tokens: int = field(default=64, metadata={"help": "tokens written behind each"})
+    loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
+    attention: str = field(default="auto", metadata={"help": "auto, sdpa, or flex (CUDA only)"})
+    resume_from_checkpoint: str | None = field(
+        default=None,
+        metadata={"nargs": "?", "const": "true", "help": "go on from this checkpoint; alone: the newest of the run"},
+    )
+    metric_for_best_model: str | None = field(
+        default=None, metadata={"help": "tau, tau_sampled, tau_decoded, loss, ...; default: tau with early stopping"}
+    )
+    # The rows hold what the target needs, not what the head's forward is called with.
+    remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
+
+    def __post_init__(self) -> None:
+        if self.early_stopping_patience is not None:
+            if self.metric_for_best_model is None:
+                self.metric_for_best_model = "tau"
+            self.load_best_model_at_end = True
+        super().__post_init__()
+        for name, least in (
+            ("anchors_per_row", 1),
+            ("decode_prompts", 0),
+            ("decode_prompt_tokens", 1),
+            ("decode_new_tokens", 1),
+            ("early_stopping_patience", 1),
+        ):
+            value = getattr(self, name)
+            if value is not None and value < least:
+                raise ValueError(f"{name} is {value}; give {least} or more.")
+        if self.loss not in PRESETS:
+            raise ValueError(f"loss is {self.loss!r}; give one of {', '.join(PRESETS)}.")
+        objective = self.objective  # says what is out of range
+        if self.selector_only and objective != replace(PRESETS["dart"], gamma=objective.gamma):
+            raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")
+        if self.attention not in ("auto", "sdpa", "flex"):
+            raise ValueError(f"attention is {self.attention!r}; give 'auto', 'sdpa' or 'flex'.")
+        if self.attention == "flex" and self.device.type != "cuda":
+            raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
+        if self.remove_unused_columns:
+            raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
+
+    @property
+    def objective(self) -> Objective:
+        """The preset with the fields that were given."""
+        given = {one.name: getattr(self, one.name) for one in fields(Objective)}
+        return replace(PRESETS[self.loss], **{name: value for name, value in given.items() if value is not None})

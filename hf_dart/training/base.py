@@ -1,0 +1,246 @@
+"""What training any drafter beside its target has in common; the rest is `transformers.Trainer`."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from abc import abstractmethod
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import EarlyStoppingCallback, Trainer
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+
+from hf_dart.training.arguments import DartTrainingArguments
+from hf_dart.training.checkpoints import STAGING, publish
+from hf_dart.training.evaluate import DecodingCallback, first_prompts
+
+_PATIENCE = 10  # steps without anything to train on, after which training stops
+
+
+class DrafterTrainer(Trainer):
+    """A `Trainer` of a drafter whose target runs online, frozen.
+
+    The loss of a step is a mean over all its items (blocks of drafts, masked tokens), however they are spread over
+    micro-batches and processes. A checkpoint has its name when all of it is on the disk, so that whatever is called
+    checkpoint-N can be resumed from. Training stops at a loss that is not finite.
+
+    A subclass says what is random in a batch (`draw`) and what its loss is (`summed_loss`).
+
+    Args:
+        drafter: the model that is trained.
+        target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
+        args: [`DartTrainingArguments`].
+        kwargs: as for `Trainer`.
+
+    Raises:
+        ValueError: one process sees several GPUs.
+    """
+
+    def __init__(self, drafter: nn.Module, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', or name one in "
+                "CUDA_VISIBLE_DEVICES."
+            )
+        super().__init__(model=drafter, args=args, **kwargs)
+        self.args: DartTrainingArguments = args
+        self.drafter = drafter
+        self.target = target.eval()
+        if getattr(target, "hf_device_map", None) is None:
+            self.target.to(args.device)
+        # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
+        self.model_accepts_loss_kwargs = True
+        self._staging = False  # while a checkpoint is written
+        self._empty_steps = 0
+        if args.decode_prompts:
+            if self.eval_dataset is None:
+                raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
+            prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
+            self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens))
+        if args.early_stopping_patience is not None:
+            self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+
+    @abstractmethod
+    def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
+        """Add to a batch, in place, what is random about it.
+
+        Args:
+            inputs: the stacked rows.
+            generator: of all random numbers; a resumed run gets the same.
+
+        Returns:
+            How many items its loss will be a sum over.
+        """
+
+    @abstractmethod
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of a batch's items, and their hidden states [n, ...].
+
+        Args:
+            model: the drafter, as `accelerate` has wrapped it.
+            inputs: with what `draw` has added.
+        """
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with _frozen(self.target):
+            return super().train(*args, **kwargs)
+
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
+        """As `Trainer`, but what is random is drawn here, and counted: all items of the step, on all processes.
+
+        The loader runs ahead of the step, so numbers drawn there would be others in a resumed run.
+
+        Raises:
+            ValueError: step after step has nothing to train on.
+        """
+        samples, _ = super().get_batch_samples(epoch_iterator, num_batches, device)
+        generator = seeded(self.args.seed, self.state.global_step, self.args.process_index)
+        items = sum(self.draw(sample, generator) for sample in samples)
+        tokens = sum(int((sample["documents"] >= 0).sum()) for sample in samples)
+        total, tokens = self.accelerator.reduce(torch.tensor([items, tokens], device=device), "sum")
+        self.state.num_input_tokens_seen += int(tokens)
+        self._empty_steps = 0 if total else self._empty_steps + 1
+        if self._empty_steps == _PATIENCE:
+            raise ValueError(
+                f"{_PATIENCE} steps had nothing to train on: no row is longer than a draft, or none has a token that "
+                "counts; give longer documents or a smaller draft_length."
+            )
+        return samples, total.clamp(min=1)
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """The mean loss of the batch's items.
+
+        Args:
+            model: the drafter, as `accelerate` has wrapped it.
+            inputs: of `draw`.
+            return_outputs: also return a dict with the items' `hidden` states.
+            num_items_in_batch: items of the whole step; None divides by those of this batch.
+        """
+        # accelerate casts inside the drafter's forward only; the target and its LM head are to be cast as well.
+        with self.accelerator.autocast():
+            loss, hidden = self.summed_loss(model, inputs)
+        if num_items_in_batch is None:
+            loss = loss / max(len(hidden), 1)
+        else:
+            # Gradients are averaged over processes, the denominator is that of all of them.
+            loss = loss * self.accelerator.num_processes / num_items_in_batch
+        return (loss, {"hidden": hidden}) if return_outputs else loss
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
+        """As `Trainer`.
+
+        Raises:
+            FloatingPointError: the loss is not finite; the weights are those before the step.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if not math.isfinite(value := float(loss)):
+            raise FloatingPointError(
+                f"The loss of step {self.state.global_step + 1} is {value}; resume from an earlier checkpoint with a "
+                "lower learning_rate, a max_grad_norm, or bf16 in place of fp16."
+            )
+        return loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        inputs = self._prepare_inputs(inputs)
+        self.draw(inputs, seeded(self.args.seed))  # the same at every evaluation
+        with torch.no_grad(), self.compute_loss_context_manager():
+            return self.compute_loss(model, inputs).detach(), None, None
+
+    # ---- whole checkpoints --------------------------------------------------------------------------
+
+    def _get_output_dir(self, trial: Any) -> str:
+        """Of the run, or where a checkpoint lies while it is written."""
+        folder = super()._get_output_dir(trial)
+        return str(Path(folder, STAGING)) if self._staging else folder
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._staging:  # it is uploaded in the background, and must have its name by then
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As `Trainer`, all or nothing.
+
+        Raises:
+            FloatingPointError: weights are not finite.
+            OSError: it could not be written; nothing of it is left.
+        """
+        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
+            raise FloatingPointError(
+                f"Weights are not finite behind step {self.state.global_step}, and are not saved; resume from an "
+                "earlier checkpoint with a lower learning_rate or a max_grad_norm."
+            )
+        run = Path(self._get_output_dir(trial))
+        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        written, final = run / STAGING / name, run / name
+        if self.args.should_save:
+            shutil.rmtree(run / STAGING, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        self._staging = True
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()
+            if self.state.best_model_checkpoint == str(written):
+                self.state.best_model_checkpoint = str(final)
+                if self.args.should_save:
+                    self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+            if self.args.should_save:
+                publish(written, final)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words
+            raise OSError(
+                f"{name} could not be written to {run} ({' '.join(str(error).split())}); earlier checkpoints are "
+                "whole: make room there and resume."
+            ) from error
+        finally:
+            self._staging = False
+            if self.args.should_save:
+                shutil.rmtree(run / STAGING, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            self._push_from_checkpoint(str(final))
+        if self.args.should_save:
+            rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+
+def seeded(*numbers: int) -> torch.Generator:
+    """A generator of random numbers on the CPU, seeded with all of `numbers`."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
+
+
+@contextmanager
+def _frozen(module: nn.Module) -> Iterator[None]:
+    """No gradients for the target's weights, though the draft's gradients pass through its LM head."""
+    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    for parameter in trainable:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in trainable:
+            parameter.requires_grad_(True)
