@@ -6,6 +6,7 @@ from hf_dart.version import __version__
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.drafters.diffusion import DiffusionDrafter
     from hf_dart.generation.attach import attach, detach
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
@@ -15,6 +16,7 @@ __all__ = [
     "DartCandidateGenerator",
     "DartConfig",
     "DartHead",
+    "DiffusionDrafter",
     "LookupDrafter",
     "TreeConfig",
     "__version__",
@@ -27,6 +29,7 @@ _HOMES = {
     "DartConfig": "configuration",
     "TreeConfig": "configuration",
     "DartHead": "head",
+    "DiffusionDrafter": "drafters.diffusion",
     "LookupDrafter": "lookup",
     "attach": "generation.attach",
     "detach": "generation.attach",

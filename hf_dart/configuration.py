@@ -93,6 +93,16 @@ class DartConfig(PreTrainedConfig):
         """F, the width of the concatenated features of one position."""
         return len(self.feature_layers) * self.feature_size
 
+    @property
+    def needs(self) -> dict[str, int]:
+        """What a target has to have, in the words of `hf_dart.fit.check_fit`."""
+        return {
+            "hidden size": self.feature_size,
+            "embedding width": self.embedding_size,
+            "LM head width": self.hidden_size,
+            "number of layers": self.target_num_layers,
+        }
+
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> DartConfig:
         """The paper's one-layer head for `target` (a causal LM); any field can be overridden.

@@ -37,17 +37,18 @@ def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
             f"model that this head was made for ({made_for})."
         )
     text = target.config.get_text_config(decoder=True)
-    pairs = [
-        ("hidden size", config.feature_size, int(text.hidden_size)),
-        ("embedding width", config.embedding_size, int(embeddings.embedding_dim)),
-        ("LM head width", config.hidden_size, int(getattr(lm_head, "in_features", config.hidden_size))),
-        ("number of layers", config.target_num_layers, int(text.num_hidden_layers)),
-    ]
-    for what, wanted, found in pairs:
-        if wanted != found:
+    has = {
+        "hidden size": int(text.hidden_size),
+        "embedding width": int(embeddings.embedding_dim),
+        "LM head width": getattr(lm_head, "in_features", None),
+        "number of layers": int(text.num_hidden_layers),
+    }
+    for what, wanted in config.needs.items():
+        found = has[what]
+        if wanted != found and found is not None:
             raise ValueError(
                 f"This head was made for {made_for} with {what} {wanted}, but {_name(target)} has {found}; load "
-                "the head that was trained for this target, or train one with DartHead.from_target(model)."
+                "the head that was trained for this target, or train one with from_target(model)."
             )
     _check_vocabulary(config, target, tokenizer, made_for, int(embeddings.num_embeddings))
 

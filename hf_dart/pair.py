@@ -47,7 +47,7 @@ def load_pair(
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
-    from hf_dart.head import DartHead
+    from hf_dart.drafters import load_drafter
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
@@ -62,7 +62,7 @@ def load_pair(
     except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
         raise UserError(f"Cannot load the target {target_path!r}: {sentence(error)}") from error
     try:
-        drafter = DartHead.from_pretrained(head_path, target=model, tokenizer=tokenizer)
+        drafter = load_drafter(head_path, target=model, tokenizer=tokenizer)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(f"Cannot load the head {head_path!r}: {sentence(error)}") from error
     names = [given or f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]

@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
+from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.proposal import Drafter, Proposal
 
 
@@ -42,6 +43,13 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
     """A random head for a tiny target; its trees are of a given size, since no node of theirs is worth its cost."""
     fields = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "tree": {"nodes": 8}}
     return DartHead.from_target(target, **{**fields, **config})
+
+
+def tiny_diffusion_drafter(target: Any, **config: Any) -> DiffusionDrafter:
+    """A random diffusion drafter that takes several steps and looks back no farther than a short window."""
+    fields: dict[str, Any] = {"draft_length": 5, "denoise_steps": 3, "context_window": 7, "initializer_range": 0.3}
+    fields["tree"] = {"nodes": 8}
+    return DiffusionDrafter.from_target(target, **{**fields, **config})
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:

@@ -1,0 +1,27 @@
+"""Drafters beside `DartHead`, in the same seat: `hf_dart.proposal.Drafter`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def load_drafter(path: str, **options: Any) -> Any:
+    """The drafter in a folder or Hub repository, of whichever kind its config.json says.
+
+    Args:
+        path: as for the `from_pretrained` of [`DartHead`] and [`DiffusionDrafter`].
+        options: as for those: target, tokenizer, revision, token, ...
+
+    Raises:
+        OSError, ValueError: as those.
+    """
+    from transformers import PreTrainedConfig
+
+    from hf_dart.drafters.diffusion import DiffusionDrafter
+    from hf_dart.fitted import HUB_OPTIONS
+    from hf_dart.head import DartHead
+
+    where = {name: options[name] for name in HUB_OPTIONS if name in options}
+    kind = PreTrainedConfig.get_config_dict(path, **where)[0].get("model_type")
+    drafter = DiffusionDrafter if kind == DiffusionDrafter.config_class.model_type else DartHead
+    return drafter.from_pretrained(path, **options)

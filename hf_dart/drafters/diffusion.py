@@ -1,0 +1,294 @@
+"""`DiffusionDrafter`: a masked diffusion language model drafts (SpecDiff, arXiv 2408.05636).
+
+A block of γ mask slots stands behind the text; reverse steps reveal it, from all masked to all known (absorbing
+diffusion: MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it.
+
+The text itself attends causally, the slots of a block see the text and each other in both directions. A model that
+reads the text bidirectionally, too, would have to read all of it anew for every draft, since each token changes the
+states of all others. So the keys and values of the text are computed once and kept over all rounds, and a reverse step
+costs γ positions, as in block diffusion (arXiv 2503.09573).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
+from hf_dart.fitted import FittedDrafter
+from hf_dart.layers import DartAttention, DartMLP, rotation_at
+from hf_dart.proposal import Proposal, Verified
+from hf_dart.slots import SlotSpec, SlotStore
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+MASK = -1
+"""Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
+
+
+@dataclass
+class DiffusionState:
+    """The draft cache of one call: keys and values of the text, entry p of a row in slot p.
+
+    The slots of a block are written behind them and overwritten by the next pass.
+    """
+
+    store: SlotStore
+    lengths: Tensor  # [B] tokens taken in, on the drafter's device
+    shortest: int  # the smallest and the largest of them, on the host
+    longest: int
+
+
+class DiffusionLayer(nn.Module):
+    def __init__(self, config: DiffusionConfig) -> None:
+        super().__init__()
+        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DartAttention(config, config.hidden_size)
+        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = DartMLP(config)
+
+    def forward(self, x: Tensor, *attending: object) -> Tensor:  # [B, Q, H], and what DartAttention takes
+        x = x + self.self_attn(self.input_norm(x), *attending)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class DiffusionDrafter(FittedDrafter[DiffusionState]):
+    """A masked diffusion LM with the target's tokenizer, as `assistant=`.
+
+    Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
+    what is known of a token before the target reads it. γ mask slots follow; slot i predicts the token i places
+    behind the last one.
+
+    Attributes:
+        denoise_steps: T, reverse steps per draft; 1 reads all distributions off the masked block. More than the
+            draft has tokens is as many.
+        unmasking: "confidence" or "left_to_right", as in the config.
+    """
+
+    config_class = DiffusionConfig
+    config: DiffusionConfig
+    described_as: ClassVar[str] = "diffusion drafter"
+    base_model_prefix = "diffusion"
+    main_input_name = "tokens"
+    _no_split_modules = ["DiffusionLayer"]  # noqa: RUF012
+
+    def __init__(self, config: DiffusionConfig) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.denoise_steps = config.denoise_steps
+        self.unmasking = config.unmasking
+        if config.share_embeddings:
+            self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
+            self.embedding_proj = nn.Linear(config.embedding_size, hidden, bias=False)
+            self.output_proj = nn.Linear(hidden, config.lm_head_size, bias=False)
+        else:
+            self.token_embedding = nn.Embedding(config.vocab_size, hidden)
+        if config.feature_layers:
+            self.feature_proj = nn.Linear(config.features_width, hidden, bias=False)
+            self.feature_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
+        self.mask_token = nn.Embedding(1, hidden)
+        self.layers = nn.ModuleList(DiffusionLayer(config) for _ in range(config.num_layers))
+        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    # ---- the pass -----------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...], `MASK` for masked ones, to what goes into the first layer [..., H].
+
+        What is floating already, [..., E], is a prompt given as `inputs_embeds`. A drafter with a table of its own
+        knows no tokens there and reads them as masked.
+        """
+        if tokens.is_floating_point() and not self.config.share_embeddings:
+            tokens = tokens.new_full(tokens.shape[:-1], MASK, dtype=torch.long)
+        if tokens.is_floating_point():
+            return self._project(tokens)
+        # Without ids below 0 there is nothing to mask; the text is embedded so, too, and is not looked through.
+        known = tokens.clamp(min=0).to(self._device)
+        if self.config.share_embeddings:
+            embedded = self._project(self.shared.embeddings(known.to(self.shared.embeddings.weight.device)))
+        else:
+            embedded = self.token_embedding(known)
+        return torch.where((tokens < 0).to(self._device)[..., None], self.mask_token.weight[0], embedded)
+
+    def _project(self, embeddings: Tensor) -> Tensor:
+        return self.embedding_proj(self.embedding_norm(embeddings.to(device=self._device, dtype=self.dtype)))
+
+    @property
+    def _device(self) -> torch.device:
+        return self.mask_token.weight.device
+
+    def _text(self, tokens: Tensor, features: Tensor) -> Tensor:
+        """Entries [B, A, H] of the text, of tokens [B, A] and the features [B, A, F] in front of each."""
+        x = self.embed(tokens)
+        if self.config.feature_layers:
+            features = features.to(device=self._device, dtype=self.dtype)
+            x = x + self.feature_norm(self.feature_proj(features))
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """What `forward` returns, [..., H] of the LM head, to logits [..., V]."""
+        if not self.config.share_embeddings:
+            return F.linear(hidden, self.token_embedding.weight)
+        lm_head = self.shared.lm_head
+        dtype = lm_head.weight.dtype
+        return lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden)
+
+    def _out(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.output_proj(x) if self.config.share_embeddings else x
+
+    def forward(
+        self,
+        tokens: Tensor,  # [B, T + M]
+        features: Tensor,  # [B, T, F]; F is 0 without feature layers
+        positions: Tensor,  # [B, T + M]
+        attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool
+    ) -> Tensor:
+        """The training pass: T entries of the text, then M slots of many blocks (`training.blocks`), `MASK` or known.
+
+        Returns:
+            [B, T + M, H of the LM head]; `logits` reads distributions off them.
+        """
+        text = features.shape[1]
+        x = torch.cat([self._text(tokens[:, :text], features), self.embed(tokens[:, text:])], dim=1)
+        rotation = rotation_at(positions, self.config, self.dtype)
+        for layer in self.layers:
+            x = layer(x, rotation, attention_mask, None)
+        return self._out(x)
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> DiffusionState:
+        config = self.config
+        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self._device)
+        store = SlotStore([spec] * (2 * config.num_layers), batch_size, capacity + config.draft_length)
+        return DiffusionState(store, torch.zeros(batch_size, dtype=torch.long, device=self._device), 0, 0)
+
+    def resume(self, state: DiffusionState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.store.writable(self._device, self.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        lengths = lengths.to(state.lengths.device)
+        if bool((state.lengths < lengths).any()):
+            return False
+        state.lengths, state.shortest, state.longest = lengths, int(lengths.min()), int(lengths.max())
+        return True
+
+    def extend(self, state: DiffusionState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        x = self._text(next_tokens, features)
+        # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
+        for start in range(0, x.shape[1], self.config.context_window):
+            part = x[:, start : start + self.config.context_window]
+            self._run(state, part, block=0)
+            self._advance(state, (counts - start).clamp(0, part.shape[1]), part.shape[1])
+
+    def propose(
+        self, state: DiffusionState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        """As `Drafter.propose`; a slot's logits are those of the step that revealed it, or of the last step."""
+        if self.unmasking not in UNMASKING or self.denoise_steps < 1:
+            raise ValueError(
+                f"unmasking is {self.unmasking!r} with {self.denoise_steps} denoise_steps; give 'confidence' or "
+                "'left_to_right', and 1 or more."
+            )
+        batch, known = next_tokens.shape
+        depth = depth or self.draft_length
+        counts = counts.to(self._device)
+        slots = self.embed(next_tokens.new_full((batch, depth), MASK, dtype=torch.long))
+        x = torch.cat([self._text(next_tokens, features), slots], dim=1)
+        if batch > 1:
+            # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
+            entry = torch.arange(known + depth, device=self._device)
+            padding = (entry >= counts[:, None]) & (entry < known)
+            x = torch.where(padding[..., None], slots[:, :1], x)
+        hidden = self._run(state, x, depth, counts)
+        if batch > 1:
+            places = counts[:, None] + torch.arange(depth, device=self._device)
+            hidden = hidden.gather(1, _along(places, hidden))
+        else:
+            hidden = hidden[:, known:]
+        self._advance(state, counts, known)
+        return self._denoise(state, Proposal(self.logits(hidden), hidden))
+
+    def _denoise(self, state: DiffusionState, proposal: Proposal) -> Proposal:
+        """The reverse steps behind the first, whose reading of the masked block is `proposal`."""
+        logits, hidden = proposal.logits, proposal.hidden
+        batch, depth, _ = logits.shape
+        steps = min(self.denoise_steps, depth)
+        slots = torch.full((batch, depth), MASK, device=self._device)
+        masked = torch.arange(depth, device=self._device).expand(batch, depth)  # [B, M], in ascending order
+        for step in range(1, steps):
+            # Linear schedule: behind step s of T, s / T of the block is revealed.
+            left = depth - depth * step // steps
+            candidates = logits.gather(1, _along(masked, logits))
+            best, tokens = candidates.max(-1)
+            confident = self.unmasking == "confidence"
+            order = (best - candidates.logsumexp(-1) if confident else -masked).argsort(-1, descending=True)
+            revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
+            slots = slots.scatter(1, masked.gather(1, revealed), tokens.to(self._device).gather(1, revealed))
+            masked = masked.gather(1, kept.sort(-1).values)
+            read = self._run(state, self.embed(slots), depth)
+            read = read.gather(1, _along(masked, read))
+            hidden = hidden.scatter(1, _along(masked, read), read)
+            fresh = self.logits(read)
+            logits = logits.scatter(1, _along(masked, fresh), fresh)
+        return Proposal(logits, hidden)
+
+    def _run(self, state: DiffusionState, x: Tensor, block: int, counts: Tensor | None = None) -> Tensor:
+        """Q entries [B, Q, H] per row behind the cached ones, each seeing the window up to itself; as `forward`.
+
+        Args:
+            block: slots that see each other in both directions.
+            counts: [B] entries in front of those slots; None if they are the first of the Q.
+        """
+        batch, queries = x.shape[:2]
+        window = self.config.context_window
+        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
+        # Nobody sees what lies in front of the first key.
+        first, end = max(state.shortest + 1 - window, 0), state.longest + queries
+        state.store.reserve(end)
+        keys_at = torch.arange(first, end, device=x.device)
+        mask = (keys_at <= positions[..., None]) & (keys_at > positions[..., None] - window)
+        if block:
+            start = (state.lengths if counts is None else state.lengths + counts)[:, None]
+            queries_inside = (positions >= start) & (positions < start + block)
+            keys_inside = (keys_at >= start) & (keys_at < start + block)
+            mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])
+        slots: Tensor | int = state.longest if batch == 1 else positions
+        rotation = rotation_at(positions, self.config, self.dtype)
+        for index, layer in enumerate(self.layers):
+
+            def remember(key: Tensor, value: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
+                keys = state.store.write(2 * index, key, slots)
+                values = state.store.write(2 * index + 1, value, slots)
+                return keys[:, :, first:end], values[:, :, first:end]
+
+            x = layer(x, rotation, mask[:, None], remember)
+        return self._out(x)
+
+    def _advance(self, state: DiffusionState, counts: Tensor, entries: int) -> None:
+        state.lengths = state.lengths + counts.to(state.lengths.device)
+        if len(counts) == 1:
+            # One row: its entries are all real, and the device need not be asked.
+            state.shortest = state.longest = state.longest + entries
+        else:
+            state.shortest, state.longest = torch.stack(state.lengths.aminmax()).tolist()
+
+
+def _along(places: Tensor, states: Tensor) -> Tensor:
+    """Indices `places` [B, M] as `gather` takes them along dim 1 of `states` [B, N, W]: [B, M, W]."""
+    return places.to(states.device)[..., None].expand(-1, -1, states.shape[-1])

@@ -1,0 +1,162 @@
+"""Drafters that are models of their own, made for one target: how they are made, loaded and fitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import PreTrainedModel
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.fit import check_fit, vocabulary_hash
+from hf_dart.proposal import Drafter, State
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+# What says where on the Hub a file lies.
+HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
+
+
+class Shared:
+    """The target's modules that a drafter reads through; copies of the drafter share them."""
+
+    def __init__(self, target: nn.Module) -> None:
+        self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
+        self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+        return self
+
+
+class FittedDrafter(Drafter[State], PreTrainedModel):
+    """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
+
+    Both check the fit and let `model.generate(..., assistant=drafter)` work.
+    """
+
+    described_as: ClassVar[str]
+    """What messages call it."""
+    config: Any
+    _shared: Shared | None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.tree_config = TreeConfig(**config.tree)
+        self.last_stats = None
+        self._shared = None
+
+    @classmethod
+    def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
+        """A new, untrained drafter fitted to `target`.
+
+        Args:
+            target: the causal LM to draft for.
+            tokenizer: its tokenizer, whose hash is then kept in the config and checked at load.
+            seed: of the initial weights; the global generators are not moved.
+            config: fields of the config that shall differ from `for_target`'s.
+        """
+        if tokenizer is not None:
+            config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer))
+        fields = cls.config_class.for_target(target, **config)
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
+            drafter = cls(fields)
+        return drafter._fit(target, tokenizer)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str, *, target: Any = None, tokenizer: Any = None, **kwargs: Any
+    ) -> Self:
+        """Load a drafter; with `target=` also check that it fits, move it there and attach it.
+
+        Args:
+            path: a folder or a Hub repository written by `save_pretrained` / `push_to_hub`.
+            target: the model to draft for; without it `bind` has to be called before drafting.
+            tokenizer: the target's tokenizer, to be compared with the one the drafter was trained with. Left
+                out, it is looked up beside the target's weights, if they lie on this machine.
+            kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
+
+        Raises:
+            ValueError: the drafter does not fit the target, or the files are not those of one; the message says
+                what differs.
+            OSError: there are no such files.
+        """
+        if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+            raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
+        if "config" not in kwargs:
+            # transformers would fill in for a missing config.json with the defaults.
+            where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+            found = cls.config_class.get_config_dict(path, **where)[0].get("model_type")
+            if found != cls.config_class.model_type:
+                raise ValueError(
+                    f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote."
+                )
+        # A weight of another shape is reported below, in our words.
+        options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
+        try:
+            with torch.random.fork_rng(devices=[]):
+                drafter, info = super().from_pretrained(path, **{**kwargs, **options})
+        except SafetensorError as error:
+            raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
+        mismatched = [name for name, *_ in info["mismatched_keys"]]
+        wrong = [*info["missing_keys"], *info["unexpected_keys"], *mismatched]
+        if wrong:
+            raise ValueError(
+                f"The weights in {path} are not those of the {cls.described_as} that its config.json describes (first "
+                f"difference: {wrong[0]}); both files have to come from one save_pretrained."
+            )
+        return drafter.eval() if target is None else drafter._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+
+    def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
+        from hf_dart.generation.attach import attach
+
+        self.bind(target, tokenizer)
+        lm_head_weight = target.get_output_embeddings().weight
+        floating = lm_head_weight.dtype if lm_head_weight.dtype.is_floating_point else target.dtype
+        self.to(device=lm_head_weight.device, dtype=dtype or floating)
+        attach(target)
+        return self.eval()
+
+    def bind(self, target: Any, tokenizer: Any = None) -> Self:
+        """Draft for `target` from now on, through its embeddings and LM head.
+
+        Raises:
+            ValueError: the drafter does not fit the target.
+        """
+        check_fit(self.config, target, tokenizer)
+        self._shared = Shared(target)
+        return self
+
+    def check_target(self, target: nn.Module) -> None:
+        shared = self.shared
+        lent = (target.get_input_embeddings(), target.get_output_embeddings())  # type: ignore[operator]
+        if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
+            # A deep copy or a PEFT wrapper of the same target fits; another model does not.
+            check_fit(self.config, target, None)
+
+    @property
+    def shared(self) -> Shared:
+        """The target's modules.
+
+        Raises:
+            ValueError: the drafter has no target.
+        """
+        if self._shared is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
+                "call its bind(model)."
+            )
+        return self._shared
+
+    @property
+    def draft_length(self) -> int:
+        return self.config.draft_length
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return list(self.config.feature_layers)

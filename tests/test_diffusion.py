@@ -1,0 +1,232 @@
+"""The diffusion drafter: its reverse process, its cache, its files."""
+
+from __future__ import annotations
+
+import random
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from safetensors import safe_open
+from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from torch import Tensor
+
+from hf_dart import DartHead, DiffusionDrafter
+from hf_dart.drafters import load_drafter
+from hf_dart.drafters.configuration import DiffusionConfig
+from hf_dart.drafters.diffusion import MASK
+from hf_dart.generation.attach import attach
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+KINDS: dict[str, dict[str, Any]] = {
+    "shared": {},
+    "own table": {"share_embeddings": False, "hidden_size": 24},
+    "features": {"feature_layers": [0, 2]},
+    "other widths": {"hidden_size": 24, "num_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 1},
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def one_pass(drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, slots: list[int]) -> Tensor:
+    """Logits [d, V] of d slots, known tokens or `MASK`, behind T tokens [T] with features [T, F]: the training pass."""
+    text, size = len(tokens), len(tokens) + len(slots)
+    places = torch.arange(size)
+    mask = (places <= places[:, None]) & (places > places[:, None] - drafter.config.context_window)
+    mask[text:, text:] = True
+    ids = torch.cat([tokens, torch.tensor(slots)])
+    hidden = drafter(ids[None], features[None], places[None], mask[None, None])
+    return drafter.logits(hidden)[0, text:]
+
+
+def reverse_process(
+    drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, depth: int
+) -> tuple[Tensor, list[int]]:
+    """What `propose` does, from scratch in every step: logits [d, V], and how many slots each step showed."""
+    steps = min(drafter.denoise_steps, depth)
+    slots, kept = [MASK] * depth, torch.zeros(depth, VOCABULARY, dtype=torch.float64)
+    shown = []
+    for step in range(1, steps + 1):
+        logits = one_pass(drafter, features, tokens, slots)
+        masked = [slot for slot in range(depth) if slots[slot] == MASK]
+        kept[masked] = logits[masked]
+        chances = logits.softmax(-1).max(-1)
+        if drafter.unmasking == "confidence":
+            masked.sort(key=lambda slot: float(chances.values[slot]), reverse=True)
+        shown.append(depth * step // steps - (depth - len(masked)))
+        for slot in masked[: shown[-1]]:
+            slots[slot] = int(chances.indices[slot])
+    return kept, shown
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("unmasking", ["confidence", "left_to_right"])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafts_are_the_reverse_process(target: Any, kind: str, unmasking: str, batch: int) -> None:
+    """Ragged, over many rounds of any depth and number of steps; the cache keeps nothing that a slot wrote."""
+    drafter = tiny_diffusion_drafter(target, unmasking=unmasking, **KINDS[kind])
+    width = drafter.config.features_width
+    generator = torch.Generator().manual_seed(1)
+    choose = random.Random(batch)
+    state = drafter.begin(batch, 2)  # too small: it has to grow
+    features: list[Tensor] = [torch.zeros(0, width, dtype=torch.float64) for _ in range(batch)]
+    tokens: list[Tensor] = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
+    for turn in range(10):
+        counts = [choose.choice([0, 1, 2, 9] if batch > 1 and turn else [1, 2, 9]) for _ in range(batch)]
+        new = torch.randn(batch, max(1, *counts), width, generator=generator, dtype=torch.float64)
+        behind = torch.randint(VOCABULARY, new.shape[:2], generator=generator)
+        for row, count in enumerate(counts):
+            features[row] = torch.cat([features[row], new[row, :count]])
+            tokens[row] = torch.cat([tokens[row], behind[row, :count]])
+            new[row, count:] = 1e6  # what stands behind a row's count must not be looked at
+        if turn % 4 == 3:
+            drafter.extend(state, new, behind, torch.tensor(counts))
+            continue
+        drafter.denoise_steps = choose.choice([1, 2, 3, 9])
+        depth = choose.choice([None, 1, 3, 5])
+        proposal = drafter.propose(state, new, behind, torch.tensor(counts), depth)
+        assert state.lengths.tolist() == [len(row) for row in tokens]
+        for row, count in enumerate(counts):
+            if count:
+                expected, _ = reverse_process(drafter, features[row], tokens[row], depth or 5)
+                torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
+                torch.testing.assert_close(drafter.logits(proposal.hidden[row]), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_steps_reveal_the_block_evenly(target: Any) -> None:
+    """And what they reveal tells the others something."""
+    drafter = tiny_diffusion_drafter(target, draft_length=7, context_window=8)
+    tokens, none = torch.tensor([3, 4, 5]), torch.zeros(3, 0, dtype=torch.float64)
+    drafts = []
+    for steps, shown in ((1, [7]), (2, [3, 4]), (3, [2, 2, 3]), (7, [1] * 7), (20, [1] * 7)):
+        drafter.denoise_steps = steps
+        logits, revealed = reverse_process(drafter, none, tokens, 7)
+        assert revealed == shown
+        drafts.append(logits)
+    for fewer, more in pairwise(drafts[:4]):
+        assert (fewer - more).abs().amax(-1).max() > 1e-3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [True, False])
+def test_a_long_prompt_costs_as_much_as_it_is_long(target: Any, share: bool) -> None:
+    """Taken in by windows, it leaves what one pass over all of it would."""
+    drafter = tiny_diffusion_drafter(target, share_embeddings=share)
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(VOCABULARY, (2, 40), generator=generator)
+    none, counts = torch.zeros(2, 40, 0), torch.tensor([40, 23])
+    whole, parts = drafter.begin(2, 8), drafter.begin(2, 8)
+    drafter.extend(parts, none, tokens, counts)
+    for place in range(40):
+        real = (counts > place).long()
+        drafter.extend(whole, none[:, :1], tokens[:, place : place + 1], real)
+    assert whole.lengths.tolist() == parts.lengths.tolist() == [40, 23]
+    last = torch.tensor([[7], [8]]), torch.tensor([1, 1])
+    drafts = [drafter.propose(state, none[:, :1], *last).logits for state in (whole, parts)]
+    torch.testing.assert_close(*drafts, **CLOSE)
+
+
+@torch.no_grad()
+def test_prompts_without_ids(target: Any) -> None:
+    """Embeddings are read as their tokens where the table is shared, and as masked tokens where it is not."""
+    tokens = torch.tensor([[3, 9, 4, 17]])
+    embeddings = target.get_input_embeddings()(tokens)
+    for drafter in (tiny_diffusion_drafter(target), tiny_diffusion_drafter(target, share_embeddings=False)):
+        shared = drafter.config.share_embeddings
+        assert torch.equal(drafter.embed(embeddings), drafter.embed(tokens if shared else torch.full((1, 4), MASK)))
+        inputs = {"inputs_embeds": embeddings, "attention_mask": torch.ones(1, 4, dtype=torch.long)}
+        assert_identical(target, drafter, inputs, **SAMPLED)
+
+
+# ---- files and fit ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["features", "own table"])
+def test_save_and_load(target: Any, tmp_path: Path, kind: str) -> None:
+    drafter = tiny_diffusion_drafter(target, unmasking="left_to_right", **KINDS[kind])
+    drafter.save_pretrained(tmp_path)
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        stored = sum(file.get_tensor(key).numel() for key in set(file.keys()))
+    assert stored == sum(weight.numel() for weight in drafter.parameters())
+    state = torch.get_rng_state()
+    loaded = DiffusionDrafter.from_pretrained(str(tmp_path), target=target)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (loaded.denoise_steps, loaded.unmasking, loaded.tree_config.nodes) == (3, "left_to_right", 8)
+    for one in (drafter, loaded):
+        assert_identical(target, one, prompts([9, 3, 7]), **SAMPLED)
+    assert loaded.last_stats.committed == drafter.last_stats.committed
+
+
+def test_what_fits(target: Any, tmp_path: Path) -> None:
+    """A drafter that shares nothing fits every target with its vocabulary."""
+    for number, kind in enumerate(("shared", "features", "own table")):
+        tiny_diffusion_drafter(target, **KINDS[kind]).save_pretrained(tmp_path / str(number))
+    wider, deeper = tiny_target("qwen3", hidden_size=64), tiny_target("llama", num_hidden_layers=3)
+    refused = {(0, wider): "embedding width", (1, wider): "embedding width", (1, deeper): "number of layers"}
+    for other in (wider, deeper):
+        for number in range(3):
+            path = str(tmp_path / str(number))
+            if (number, other) in refused:
+                with pytest.raises(ValueError, match=rf"{refused[number, other]} .*\.$"):
+                    DiffusionDrafter.from_pretrained(path, target=other)
+            else:
+                drafter = DiffusionDrafter.from_pretrained(path, target=other)
+                assert_identical(other, drafter, prompts([7]), **GREEDY)
+    larger = tiny_target("qwen3", vocab_size=64)
+    with pytest.raises(ValueError, match="48 rows"):
+        DiffusionDrafter.from_pretrained(str(tmp_path / "2"), target=larger)
+    loose = DiffusionDrafter.from_pretrained(str(tmp_path / "2"))
+    with pytest.raises(ValueError, match=r"has no target: .* bind\(model\)\.$"):
+        attach(target).generate(**prompts([7]), **GREEDY, assistant=loose)
+    assert_identical(target, loose.double().bind(target), prompts([7]), **GREEDY)
+
+
+def test_files_of_another_kind_of_drafter(target: Any, tmp_path: Path) -> None:
+    tiny_head(target).save_pretrained(tmp_path / "head")
+    tiny_diffusion_drafter(target).save_pretrained(tmp_path / "diffusion")
+    with pytest.raises(ValueError, match=r"no config.json of a diffusion drafter; .*\.$"):
+        DiffusionDrafter.from_pretrained(str(tmp_path / "head"), target=target)
+    with pytest.raises(ValueError, match=r"no config.json of a DART head; .*\.$"):
+        DartHead.from_pretrained(str(tmp_path / "diffusion"), target=target)
+    assert type(load_drafter(str(tmp_path / "head"), target=target)) is DartHead
+    assert type(load_drafter(str(tmp_path / "diffusion"), target=target)) is DiffusionDrafter
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"draft_length": 0},
+        {"draft_length": 32},
+        {"denoise_steps": 0},
+        {"num_layers": 0},
+        {"unmasking": "random"},
+        {"context_window": 5},
+        {"feature_layers": [-1]},
+        {"feature_layers": [0, 3]},
+        {"num_key_value_heads": 3},
+    ],
+    ids=str,
+)
+def test_config_says_what_is_wrong(target: Any, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}.*\\.$"):
+        DiffusionConfig.for_target(target, **{"draft_length": 5, **fields})
+
+
+@pytest.mark.parametrize(("name", "value"), [("denoise_steps", 0), ("unmasking", "random")])
+def test_steps_are_checked_where_they_are_used(target: Any, name: str, value: Any) -> None:
+    drafter = tiny_diffusion_drafter(target)
+    setattr(drafter, name, value)
+    with pytest.raises(ValueError, match="denoise_steps; give 'confidence' or"):
+        target.generate(**prompts([7]), **GREEDY, assistant=drafter)
+    setattr(drafter, name, getattr(drafter.config, name))
+    assert_identical(target, drafter, prompts([7]), **GREEDY)
