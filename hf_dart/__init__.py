@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
     from hf_dart.lookup import LookupDrafter
+    from hf_dart.ngram import NgramTable
 
 __all__ = [
     "DartCandidateGenerator",
@@ -18,6 +19,7 @@ __all__ = [
     "DartHead",
     "DiffusionDrafter",
     "LookupDrafter",
+    "NgramTable",
     "TreeConfig",
     "__version__",
     "attach",
@@ -31,6 +33,7 @@ _HOMES = {
     "DartHead": "head",
     "DiffusionDrafter": "drafters.diffusion",
     "LookupDrafter": "lookup",
+    "NgramTable": "ngram",
     "attach": "generation.attach",
     "detach": "generation.attach",
 }

@@ -1,0 +1,180 @@
+"""`hf-dart ngram`: count a corpus, merge and prune what was counted, look at a table."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from hf_dart.commands.common import positive, sizes
+from hf_dart.pair import PACKAGED_TARGET, UserError, sentence
+
+if TYPE_CHECKING:
+    from hf_dart.ngram import NgramTable
+
+_TOKEN_TYPES = ("uint16", "uint32", "int32", "int64")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("ngram", help="count n-grams of a corpus, for trees that hang together")
+    steps = parser.add_subparsers(required=True, metavar="STEP")
+
+    build = steps.add_parser("build", help="count texts, token ids or a data set into a table")
+    build.add_argument("table", type=Path, help="the file to write")
+    corpus = build.add_mutually_exclusive_group(required=True)
+    corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
+    corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one behind the other: .npy, or raw")
+    corpus.add_argument("--dataset", metavar="NAME", help="as for datasets.load_dataset; read as a stream")
+    build.add_argument("--token-type", choices=_TOKEN_TYPES, default="uint16", help="of raw ids (default: %(default)s)")
+    build.add_argument("--data-files", nargs="+", metavar="FILE", help="as for datasets.load_dataset")
+    build.add_argument("--subset", metavar="NAME", help="configuration of the data set")
+    build.add_argument("--split", default="train", help="of the data set (default: %(default)s)")
+    build.add_argument("--column", default="text", help="of the data set: texts or token ids (default: %(default)s)")
+    build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
+    build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
+    _add_min_counts(build)
+    build.add_argument("--workers", type=positive, default=1, help="processes that count (default: %(default)s)")
+    build.add_argument("--chunk", type=positive, help="tokens that a process counts at a time (default: 8388608)")
+    build.set_defaults(command=_build)
+
+    merge = steps.add_parser("merge", help="add up tables, such as those of several machines; prunes them too")
+    merge.add_argument("table", type=Path, help="the file to write")
+    merge.add_argument("parts", type=Path, nargs="+", metavar="PART", help="tables of one order and one tokenizer")
+    _add_min_counts(merge)
+    merge.set_defaults(command=_merge)
+
+    info = steps.add_parser("info", help="check a table from end to end and say what is in it")
+    info.add_argument("table", type=Path)
+    info.add_argument("--tokenizer", help="a target's, to compare with")
+    info.set_defaults(command=_info)
+
+
+def _add_min_counts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--min-counts",
+        type=sizes,
+        default=(),
+        metavar="COUNTS",
+        help="leave out n-grams that occur less often: for bigrams, trigrams, ..., such as 1,2 (default: keep all)",
+    )
+
+
+def _build(arguments: argparse.Namespace) -> int:
+    from hf_dart import ngram_build
+
+    tokenizer = _tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
+    begun = perf_counter()
+    try:
+        table = ngram_build.build(
+            _documents(arguments),
+            arguments.table,
+            order=arguments.order,
+            tokenizer=tokenizer,
+            column=arguments.column,
+            eos=tokenizer.eos_token_id,
+            min_counts=arguments.min_counts,
+            workers=arguments.workers,
+            chunk=arguments.chunk or ngram_build.CHUNK,
+            progress=_show,
+        )
+    except (ValueError, KeyError) as error:
+        raise UserError(sentence(error)) from error
+    seconds = perf_counter() - begun
+    _describe(table)
+    processes = f"{arguments.workers} process" + "es" * (arguments.workers > 1)
+    print(f"built in {seconds:.1f} s by {processes}: {seconds * 1e9 / table.tokens:.0f} s per 10^9 tokens")
+    return 0
+
+
+def _merge(arguments: argparse.Namespace) -> int:
+    from hf_dart import ngram_build
+
+    try:
+        table = ngram_build.merge(
+            arguments.parts, arguments.table, min_counts=arguments.min_counts, progress=_show
+        )
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
+    _describe(table)
+    return 0
+
+
+def _info(arguments: argparse.Namespace) -> int:
+    from hf_dart.fit import vocabulary_hash
+    from hf_dart.ngram import NgramTable
+
+    try:
+        table = NgramTable.load(arguments.table)
+        if arguments.tokenizer is not None:
+            tokenizer = _tokenizer(arguments.tokenizer)
+            table.check_fit(vocabulary_hash(tokenizer), len(tokenizer))
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
+    _describe(table)
+    return 0
+
+
+def _describe(table: NgramTable) -> None:
+    spec, sizes = table.spec, table.sizes
+    per_order = ", ".join(f"{size} of order {order}" for order, size in enumerate(sizes, start=1))
+    print(
+        f"{table.path}: {table.tokens} tokens counted up to order {spec.order}; vocabulary {spec.vocab_size}, "
+        f"tokenizer {spec.tokenizer_hash or 'not recorded'}"
+    )
+    print(f"n-grams: {per_order}; counts from {', '.join(map(str, table.min_counts))} on kept")
+    print(f"{table.nbytes / 1e6:.1f} MB, {table.nbytes / max(sum(sizes), 1):.2f} bytes per n-gram")
+
+
+def _documents(arguments: argparse.Namespace) -> Iterable[Any]:
+    if arguments.text is not None:
+        return map(_read, arguments.text)
+    if arguments.tokens is not None:
+        return _ids(arguments.tokens, arguments.token_type)
+    try:
+        from datasets import load_dataset
+    except ImportError as error:
+        raise UserError("--dataset needs the datasets library: pip install 'hf-dart[train]'.") from error
+    try:
+        return load_dataset(
+            arguments.dataset,
+            arguments.subset,
+            data_files=arguments.data_files,
+            split=arguments.split,
+            streaming=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot load the data set {arguments.dataset!r}: {sentence(error)}") from error
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read {str(path)!r} as text: {error}") from error
+
+
+def _ids(path: Path, token_type: str) -> Any:
+    import numpy as np
+
+    try:
+        if path.suffix == ".npy":
+            return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
+        return np.memmap(path, dtype=token_type, mode="r")
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot read {str(path)!r} as token ids: {sentence(error)}") from error
+
+
+def _tokenizer(path: str) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise UserError(f"Cannot load the tokenizer {path!r}: {sentence(error)}") from error
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,272 @@
+"""`NgramTable`: how often token sequences occur in a corpus, memory-mapped, for scores that hang together.
+
+DART (arXiv 2601.19278, section 3.3) prunes its draft tree with a trie of 1.3 billion n-grams that takes 100 GB of
+memory. Here the same counts are sorted arrays in one safetensors file, 12 bytes per n-gram, of which only the pages
+that are looked at are ever read. `docs/ngram_table.md` describes the file; `ngram_build` makes one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+
+FORMAT, VERSION = "hf_dart.ngram", "1"
+MOST_COUNTED = 2**32 - 1
+"""Counts of bigrams and longer stop here."""
+_CHECKED_AT_ONCE = 2**20  # n-grams
+_LARGEST_VOCABULARY = 2**31
+
+Array = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class NgramSpec:
+    """What the keys of a table mean.
+
+    Args:
+        order: n, the length of the longest n-grams.
+        vocab_size: V; token ids lie below it.
+        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the tokenizer that the corpus was tokenized with, or None
+            if not recorded.
+
+    Raises:
+        ValueError: an n-gram of that order does not fit into 63 bits.
+    """
+
+    order: int
+    vocab_size: int
+    tokenizer_hash: str | None = None
+
+    def __post_init__(self) -> None:
+        if not 2 <= self.vocab_size <= _LARGEST_VOCABULARY:
+            raise ValueError(f"vocab_size is {self.vocab_size}; give 2 to {_LARGEST_VOCABULARY}.")
+        longest = 63 // self.bits
+        if not 2 <= self.order <= longest:
+            raise ValueError(
+                f"order is {self.order}; with a vocabulary of {self.vocab_size} tokens ({self.bits} bits each) give 2 "
+                f"to {longest}, so that an n-gram fits into 63 bits."
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of one token in a key: ⌈log2 V⌉."""
+        return (self.vocab_size - 1).bit_length()
+
+
+class NgramTable:
+    """Counts of the n-grams of a corpus, read from a file as they are needed.
+
+    `NgramTable.load(path)` opens one, `hf_dart.ngram_build.build` counts one. A table is never changed; copies and
+    pickles of it share the file.
+
+    Attributes:
+        path: of the file.
+        spec: what the keys mean.
+        tokens: of the corpus.
+        min_counts: per order from 2 on, the smallest count that was kept.
+        unigrams: [V] int64 counts of single tokens.
+        keys: per order from 2 on, sorted int64 keys of n-grams; the last token is in the lowest bits.
+        counts: per order from 2 on, their uint32 counts.
+    """
+
+    def __init__(self, path: Path, check: bool = True) -> None:
+        self.path = path
+        try:
+            # As torch tensors, since these are views of the mapped file; safetensors' NumPy arrays are copies.
+            with safe_open(path, framework="pt") as file:
+                metadata, names = file.metadata() or {}, set(file.keys())
+                self.spec, self.tokens, self.min_counts = _read_metadata(path, metadata)
+                orders = range(2, self.spec.order + 1)
+                wanted = {f"{what}.{order}" for order in orders for what in ("keys", "counts")} | {"counts.1"}
+                if names != wanted:
+                    raise ValueError(f"{path} is no whole n-gram table: it has tensors {sorted(names)[:8]}.")
+                arrays = {name: file.get_tensor(name).numpy() for name in names}
+        except (SafetensorError, OSError, TypeError) as error:
+            raise ValueError(f"{path} cannot be read as an n-gram table ({error}); build or fetch it again.") from error
+        for array in arrays.values():
+            array.flags.writeable = False
+        self.unigrams = arrays["counts.1"]
+        self.keys = [arrays[f"keys.{order}"] for order in orders]
+        self.counts = [arrays[f"counts.{order}"] for order in orders]
+        self._check_shapes()
+        if check:
+            self._check_content()
+
+    @classmethod
+    def load(cls, path: str | Path, check: bool = True) -> NgramTable:
+        """Open a table.
+
+        Args:
+            path: of the file.
+            check: read it once from end to end and compare what it says with itself (about 0.1 s per 10 million
+                n-grams). Without, only the head of the file is looked at: for large tables of your own. A wrong
+                table cannot change what is generated, only how fast.
+
+        Raises:
+            ValueError: it is no such file, or a damaged one.
+        """
+        path = Path(path)
+        if not path.is_file():
+            raise ValueError(f"There is no file {path}; `hf-dart ngram build` makes a table.")
+        return cls(path, check)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return NgramTable, (self.path, False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NgramTable:
+        return self
+
+    @property
+    def sizes(self) -> list[int]:
+        """How many different n-grams of each order there are, from single tokens on."""
+        return [int(np.count_nonzero(self.unigrams)), *map(len, self.keys)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return self.unigrams.nbytes + sum(array.nbytes for array in (*self.keys, *self.counts))
+
+    def check_fit(self, tokenizer_hash: str | None, rows: int) -> None:
+        """Compare with the tokenizer of a target whose embedding table has so many rows.
+
+        Raises:
+            ValueError: its ids mean other tokens.
+        """
+        if self.spec.tokenizer_hash is not None and tokenizer_hash is not None:
+            fits = self.spec.tokenizer_hash == tokenizer_hash
+        else:
+            fits = self.spec.vocab_size <= rows
+        if not fits:
+            raise ValueError(
+                f"The n-grams of {self.path} were counted with another tokenizer than the target's; build a table "
+                "with `hf-dart ngram build --tokenizer` of this target."
+            )
+
+    def probabilities(self, contexts: Array, candidates: Array) -> Array:
+        """What the corpus says of each candidate behind each context.
+
+        As in DART's trie: count(context + candidate) / count(context) for the longest context, of up to order - 1
+        tokens, behind which the corpus has the candidate; at last the candidate's share of all tokens.
+
+        Args:
+            contexts: [R, C] the tokens in front, the last one last; a negative one ends the context.
+            candidates: [R, K] token ids; negative is no candidate.
+
+        Returns:
+            [R, K] float64; 0 for tokens that the corpus does not have.
+        """
+        spec = self.spec
+        real = (candidates >= 0) & (candidates < spec.vocab_size)
+        tokens = np.where(real, candidates, 0)
+        found = np.where(real, self.unigrams[tokens] / max(self.tokens, 1), 0.0)
+        packed = np.zeros(len(contexts), dtype=np.int64)
+        usable = np.ones(len(contexts), dtype=bool)
+        for length in range(1, min(spec.order - 1, contexts.shape[1]) + 1):
+            token = contexts[:, -length]
+            usable &= (token >= 0) & (token < spec.vocab_size)
+            packed |= np.where(usable, token, 0).astype(np.int64) << ((length - 1) * spec.bits)
+            totals = self.unigrams[packed] if length == 1 else self._counted(length, packed)
+            usable &= totals > 0  # where the corpus lacks a context, it lacks all longer ones
+            if not usable.any():
+                break
+            counts = self._counted(length + 1, (packed << spec.bits)[:, None] | tokens)
+            longer = (counts > 0) & usable[:, None] & real
+            found = np.where(longer, np.minimum(counts / np.maximum(totals, 1)[:, None], 1.0), found)
+        return found
+
+    def _counted(self, order: int, keys: Array) -> Array:
+        """Counts [...] of n-grams of one order (2 or more), as int64."""
+        known, counts = self.keys[order - 2], self.counts[order - 2]
+        if not len(known):
+            return np.zeros(keys.shape, dtype=np.int64)
+        places = known.searchsorted(keys)
+        np.minimum(places, len(known) - 1, out=places)
+        return np.where(known[places] == keys, counts[places], 0).astype(np.int64)
+
+    # ---- checks -------------------------------------------------------------------------------------
+
+    def _check_shapes(self) -> None:
+        same = self.unigrams.dtype == np.int64 and self.unigrams.shape == (self.spec.vocab_size,)
+        for keys, counts in zip(self.keys, self.counts, strict=True):
+            same = same and keys.dtype == np.int64 and counts.dtype == np.uint32
+            same = same and keys.ndim == 1 and keys.shape == counts.shape
+        if not same:
+            raise ValueError(
+                f"The arrays of {self.path} do not have the shapes and types of an n-gram table (int64 keys, uint32 "
+                "counts, one int64 count per token of the vocabulary); build or fetch it again."
+            )
+
+    def _check_content(self) -> None:
+        spec, damaged = self.spec, f"{self.path} is damaged: "
+        if self.unigrams.min() < 0 or self.unigrams.max() > self.tokens:
+            raise ValueError(f"{damaged}it counts single tokens beyond the {self.tokens} of its corpus.")
+        if int(self.unigrams.sum()) != self.tokens:
+            raise ValueError(f"{damaged}the counts of single tokens do not add up to the {self.tokens} of its corpus.")
+        for order, keys, counts, least in zip(
+            range(2, spec.order + 1), self.keys, self.counts, self.min_counts, strict=True
+        ):
+            for start, stop in _spans(len(keys)):
+                part = keys[max(start - 1, 0) : stop]  # with the one in front
+                if not (part[1:] > part[:-1]).all():
+                    raise ValueError(f"{damaged}its keys of order {order} are not sorted.")
+                if not _tokens_below(part, order, spec):
+                    raise ValueError(f"{damaged}its keys of order {order} hold tokens beyond {spec.vocab_size}.")
+                if counts[start:stop].min() < least:
+                    raise ValueError(f"{damaged}it has counts of order {order} below the {least} that it kept.")
+                if counts[start:stop].max() > max(self.tokens, 1):
+                    raise ValueError(f"{damaged}it has counts of order {order} beyond the tokens of its corpus.")
+
+
+def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[NgramSpec, int, tuple[int, ...]]:
+    if metadata.get("format") != FORMAT:
+        raise ValueError(f"{path} is no n-gram table; `hf-dart ngram build` makes one.")
+    if metadata.get("version") != VERSION:
+        raise ValueError(
+            f"{path} is an n-gram table of version {metadata.get('version')!r}, and this hf-dart reads version "
+            f"{VERSION}; build it again."
+        )
+    try:
+        order, vocab_size, tokens = (int(metadata[name]) for name in ("order", "vocab_size", "tokens"))
+        min_counts = tuple(int(count) for count in metadata["min_counts"].split(","))
+        spec = NgramSpec(order, vocab_size, metadata.get("tokenizer_hash") or None)
+    except (KeyError, ValueError) as error:
+        raise ValueError(f"The head of {path} is damaged ({error}); build or fetch it again.") from error
+    if not 0 <= tokens < 2**62 or len(min_counts) != order - 1 or not 1 <= min(min_counts) <= max(min_counts) < 2**32:
+        raise ValueError(f"The head of {path} is damaged (tokens, min_counts); build or fetch it again.")
+    return spec, tokens, min_counts
+
+
+def write_metadata(spec: NgramSpec, tokens: int, min_counts: Sequence[int]) -> dict[str, str]:
+    """What `NgramTable` reads from the head of its file."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "order": str(spec.order),
+        "vocab_size": str(spec.vocab_size),
+        "tokenizer_hash": spec.tokenizer_hash or "",
+        "tokens": str(tokens),
+        "min_counts": ",".join(map(str, min_counts)),
+    }
+
+
+def _spans(length: int) -> Iterator[tuple[int, int]]:
+    for start in range(0, length, _CHECKED_AT_ONCE):
+        yield start, min(start + _CHECKED_AT_ONCE, length)
+
+
+def _tokens_below(keys: Array, order: int, spec: NgramSpec) -> bool:
+    """Does every token of the keys lie in 0..V-1?"""
+    # The first token has all higher bits, so that the sign and what lies beyond the key are looked at too.
+    first = keys >> ((order - 1) * spec.bits)
+    if not bool(((first >= 0) & (first < spec.vocab_size)).all()):
+        return False
+    if spec.vocab_size == 1 << spec.bits:
+        return True
+    mask = (1 << spec.bits) - 1
+    return all(bool((((keys >> (place * spec.bits)) & mask) < spec.vocab_size).all()) for place in range(order - 1))

@@ -1,0 +1,495 @@
+"""N-gram tables: counted as by hand, merged and pruned, read back, and refused where damaged."""
+
+from __future__ import annotations
+
+import copy
+import json
+import pickle
+import re
+import struct
+import tracemalloc
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from hf_dart import NgramTable, ngram_build
+from hf_dart.cli import main
+from hf_dart.fit import vocabulary_hash
+from hf_dart.ngram import MOST_COUNTED, NgramSpec
+from hf_dart.ngram_build import build, merge
+from hf_dart.pair import PACKAGED_TARGET
+
+VOCABULARY = 13
+
+Documents = list[list[int]]
+
+
+def corpus(seed: int = 0, documents: int = 9, longest: int = 60, vocabulary: int = VOCABULARY) -> Documents:
+    random = Random(seed)
+    return [
+        [min(int(random.expovariate(0.4)), vocabulary - 1) for _ in range(random.randrange(longest))]
+        for _ in range(documents)
+    ]
+
+
+def by_hand(documents: Documents, order: int) -> Counter[tuple[int, ...]]:
+    """Counts of all n-grams up to `order`."""
+    return Counter(
+        tuple(document[start : start + length])
+        for document in documents
+        for length in range(1, order + 1)
+        for start in range(len(document) - length + 1)
+    )
+
+
+def unpacked(table: NgramTable) -> Counter[tuple[int, ...]]:
+    """What a table counts."""
+    bits = table.spec.bits
+    found = Counter({(token,): int(count) for token, count in enumerate(table.unigrams) if count})
+    for order, keys, counts in zip(range(2, table.spec.order + 1), table.keys, table.counts, strict=True):
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            found[tuple((key >> (bits * place)) & ((1 << bits) - 1) for place in reversed(range(order)))] = count
+    return found
+
+
+def back_off(counts: Counter[tuple[int, ...]], context: Sequence[int], token: int, order: int) -> float:
+    """The paper's rule, word for word."""
+    known = list(context)
+    while known and known[0] < 0:
+        known = known[1:]
+    for length in range(min(order - 1, len(known)), 0, -1):
+        front = tuple(known[len(known) - length :])
+        if counts[(*front, token)]:
+            return counts[(*front, token)] / counts[front]
+    return counts[(token,)] / sum(count for ngram, count in counts.items() if len(ngram) == 1)
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> NgramTable:
+    return build(corpus(), tmp_path / "table", vocab_size=VOCABULARY)
+
+
+# ---- counting ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [2, 3, 5])
+@pytest.mark.parametrize("chunk", [7, 50, 10**6])
+def test_counts_as_by_hand(tmp_path: Path, chunk: int, order: int) -> None:
+    """Documents longer than a chunk, several in one, and empty ones."""
+    documents = [*corpus(), [], [3], [3, 4]]
+    table = build(documents, tmp_path / "table", order=order, vocab_size=VOCABULARY, chunk=chunk)
+    assert unpacked(table) == by_hand(documents, order)
+    assert unpacked(NgramTable.load(table.path)) == by_hand(documents, order)
+    assert table.tokens == sum(map(len, documents))
+
+
+@pytest.mark.parametrize("chunk", [5, 40, 10**6])
+def test_one_long_array_is_cut_behind_its_end_tokens(tmp_path: Path, chunk: int) -> None:
+    documents = [[*(token or 1 for token in document), 0] for document in corpus()]
+    flat = np.concatenate(documents).astype(np.uint16)
+    cut = build(flat, tmp_path / "cut", vocab_size=VOCABULARY, eos=0, chunk=chunk)
+    assert unpacked(cut) == by_hand(documents, 3)
+    uncut = build(flat, tmp_path / "uncut", vocab_size=VOCABULARY, chunk=chunk)
+    assert unpacked(uncut) == by_hand([flat.tolist()], 3)
+
+
+def test_many_small_chunks_and_merges(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tables are merged while counting goes on, and a merge takes keys range by range."""
+    monkeypatch.setattr(ngram_build, "_FAN_IN", 3)
+    monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 40)
+    documents = corpus(documents=40)
+    lines: list[str] = []
+    table = build(documents, tmp_path / "table", vocab_size=VOCABULARY, chunk=50, progress=lines.append)
+    assert unpacked(table) == by_hand(documents, 3)
+    assert sum("from 3 tables" in line for line in lines) > 6
+    assert list(tmp_path.iterdir()) == [table.path], "nothing else is left behind"
+
+
+def test_several_processes(tmp_path: Path) -> None:
+    documents = corpus(documents=30)
+    table = build(documents, tmp_path / "table", vocab_size=VOCABULARY, chunk=300, workers=2)
+    assert unpacked(table) == by_hand(documents, 3)
+
+
+def words() -> PreTrainedTokenizerFast:
+    """A tokenizer of whole words."""
+    tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="d"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", unk_token="d")
+
+
+@pytest.mark.parametrize("kind", ["texts", "rows", "stream", "ids"])
+def test_texts_and_data_sets(tmp_path: Path, kind: str) -> None:
+    texts = ["a b c a b", "b", "c a b c z"]
+    ids = [[1, 2, 3, 1, 2, 0], [2, 0], [3, 1, 2, 3, 4, 0]]
+    documents: Any = texts
+    if kind == "rows":
+        documents = [{"text": text, "label": 1} for text in texts]
+    elif kind == "ids":
+        documents = [{"text": row} for row in ids]
+    elif kind == "stream":
+        datasets = pytest.importorskip("datasets")
+
+        def rows() -> Iterator[dict[str, str]]:
+            yield from ({"text": text} for text in texts)
+
+        documents = datasets.IterableDataset.from_generator(rows)
+    table = build(documents, tmp_path / "table", order=4, tokenizer=words(), eos=0, chunk=4)
+    assert unpacked(table) == by_hand(ids, 4)
+    assert table.spec == NgramSpec(4, 5, vocabulary_hash(words()))
+
+
+def test_what_cannot_be_counted(tmp_path: Path) -> None:
+    for documents, options, message in (
+        ([[1, 2]], {}, "give tokenizer= or vocab_size="),
+        ([[1, 5]], {"vocab_size": 5}, "token 5, and the vocabulary ends at 4"),
+        ([[1, -1]], {"vocab_size": 5}, "token -1"),
+        ([[]], {"vocab_size": 5}, "nothing to count"),
+        ([], {"vocab_size": 5}, "nothing to count"),
+        (["a"], {"vocab_size": 5}, "give tokenizer="),
+        ([[0.5]], {"vocab_size": 5}, "neither a text nor"),
+        ([[1]], {"vocab_size": 5, "order": 22}, "give 2 to 21"),
+        ([[1]], {"vocab_size": 5, "min_counts": (3, 2)}, "none smaller than the one before"),
+        ([[1]], {"vocab_size": 5, "min_counts": (1, 2, 3)}, "up to 2 numbers"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(documents, tmp_path / "table", **options)
+    with pytest.raises(ValueError, match="There is no folder"):
+        build([[1]], tmp_path / "nowhere" / "table", vocab_size=5)
+    assert not list(tmp_path.iterdir())
+
+
+def test_orders_that_fit_into_63_bits() -> None:
+    assert NgramSpec(3, 2**21).bits == 21
+    assert NgramSpec(4, 6144).bits == 13
+    for order, vocabulary in ((3, 2**21 + 1), (4, 151936), (5, 6144), (1, 10)):
+        with pytest.raises(ValueError, match="so that an n-gram fits into 63 bits"):
+            NgramSpec(order, vocabulary)
+
+
+# ---- merging, pruning -------------------------------------------------------------------------------------
+
+
+def test_merged_shards_are_the_whole(tmp_path: Path) -> None:
+    documents = corpus(documents=20)
+    whole = build(documents, tmp_path / "whole", vocab_size=VOCABULARY)
+    shards = [build(documents[n::3], tmp_path / f"shard{n}", vocab_size=VOCABULARY).path for n in range(3)]
+    merged = merge(shards, tmp_path / "merged")
+    assert merged.path.read_bytes() == whole.path.read_bytes()
+
+
+def test_pruned(tmp_path: Path) -> None:
+    documents = corpus(documents=20)
+    full = build(documents, tmp_path / "full", order=4, vocab_size=VOCABULARY)
+    pruned = build(documents, tmp_path / "pruned", order=4, vocab_size=VOCABULARY, min_counts=(1, 3))
+    wanted = {ngram: count for ngram, count in by_hand(documents, 4).items() if count >= 3 or len(ngram) < 3}
+    assert unpacked(pruned) == wanted
+    assert pruned.min_counts == (1, 3, 3)
+    assert merge([full.path], tmp_path / "again", min_counts=(1, 3)).path.read_bytes() == pruned.path.read_bytes()
+    assert merge([pruned.path], tmp_path / "kept").min_counts == (1, 3, 3)
+
+
+def test_tables_that_do_not_belong_together(tmp_path: Path) -> None:
+    left = build(corpus(), tmp_path / "left", vocab_size=VOCABULARY)
+    for name, options in (("order", {"order": 4}), ("vocabulary", {"vocab_size": VOCABULARY + 1})):
+        right = build(corpus(), tmp_path / name, **{"vocab_size": VOCABULARY, **options})
+        with pytest.raises(ValueError, match="not counted alike"):
+            merge([left.path, right.path], tmp_path / "merged")
+
+
+def test_counts_stop_at_their_largest(tmp_path: Path, table: NgramTable) -> None:
+    """Shards of a corpus so large that uint32 is too small; single tokens are counted on."""
+    shard = forged(table, tmp_path / "shard", factor=10**9)
+    merged = merge([shard] * 5, tmp_path / "merged")
+    counts = by_hand(corpus(), 3)
+    expected = {
+        ngram: count * 5 * 10**9 if len(ngram) == 1 else min(5 * min(count * 10**9, MOST_COUNTED), MOST_COUNTED)
+        for ngram, count in counts.items()
+    }
+    assert unpacked(NgramTable.load(merged.path)) == expected
+    contexts = np.array([[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+    shares = merged.probabilities(contexts, np.tile(np.arange(VOCABULARY), (len(contexts), 1)))
+    assert 0 <= shares.min() < shares.max() <= 1
+
+
+def forged(table: NgramTable, path: Path, factor: int) -> Path:
+    """The table of a corpus repeated `factor` times."""
+    writer = ngram_build._Writer(path.parent, table.spec)
+    writer.unigrams += table.unigrams * factor
+    for order, (keys, counts) in enumerate(zip(table.keys, table.counts, strict=True), start=2):
+        writer.append(order, keys, counts.astype(np.int64) * factor)
+    writer.finish(path, table.tokens * factor, table.min_counts)
+    return path
+
+
+# ---- lookup -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_probabilities_back_off(tmp_path: Path, order: int) -> None:
+    documents = corpus(documents=6)
+    table = build(documents, tmp_path / "table", order=order, vocab_size=VOCABULARY + 2)
+    counts = by_hand(documents, order)
+    random = Random(1)
+    for width in range(order + 1):
+        contexts = [[random.randrange(-1, VOCABULARY + 2) for _ in range(width)] for _ in range(60)]
+        contexts = [[-1 if any(t < 0 for t in row[i:]) else row[i] for i in range(width)] for row in contexts]
+        candidates = [[random.randrange(VOCABULARY + 2) for _ in range(5)] for _ in contexts]
+        found = table.probabilities(np.array(contexts).reshape(60, width), np.array(candidates))
+        wanted = [
+            [back_off(counts, context, token, order) for token in row]
+            for context, row in zip(contexts, candidates, strict=True)
+        ]
+        assert found.tolist() == wanted
+
+
+def test_tokens_that_are_none(table: NgramTable) -> None:
+    """Candidates and contexts beyond the table's vocabulary: embedding tables have padding rows."""
+    contexts = np.array([[1, 2], [VOCABULARY, 1], [1, VOCABULARY + 5]])
+    found = table.probabilities(contexts, np.tile(np.array([-1, VOCABULARY, 10**6, 0]), (3, 1)))
+    assert not found[:, :3].any()
+    assert found[2, 3] == table.unigrams[0] / table.tokens, "no context, no n-gram"
+    assert found[1, 3] == table.probabilities(np.array([[1]]), np.array([[0]]))[0, 0]
+
+
+def test_copies_share_the_file(table: NgramTable) -> None:
+    assert copy.deepcopy(table) is table
+    again = pickle.loads(pickle.dumps(table))
+    assert len(pickle.dumps(table)) < 1000
+    assert unpacked(again) == unpacked(table)
+    with pytest.raises(ValueError, match="read-only"):
+        table.keys[0][0] = 0
+
+
+def test_fits_by_hash_else_by_size(table: NgramTable, tmp_path: Path) -> None:
+    table.check_fit(None, VOCABULARY)
+    table.check_fit("other", VOCABULARY + 3)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        table.check_fit(None, VOCABULARY - 1)
+    hashed = build(["a b c"], tmp_path / "hashed", tokenizer=words())
+    hashed.check_fit(vocabulary_hash(words()), 3)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        hashed.check_fit("0123456789abcdef", 5)
+
+
+# ---- damaged files ----------------------------------------------------------------------------------------
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def put_together(path: Path, header: dict[str, Any], data: bytes) -> Path:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+    return path
+
+
+def refused(path: Path) -> str:
+    """The message; refusing takes no memory to speak of."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"\.$") as caught:
+        NgramTable.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4e6
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_truncated_or_other_files(tmp_path: Path, table: NgramTable) -> None:
+    content = table.path.read_bytes()
+    broken = tmp_path / "broken"
+    for length in (0, 5, 8, 100, len(content) // 2, len(content) - 1):
+        broken.write_bytes(content[:length])
+        assert "cannot be read" in refused(broken)
+    broken.write_bytes(struct.pack("<Q", 2**62) + content[8:])
+    assert "cannot be read" in refused(broken)
+    broken.write_bytes(content + b"more")
+    assert "cannot be read" in refused(broken)
+    with pytest.raises(ValueError, match="There is no file"):
+        NgramTable.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="There is no file"):
+        NgramTable.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("format", "other", "no n-gram table"),
+        ("version", "2", "version '2'"),
+        ("order", "4", "damaged"),
+        ("order", "60", "fits into 63 bits"),
+        ("order", "9" * 5000, "damaged"),
+        ("order", "three", "damaged"),
+        ("vocab_size", str(2**31), "fits into 63 bits"),
+        ("vocab_size", "12", "shapes and types"),
+        ("tokens", str(2**63), "damaged"),
+        ("tokens", "-1", "damaged"),
+        ("tokens", "7", "beyond the 7 of its corpus"),
+        ("min_counts", "1", "damaged"),
+        ("min_counts", "0,1", "damaged"),
+        ("min_counts", "1,x", "damaged"),
+        ("min_counts", "1,9", "below the 9 that it kept"),
+    ],
+)
+def test_a_wrong_head(tmp_path: Path, table: NgramTable, name: str, value: str, message: str) -> None:
+    header, data = parts(table.path)
+    header["__metadata__"][name] = value
+    assert re.search(message, refused(put_together(tmp_path / "broken", header, data)))
+
+
+def test_wrong_arrays(tmp_path: Path, table: NgramTable) -> None:
+    broken = tmp_path / "broken"
+    header, data = parts(table.path)
+    size = len(table.keys[1])
+    begin, end = header["keys.3"]["data_offsets"]
+    for dtype, shape in (("F64", [size]), ("U64", [size]), ("I64", [size, 1]), ("I32", [2 * size])):
+        wrong = {**header, "keys.3": {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}}
+        assert "shapes and types" in refused(put_together(broken, wrong, data))
+    for shape, offsets in (([2**60], [begin, end]), ([2**60], [begin, begin + 2**63]), ([size], [begin - 8, end])):
+        wrong = {**header, "keys.3": {"dtype": "I64", "shape": shape, "data_offsets": offsets}}
+        assert "cannot be read" in refused(put_together(broken, wrong, data))
+    wrong = {("keys.9" if name == "keys.3" else name): value for name, value in header.items()}
+    assert "no whole n-gram table" in refused(put_together(broken, wrong, data))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("keys.3", 5, 0, "order 3 are not sorted"),
+        ("keys.2", -1, 2**62, "hold tokens beyond"),
+        ("keys.2", 0, -1, "hold tokens beyond"),
+        ("keys.3", -1, (12 << 8) | (14 << 4), "hold tokens beyond"),
+        ("counts.2", 3, 0, "counts of order 2 below"),
+        ("counts.2", 3, 2**32 - 1, "counts of order 2 beyond"),
+        ("counts.1", 3, 2**62, "counts single tokens beyond"),
+        ("counts.1", 3, -2, "counts single tokens beyond"),
+        ("counts.1", 12, 0, "do not add up"),
+    ],
+)
+def test_wrong_content(
+    tmp_path: Path, table: NgramTable, name: str, place: int, value: int, message: str
+) -> None:
+    header, data = parts(table.path)
+    begin, end = header[name]["data_offsets"]
+    array = np.frombuffer(data[begin:end], dtype="<u4" if header[name]["dtype"] == "U32" else "<i8").copy()
+    array[place] = value
+    assert message in refused(put_together(tmp_path / "broken", header, data[:begin] + array.tobytes() + data[end:]))
+    # Unchecked, it is useless but harmless.
+    loose = NgramTable.load(tmp_path / "broken", check=False)
+    contexts = np.array([[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+    loose.probabilities(contexts, np.tile(np.arange(VOCABULARY), (len(contexts), 1)))
+
+
+def mutate(path: Path, content: bytes, random: Random) -> None:
+    """Write `content` with some bytes changed, cut out or put in."""
+    changed = bytearray(content)
+    for _ in range(random.choice([1, 1, 2, 8])):
+        place = random.randrange(len(changed))
+        kind = random.random()
+        if kind < 0.6:
+            changed[place] = random.choice([0, 255, changed[place] ^ (1 << random.randrange(8)), random.randrange(256)])
+        elif kind < 0.8:
+            del changed[place : place + random.randrange(1, 40)]
+        else:
+            changed[place:place] = random.randbytes(random.randrange(1, 40))
+    path.write_bytes(changed)
+
+
+def survives(path: Path) -> bool:
+    """A changed file is refused in one sentence or answers with numbers; which of them?"""
+    try:
+        table = NgramTable.load(path)
+    except ValueError as error:
+        if str(path) not in str(error):
+            raise
+        return False
+    contexts = np.array([[a, b] for a in range(-1, VOCABULARY) for b in range(VOCABULARY)])
+    shares = table.probabilities(contexts, np.tile(np.arange(-1, VOCABULARY), (len(contexts), 1)))
+    assert np.isfinite(shares).all()
+    assert 0 <= shares.min() <= shares.max() <= 1
+    return True
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_mutated_files(tmp_path: Path, table: NgramTable, count: int) -> None:
+    content = table.path.read_bytes()
+    head = struct.unpack("<Q", content[:8])[0] + 8
+    random = Random(count)
+    outcomes: Counter[bool] = Counter()
+    for number in range(count):
+        # Half of the mutations in the head, which is small.
+        end = head if number % 2 else len(content)
+        mutate(tmp_path / "mutated", content[:end], random)
+        if number % 2:
+            with open(tmp_path / "mutated", "ab") as file:
+                file.write(content[end:])
+        outcomes[survives(tmp_path / "mutated")] += 1
+    assert outcomes[False] > 0.8 * count
+    assert outcomes[True] > 0
+
+
+# ---- the command ------------------------------------------------------------------------------------------
+
+
+def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = [str(path) for path in sorted(Path(__file__).parent.glob("t*.py"))[:4]]
+    first, second, merged, ids = (str(tmp_path / name) for name in ("first", "second", "merged", "ids.npy"))
+    assert main(["ngram", "build", first, "--text", *files[:2], "--order", "4"]) == 0
+    assert re.search(r"built in \d+\.\d s by 1 process: \d+ s per 10\^9 tokens", capsys.readouterr().out)
+    assert main(["ngram", "build", second, "--text", *files[2:], "--order", "4"]) == 0
+    assert main(["ngram", "merge", merged, first, second, "--min-counts", "1,2"]) == 0
+    assert main(["ngram", "info", merged, "--tokenizer", str(PACKAGED_TARGET)]) == 0
+    shown = capsys.readouterr().out
+    assert "counts from 1, 2, 2 on kept" in shown
+    assert "up to order 4" in shown
+    assert re.search(r"\d+\.\d MB, \d+\.\d\d bytes per n-gram", shown)
+    np.save(ids, np.array([1, 2, 0, 1, 2, 0]))
+    assert main(["ngram", "build", first, "--tokens", ids]) == 0
+    assert unpacked(NgramTable.load(first)) == by_hand([[1, 2, 0]] * 2, 3)
+    np.array([1, 2, 0], dtype=np.uint32).tofile(tmp_path / "raw")
+    assert main(["ngram", "build", first, "--tokens", str(tmp_path / "raw"), "--token-type", "uint32"]) == 0
+    assert NgramTable.load(first).tokens == 3
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["build", "{}/t", "--text", "{}/none"], "Cannot read"),
+        (["build", "{}/none/t", "--text", __file__], "There is no folder"),
+        (["build", "{}/t", "--text", __file__, "--order", "5"], "give 2 to 4"),
+        (["build", "{}/t", "--text", __file__, "--tokenizer", "{}/none"], "Cannot load the tokenizer"),
+        (["build", "{}/t", "--tokens", "{}/none"], "Cannot read"),
+        (["info", "{}/none"], "There is no file"),
+        (["info", __file__], "cannot be read as an n-gram table"),
+        (["merge", "{}/t", "{}/none"], "There is no file"),
+    ],
+)
+def test_one_sentence_for_what_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], words: list[str], message: str
+) -> None:
+    assert main(["ngram", *(word.replace("{}", str(tmp_path)) for word in words)]) == 2
+    shown = capsys.readouterr().err.strip().splitlines()[-1]
+    assert shown.startswith("hf-dart: ")
+    assert message in shown
+
+
+def test_a_data_set_by_name(tmp_path: Path) -> None:
+    pytest.importorskip("datasets")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in ("import os", "import sys")))
+    out = str(tmp_path / "table")
+    words = ["ngram", "build", out, "--dataset", "json", "--data-files", str(rows), "--column", "body"]
+    assert main(words) == 0
+    assert NgramTable.load(out).tokens >= 6
