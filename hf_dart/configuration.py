@@ -36,6 +36,8 @@ class DartConfig(PreTrainedConfig):
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
         tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        chat_template_hash, enable_thinking: `hf_dart.fit.template_hash` of the chat template of the conversations
+            that the head was trained on, and the thinking flag that was handed to it; None without.
 
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.
@@ -65,6 +67,8 @@ class DartConfig(PreTrainedConfig):
     target_model_type: str | None = None
     target_num_layers: int = 8
     tokenizer_hash: str | None = None
+    chat_template_hash: str | None = None
+    enable_thinking: bool | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import warnings
 from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
@@ -21,6 +22,11 @@ def vocabulary_hash(tokenizer: Any) -> str:
     """
     entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def template_hash(template: str) -> str:
+    """SHA-256 (16 hex digits) of a chat template."""
+    return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
 def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
@@ -51,6 +57,13 @@ def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
                 "the head that was trained for this target, or train one with from_target(model)."
             )
     _check_vocabulary(config, target, tokenizer, made_for, int(embeddings.num_embeddings))
+    template = None if tokenizer is None else tokenizer.chat_template
+    if config.chat_template_hash and isinstance(template, str) and template_hash(template) != config.chat_template_hash:
+        warnings.warn(
+            "This head was trained on conversations with another chat template than this tokenizer's; the output is "
+            "the target's own all the same, but fewer drafts may be accepted.",
+            stacklevel=2,
+        )
 
 
 def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:

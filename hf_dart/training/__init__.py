@@ -3,13 +3,16 @@
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.data import Mixture, PackedTokens, tokenize
 from hf_dart.training.evaluate import DecodingCallback
+from hf_dart.training.sources import DataArguments, load_rows
 from hf_dart.training.trainer import DartTrainer
 
 __all__ = [
     "DartTrainer",
     "DartTrainingArguments",
+    "DataArguments",
     "DecodingCallback",
     "Mixture",
     "PackedTokens",
+    "load_rows",
     "tokenize",
 ]

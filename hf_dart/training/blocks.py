@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from hf_dart.training.losses import NO_LABEL
@@ -45,7 +46,13 @@ def document_positions(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def draw_anchors(documents: Tensor, count: int, draft_length: int, generator: torch.Generator | None = None) -> Tensor:
+def draw_anchors(
+    documents: Tensor,
+    count: int,
+    draft_length: int,
+    generator: torch.Generator | None = None,
+    loss_mask: Tensor | None = None,
+) -> Tensor:
     """`count` different anchors per row, uniform over those whose whole draft lies in one document.
 
     Args:
@@ -53,6 +60,9 @@ def draw_anchors(documents: Tensor, count: int, draft_length: int, generator: to
         count: K.
         draft_length: d.
         generator: of the random numbers; None is the default generator.
+        loss_mask: [B, T] bool, the tokens that the target would write itself, such as the assistant's. The first
+            drafted token, n + 2, has to be one of them; the draft may run past their end, as drafts of a reply's
+            last tokens do. None allows all.
 
     Returns:
         [B, K] int64 in ascending order; -1 at the end of rows that have fewer than K possible anchors.
@@ -65,6 +75,10 @@ def draw_anchors(documents: Tensor, count: int, draft_length: int, generator: to
     # Token n + d has to exist: the last target distribution is read there. Its successor need not.
     here, there = documents[:, :candidates], documents[:, draft_length:]
     possible = (here == there) & (here >= 0)
+    if loss_mask is not None:
+        possible &= F.pad(loss_mask[:, 2:], (0, 1), value=False)[:, :candidates]
+        if draft_length == 1:  # else n + 2 is not behind n + d
+            possible &= F.pad(documents[:, 2:], (0, 1), value=-1)[:, :candidates] == here
     keys = torch.rand(batch, candidates, generator=generator).to(documents.device)
     order = torch.where(possible, keys, 2.0).argsort(dim=1)[:, :count]
     chosen = torch.where(possible.gather(1, order), order, length).sort(dim=1).values
@@ -158,17 +172,22 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
     return anchors[..., None] + torch.arange(1, draft_length + 1, device=anchors.device)
 
 
-def labels_behind(ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor) -> Tensor:
+def labels_behind(
+    ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
+) -> Tensor:
     """The token behind each position, `NO_LABEL` where its document ends there.
 
     Args:
         ids, documents: [B, T].
         rows: [N, 1] of 0..B-1.
         positions: [N, d] of 0..T-1, as `target_positions` gives them.
+        loss_mask: [B, T] bool as for `draw_anchors`; from the first token outside on there are no labels.
 
     Returns:
         [N, d]
     """
     behind = (positions + 1).clamp(max=ids.shape[1] - 1)
     inside = (behind > positions) & (documents[rows, behind] == documents[rows, positions])
+    if loss_mask is not None:
+        inside &= loss_mask[rows, behind].cummin(-1).values
     return torch.where(inside, ids[rows, behind], NO_LABEL)

@@ -33,7 +33,8 @@ class DartTrainer(DrafterTrainer):
         head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
         target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
         args: [`DartTrainingArguments`].
-        train_dataset, eval_dataset: rows as those of `data.PackedTokens`: `input_ids` [T], `documents` [T].
+        train_dataset, eval_dataset: rows as those of `data.PackedTokens` (`input_ids` [T], `documents` [T]) or
+            `sources.load_rows`, which also carry `loss_mask` [T].
         kwargs: as for `Trainer`.
 
     Raises:
@@ -60,7 +61,13 @@ class DartTrainer(DrafterTrainer):
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors` [B, K]; the items of the loss are their blocks."""
-        drawn = draw_anchors(inputs["documents"], self.args.anchors_per_row, self.head.draft_length, generator)
+        drawn = draw_anchors(
+            inputs["documents"],
+            self.args.anchors_per_row,
+            self.head.draft_length,
+            generator,
+            inputs.get("loss_mask"),
+        )
         inputs["anchors"] = drawn
         return int((drawn >= 0).sum())
 
@@ -69,7 +76,7 @@ class DartTrainer(DrafterTrainer):
 
         Args:
             model: the head, as `accelerate` has wrapped it.
-            inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K].
+            inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K], perhaps `loss_mask` [B, T].
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         draft_length = self.head.draft_length
@@ -88,7 +95,7 @@ class DartTrainer(DrafterTrainer):
         places = target_positions(anchors[present], draft_length)  # [N, d]
         goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
-        labels = labels_behind(ids, documents, rows[:, None], places)
+        labels = labels_behind(ids, documents, rows[:, None], places, inputs.get("loss_mask"))
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:

@@ -1,0 +1,128 @@
+"""Conversations to token ids, and which of the tokens the assistant wrote."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jinja2
+import numpy as np
+
+from hf_dart.pair import sentence
+from hf_dart.training.packing import Document
+
+Message = dict[str, Any]
+
+# ShareGPT's names for the fields and roles of a message.
+_ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
+
+
+def as_messages(turns: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go."""
+    messages = []
+    for turn in turns:
+        message = {name: value for name, value in turn.items() if value is not None}
+        if "role" not in message and "from" in message:
+            role = message.pop("from")
+            message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
+        if "role" not in message:
+            raise ValueError(f"A message has the fields {sorted(message)}; give 'role' and 'content' to each.")
+        messages.append(message)
+    return messages
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """How conversations become text.
+
+    Args:
+        tokenizer: a fast tokenizer.
+        template: a chat template instead of the tokenizer's own.
+        enable_thinking: handed to the template; None leaves it out.
+
+    Raises:
+        ValueError: there is no template, or the tokenizer cannot say where its tokens stand in the text.
+    """
+
+    tokenizer: Any
+    template: str | None = None
+    enable_thinking: bool | None = None
+
+    def __post_init__(self) -> None:
+        if not (self.template or self.tokenizer.chat_template):
+            raise ValueError("The tokenizer has no chat template; give one with chat_template.")
+        if not self.tokenizer.is_fast:
+            raise ValueError("Finding the assistant's tokens needs a fast tokenizer; load it with use_fast=True.")
+
+    def render(self, messages: list[Message], prompt: bool = False, tools: Any = None) -> str:
+        """The text of `messages`, with `prompt` up to where the assistant begins to write.
+
+        Raises:
+            ValueError: the template does not take these messages.
+        """
+        return self._apply(messages, tokenize=False, add_generation_prompt=prompt, tools=tools)
+
+    def encode(self, messages: list[Message], tools: Any = None, marked: bool = True) -> list[Document]:
+        """Token ids [n] of the conversation, and bool [n], which of them the assistant wrote; not `marked`, all False.
+
+        A template with `{% generation %}` marks its text itself. Otherwise an assistant's turn is what a rendering
+        up to its end adds to the rendering up to its start, as far as the end token. Where later turns change how
+        earlier ones are rendered (templates that drop past thoughts), there is one document for each assistant's
+        turn, rendered up to its end as the model meets it, and only that turn is marked in it.
+
+        Raises:
+            ValueError: the template does not take these messages, or no rendering shows where a turn begins.
+        """
+        template = self.tokenizer.get_chat_template(self.template, tools)
+        if marked and re.search(r"\{%-?\s*generation\s*-?%\}", template):
+            found = self._apply(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True, tools=tools
+            )
+            return [(np.array(found["input_ids"], np.int32), np.array(found["assistant_masks"], bool))]
+        render = partial(self.render, tools=tools)
+        if not marked:
+            return [self._mark(render(messages), [])]
+        spans, turns = [], []
+        for at, message in enumerate(messages):
+            # What stands at the very beginning was given to the model, not written by it.
+            if message["role"] != "assistant" or at == 0:
+                continue
+            before, turn = render(messages[:at], prompt=True), render(messages[: at + 1])
+            if not turn.startswith(before):
+                raise ValueError(
+                    "The chat template renders an assistant's turn otherwise than the prompt for it, so its tokens "
+                    "cannot be told; mark them in the template with {% generation %} and {% endgeneration %}, or "
+                    "train on all tokens (train_on='all')."
+                )
+            spans.append((len(before), len(turn)))
+            turns.append(turn)
+        whole = render(messages)
+        if all(whole.startswith(turn) for turn in turns):
+            return [self._mark(whole, spans)]
+        return [self._mark(turn, [span]) for turn, span in zip(turns, spans, strict=True)]
+
+    def _mark(self, text: str, spans: list[tuple[int, int]]) -> Document:
+        """Token ids [n] of `text`, and bool [n]: in one of the spans of characters, up to its first end token."""
+        encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        ids = np.array(encoded["input_ids"], np.int32)
+        starts = np.array(encoded["offset_mapping"], np.int64).reshape(-1, 2)[:, 0]
+        written = np.zeros(len(ids), bool)
+        for begin, end in spans:
+            first, last = np.searchsorted(starts, (begin, end))
+            ends = np.flatnonzero(ids[first:last] == self.tokenizer.eos_token_id)
+            written[first : first + ends[0] + 1 if len(ends) else last] = True
+        return ids, written
+
+    def _apply(self, messages: list[Message], **options: Any) -> Any:
+        thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
+        try:
+            return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **thinking, **options)
+        except (jinja2.TemplateError, ValueError, TypeError) as error:
+            roles = ", ".join(message["role"] for message in messages)
+            raise ValueError(
+                f"The chat template does not take a conversation with the roles {roles} ({sentence(error)}); leave "
+                "such conversations out or give another chat_template."
+            ) from error

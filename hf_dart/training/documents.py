@@ -1,0 +1,178 @@
+"""Opens what can be trained on: local files and datasets of the Hub."""
+
+from __future__ import annotations
+
+import glob
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_dart.pair import sentence
+
+_FORMATS = {
+    ".jsonl": ("json", "JSON lines"),
+    ".json": ("json", "JSON"),
+    ".parquet": ("parquet", "Parquet"),
+    ".txt": ("text", "UTF-8 text"),
+    ".py": ("text", "UTF-8 text"),
+    ".bin": ("bin", "raw uint16 token ids"),
+}
+
+
+class Source(NamedTuple):
+    """Documents as they were found.
+
+    Attributes:
+        name: for messages.
+        documents: a `datasets.Dataset` or `datasets.IterableDataset`.
+        columns: its fields.
+    """
+
+    name: str
+    documents: Any
+    columns: list[str]
+
+
+def open_source(
+    name: str,
+    *,
+    split: str = "train",
+    eos: int | None = None,
+    streaming: bool = False,
+    sample_by: str = "document",
+    cache_dir: str | None = None,
+) -> Source:
+    """Open a file, a folder, a pattern, or a dataset of the Hub.
+
+    Args:
+        name: a path, or NAME[:CONFIG[:SPLIT]]. Of a folder, all files of the one ending that they have are read.
+        split: of a Hub dataset whose name gives none.
+        eos: the token that ends each document of a .bin file.
+        streaming: read on the fly.
+        sample_by: what of a text file is a document: "document", "paragraph" or "line".
+        cache_dir: of `datasets`.
+
+    Raises:
+        ValueError: there is no such source, it is not what its ending says, or it is empty.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("Reading training data needs the datasets library; pip install 'hf-dart[train]'.") from error
+
+    path = Path(name).expanduser()
+    if (path / "state.json").is_file():  # of save_to_disk
+        documents = datasets.load_from_disk(str(path))
+        if not isinstance(documents, datasets.Dataset):
+            raise ValueError(f"{name} holds several splits; give the folder of one of them.")
+        documents = documents.to_iterable_dataset() if streaming else documents
+        return _first_seen(name, documents)
+    files = _local_files(name)
+    if files is None:
+        return _first_seen(name, _load(datasets, name, streaming, cache_dir, split))
+    ending = files[0].suffix
+    kind, what = _FORMATS[ending]
+    for file in files:
+        if not file.stat().st_size:
+            raise ValueError(f"{file} is empty; leave it out or give a file with something in it.")
+    try:
+        if kind == "bin":
+            documents = _token_files(datasets, files, eos, streaming, cache_dir)
+        else:
+            documents = datasets.load_dataset(
+                kind,
+                data_files=[glob.escape(str(file)) for file in files],
+                split="train",
+                streaming=streaming,
+                cache_dir=cache_dir,
+                **({"sample_by": sample_by} if kind == "text" else {}),
+            )
+        next(iter(documents), None)  # a stream is only opened by its first reader
+    except (datasets.exceptions.DatasetGenerationError, ValueError, UnicodeError) as error:
+        raise ValueError(
+            f"{name} does not hold {what}, as its ending {ending} says ({sentence(error.__cause__ or error)}); "
+            "mend it or rename it."
+        ) from error
+    return _first_seen(name, documents)
+
+
+def _first_seen(name: str, documents: Any) -> Source:
+    """The fields of documents, by the first; streams know them no earlier."""
+    first = next(iter(documents), None)
+    if first is None:
+        raise ValueError(f"{name} is empty; give a source with something in it.")
+    return Source(name, documents, list(first))
+
+
+def _local_files(name: str) -> list[Path] | None:
+    """The files that `name` stands for, all of one ending; None where it names a dataset of the Hub.
+
+    Raises:
+        ValueError: no file is there, or files of several endings.
+    """
+    path = Path(name).expanduser()
+    known = ", ".join(_FORMATS)
+    if path.is_dir():
+        found = sorted(file for file in path.rglob("*") if file.suffix in _FORMATS and file.is_file())
+        # Beside data, a .json file is about them.
+        files = [file for file in found if file.suffix != ".json"] or found
+        if not files:
+            raise ValueError(f"The folder {name} holds no file that ends in {known}; give one that does.")
+    elif path.is_file():
+        files = [path]
+    elif glob.has_magic(name):
+        files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
+        if not files:
+            raise ValueError(f"No file matches {name}; mend the pattern.")
+    elif path.suffix in _FORMATS or name.startswith((".", "/", "~")) or name.split(":")[0].count("/") > 1:
+        raise ValueError(f"There is no file or folder {name}; mend the path.")
+    else:
+        return None
+    endings = sorted({file.suffix for file in files})
+    if len(endings) > 1:
+        raise ValueError(f"{name} holds files of several endings ({', '.join(endings)}); name each kind on its own.")
+    if endings[0] not in _FORMATS:
+        raise ValueError(f"{name} ends in {endings[0]!r}; files that can be read end in {known}.")
+    return files
+
+
+def _load(datasets: Any, name: str, streaming: bool, cache_dir: str | None, split: str) -> Any:
+    """A dataset of the Hub."""
+    repository, config, part = [*name.split(":", 2), "", ""][:3]
+    try:
+        return datasets.load_dataset(
+            repository, config or None, split=part or split, streaming=streaming, cache_dir=cache_dir
+        )
+    except (OSError, ValueError) as error:
+        raise ValueError(
+            f"Cannot load the dataset {name!r} ({sentence(error)}); give NAME:CONFIG:SPLIT of the Hub, or a file that "
+            "is there."
+        ) from error
+
+
+def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: bool, cache_dir: str | None) -> Any:
+    """The documents of files of raw token ids."""
+    stamps = []
+    for file in files:
+        size = file.stat().st_size
+        if size % 2:
+            raise ValueError(f"{file} has an odd number of bytes, {size}")
+        stamps.append((str(file.resolve()), size, file.stat().st_mtime_ns))
+    features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))})
+    options = {"features": features, "gen_kwargs": {"files": stamps, "eos": eos}}
+    if streaming:
+        return datasets.IterableDataset.from_generator(_split_ids, **options)
+    return datasets.Dataset.from_generator(_split_ids, cache_dir=cache_dir, **options)
+
+
+def _split_ids(files: list[tuple[str, int, int]], eos: int | None) -> Iterator[dict[str, np.ndarray]]:
+    """Each document of the files, the token that ends it included. Size and time of a file name its cached form."""
+    for path, size, _ in files:
+        stream = np.memmap(path, np.uint16, "r", shape=(size // 2,))
+        begin = 0
+        for end in [*(np.flatnonzero(stream == eos) + 1).tolist(), len(stream)]:
+            if end > begin:
+                yield {"input_ids": stream[begin:end].astype(np.int32)}
+            begin = end

@@ -1,0 +1,76 @@
+"""Documents to rows of one length: short ones whole, several in a row, none seen by another."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+Document = tuple[np.ndarray, np.ndarray]
+"""Token ids [n] int32 and bool [n], which of them a head may be trained to draft."""
+
+
+@dataclass(frozen=True)
+class Packer:
+    """Packs documents into rows.
+
+    A document longer than a row is cut; pieces that no draft can be trained in are left out.
+
+    Args:
+        length: T, tokens of a row.
+        draft_length: d. A piece needs d + 1 tokens, for at least one anchor.
+        share_rows: False gives every piece a row of its own.
+    """
+
+    length: int
+    draft_length: int
+    share_rows: bool = True
+
+    def __call__(self, documents: Iterable[Document]) -> dict[str, list[np.ndarray]]:
+        """Rows as columns: `input_ids`, `documents` (0, 1, ... in a row; -1 in padding) and `loss_mask`, of [T]."""
+        pieces = [piece for document in documents for piece in self._cut(*document)]
+        if self.share_rows:
+            rows = best_fit([len(ids) for ids, _ in pieces], self.length)
+            np.random.default_rng(len(rows)).shuffle(rows)  # else long documents come first
+        else:
+            rows = [[number] for number in range(len(pieces))]
+        columns: dict[str, list[np.ndarray]] = {"input_ids": [], "documents": [], "loss_mask": []}
+        for row in rows:
+            ids = np.zeros(self.length, np.int32)
+            documents_of = np.full(self.length, -1, np.int32)
+            mask = np.zeros(self.length, bool)
+            at = 0
+            for number, piece in enumerate(row):
+                end = at + len(pieces[piece][0])
+                ids[at:end], mask[at:end] = pieces[piece]
+                documents_of[at:end] = number
+                at = end
+            for column, values in zip(columns.values(), (ids, documents_of, mask), strict=True):
+                column.append(values)
+        return columns
+
+    def _cut(self, ids: np.ndarray, mask: np.ndarray) -> Iterable[Document]:
+        for start in range(0, len(ids), self.length):
+            piece = slice(start, start + self.length)
+            # The anchors of the piece, and whether the first token that each drafts may be (`blocks.draw_anchors`).
+            possible = np.append(mask[piece][2:], False)[: max(len(ids[piece]) - self.draft_length, 0)]
+            if possible.any():
+                yield ids[piece], mask[piece]
+
+
+def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
+    """Indices of `sizes` in bins of `capacity`: the largest first, each into the fullest bin that takes it."""
+    bins: list[list[int]] = []
+    open_bins: list[tuple[int, int]] = []  # (room, bin), ascending
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        place = bisect_left(open_bins, (sizes[index], 0))
+        if place < len(open_bins):
+            room, number = open_bins.pop(place)
+        else:
+            room, number = capacity, len(bins)
+            bins.append([])
+        bins[number].append(index)
+        insort(open_bins, (room - sizes[index], number))
+    return bins

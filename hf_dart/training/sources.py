@@ -1,0 +1,366 @@
+"""What to train on: files or datasets of the Hub, text or conversations, as packed rows."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hf_dart.fit import template_hash, vocabulary_hash
+from hf_dart.pair import sentence
+from hf_dart.training.chat import ChatFormat, as_messages
+from hf_dart.training.documents import Source, open_source
+from hf_dart.training.packing import Document, Packer
+from hf_dart.version import __version__
+
+if TYPE_CHECKING:
+    from hf_dart.configuration import DartConfig
+
+_BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
+
+
+@dataclass
+class DataArguments:
+    """Where the training rows come from and how they are made; for `HfArgumentParser`.
+
+    A source is a file (.jsonl, .json, .parquet, .txt, .py, or .bin: raw uint16 token ids, each document with the
+    end-of-text token behind it), a folder, a pattern such as `data/*.jsonl`, or a dataset of the Hub as
+    NAME[:CONFIG[:SPLIT]]. Its rows are `input_ids` (with `prompt_tokens`, how many of them the target did not
+    write), `messages` or ShareGPT's `conversations` (also `tools`), or `text`, whichever comes first.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    train_data: list[str] = field(metadata={"help": "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub"})
+    eval_data: list[str] = field(default_factory=list, metadata={"help": "the same; a Hub split is 'validation' here"})
+    eval_documents: int = field(
+        default=0, metadata={"help": "without eval_data: the first of each source, kept out of training"}
+    )
+    shares: list[float] | None = field(
+        default=None, metadata={"help": "of the rows: one number per source; without, every row comes once"}
+    )
+    text_field: str | None = field(default=None, metadata={"help": "the field that holds the text"})
+    messages_field: str | None = field(default=None, metadata={"help": "the field that holds the conversation"})
+    sample_by: str = field(default="document", metadata={"help": "of .txt files: document, paragraph or line"})
+    chat_template: str | None = field(
+        default=None, metadata={"help": "a chat template or a file with one, instead of the tokenizer's"}
+    )
+    enable_thinking: bool | None = field(default=None, metadata={"help": "handed to the chat template"})
+    train_on: str = field(
+        default="assistant", metadata={"help": "draft only what the assistant (or the target) wrote, or 'all'"}
+    )
+    max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
+    packing: bool = field(default=True, metadata={"help": "several documents in a row, none seen by another"})
+    streaming: bool = field(default=False, metadata={"help": "read while training, keep nothing on disk"})
+    shuffle_buffer: int = field(default=1000, metadata={"help": "documents of a stream that are shuffled at a time"})
+    shuffle_seed: int = field(default=0, metadata={"help": "of streams and mixtures"})
+    num_proc: int | None = field(default=None, metadata={"help": "processes that tokenize"})
+    cache_dir: str | None = field(default=None, metadata={"help": "of the datasets library"})
+
+    def __post_init__(self) -> None:
+        if not self.train_data:
+            raise ValueError("train_data is empty; name at least one source.")
+        if self.train_on not in ("assistant", "all"):
+            raise ValueError(f"train_on is {self.train_on!r}; give 'assistant' or 'all'.")
+        if self.sample_by not in ("document", "paragraph", "line"):
+            raise ValueError(f"sample_by is {self.sample_by!r}; give 'document', 'paragraph' or 'line'.")
+        for name, least in (("max_length", 2), ("shuffle_buffer", 1), ("eval_documents", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} is {getattr(self, name)}; give {least} or more.")
+        if self.eval_data and self.eval_documents:
+            raise ValueError("eval_documents keeps documents of train_data out of training; leave out eval_data or it.")
+        if self.shares is not None:
+            if len(self.shares) != len(self.train_data):
+                raise ValueError(
+                    f"shares has {len(self.shares)} numbers for {len(self.train_data)} sources; give one for each."
+                )
+            if not all(share > 0 for share in self.shares):
+                raise ValueError(f"shares is {self.shares}; give numbers above 0.")
+
+
+def load_rows(
+    arguments: DataArguments, tokenizer: Any, draft_length: int, config: DartConfig | None = None
+) -> tuple[Any, Any | None]:
+    """Rows for [`DartTrainer`]: `input_ids`, `documents` and `loss_mask` [T], as `datasets.Dataset`s.
+
+    Documents are tokenized and packed once and kept in the cache of `datasets`, or with `streaming` on the fly;
+    streams are `datasets.IterableDataset`s, with `state_dict`, in an order that depends on `shuffle_seed` and the
+    epoch only.
+
+    Args:
+        arguments: the sources.
+        tokenizer: the target's.
+        draft_length: d.
+        config: of the head to be trained. Its vocabulary is compared with the tokenizer's; where conversations are
+            read, their chat template's hash and thinking flag are written into it.
+
+    Returns:
+        Training rows, and evaluation rows or None.
+
+    Raises:
+        ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.
+    """
+    import datasets
+
+    if config is not None and config.tokenizer_hash not in (None, vocabulary_hash(tokenizer)):
+        raise ValueError(
+            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it gives other "
+            "ids to the same tokens; give the target's own."
+        )
+    if arguments.max_length <= draft_length:
+        raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
+    template = read_template(arguments.chat_template)
+    train, held_out = [], []
+    kinds = set()
+    for name in arguments.train_data:
+        source = _open(arguments, name, "train", tokenizer)
+        encoder = _encoder(arguments, source, tokenizer, template, draft_length)
+        kinds.add(encoder.kind)
+        documents = source.documents
+        if arguments.eval_documents:
+            if not arguments.streaming and len(documents) <= arguments.eval_documents:
+                raise ValueError(
+                    f"{name} has {len(documents)} documents; with eval_documents={arguments.eval_documents} none is "
+                    "left to train on."
+                )
+            held_out.append(_rows(arguments, source, documents.take(arguments.eval_documents), encoder))
+            documents = documents.skip(arguments.eval_documents)
+        train.append(_rows(arguments, source, documents, encoder, shuffled=arguments.streaming))
+    for name in arguments.eval_data:
+        source = _open(arguments, name, "validation", tokenizer)
+        encoder = _encoder(arguments, source, tokenizer, template, draft_length)
+        held_out.append(_rows(arguments, source, source.documents, encoder))
+    if config is not None and "messages" in kinds:
+        config.chat_template_hash = template_hash(tokenizer.get_chat_template(template))
+        config.enable_thinking = arguments.enable_thinking
+    if arguments.shares is not None and len(train) > 1:
+        total = sum(arguments.shares)
+        rows = datasets.interleave_datasets(
+            train,
+            probabilities=[share / total for share in arguments.shares],
+            seed=arguments.shuffle_seed,
+            stopping_strategy="all_exhausted",
+        )
+    else:
+        rows = datasets.concatenate_datasets(train)
+    evaluation = datasets.concatenate_datasets(held_out).with_format("torch") if held_out else None
+    return rows.with_format("torch"), evaluation
+
+
+def read_template(given: str | None) -> str | None:
+    """The text of a chat template that was given as text or as a file.
+
+    Raises:
+        ValueError: there is no such file.
+    """
+    if given is None or "{" in given:
+        return given
+    if not Path(given).is_file():
+        raise ValueError(f"There is no chat template {given!r}; give a file with one, or its text.")
+    return Path(given).read_text(encoding="utf8")
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Raw documents to packed rows.
+
+    Args:
+        kind: "input_ids", "messages" or "text".
+        name: the field that holds it.
+        tokenizer: the target's.
+        chat: how conversations become text; None where there are none.
+        all_tokens: train on everything, not only on what the assistant or the target wrote.
+        pack: documents to rows.
+        source: for messages.
+    """
+
+    kind: str
+    name: str
+    tokenizer: Any
+    chat: ChatFormat | None
+    all_tokens: bool
+    pack: Packer
+    source: str
+
+    def __call__(self, examples: dict[str, list[Any]]) -> dict[str, list[np.ndarray]]:
+        """Columns of documents to columns of rows."""
+        return self.pack(self.encode(examples))
+
+    def encode(self, examples: dict[str, list[Any]]) -> list[Document]:
+        """The documents of a batch, as token ids and which of them may be drafted.
+
+        Raises:
+            ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
+        """
+        documents = getattr(self, f"_encode_{self.kind}")(examples)
+        if self.all_tokens:
+            documents = [(ids, np.ones_like(mask)) for ids, mask in documents]
+        return documents
+
+    def _encode_text(self, examples: dict[str, list[Any]]) -> list[Document]:
+        texts = examples[self.name]
+        wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"The field {self.name!r} of {self.source} holds {type(wrong).__name__}, not text; name the field "
+                "that holds the text with text_field."
+            )
+        eos = self.tokenizer.eos_token_id
+        documents = []
+        for ids in self.tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else []:
+            if eos is not None and ids[-1:] != [eos]:
+                ids = [*ids, eos]
+            documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
+        return documents
+
+    def _encode_input_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
+        prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
+        documents = []
+        for row, prompt in zip(examples[self.name], prompts, strict=True):
+            ids = np.array(row, np.int64)
+            if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
+                raise ValueError(
+                    f"{self.source} holds the token id {ids.max()}, outside this tokenizer's {len(self.tokenizer)}; "
+                    "it was written with another tokenizer, or is no list of token ids."
+                )
+            documents.append((ids.astype(np.int32), np.arange(len(ids)) >= (prompt or 0)))
+        return documents
+
+    def _encode_messages(self, examples: dict[str, list[Any]]) -> list[Document]:
+        assert self.chat is not None
+        tools = examples.get("tools", [None] * len(examples[self.name]))
+        documents = []
+        for turns, row_tools in zip(examples[self.name], tools, strict=True):
+            if isinstance(turns, str) or not all(isinstance(turn, dict) for turn in turns or []):
+                raise ValueError(
+                    f"The field {self.name!r} of {self.source} holds no messages (dicts with 'role' and 'content'); "
+                    "name the field that holds them with messages_field, or the text with text_field."
+                )
+            if turns:
+                if isinstance(row_tools, str):  # as many datasets keep them
+                    row_tools = json.loads(row_tools)
+                documents += self.chat.encode(as_messages(turns), row_tools or None, marked=not self.all_tokens)
+        return documents
+
+
+def _open(arguments: DataArguments, name: str, split: str, tokenizer: Any) -> Source:
+    return open_source(
+        name,
+        split=split,
+        eos=tokenizer.eos_token_id,
+        streaming=arguments.streaming,
+        sample_by=arguments.sample_by,
+        cache_dir=arguments.cache_dir,
+    )
+
+
+def _encoder(
+    arguments: DataArguments, source: Source, tokenizer: Any, template: str | None, draft_length: int
+) -> Encoder:
+    kind, name = find_field(source, arguments.text_field, arguments.messages_field)
+    return Encoder(
+        kind=kind,
+        name=name,
+        tokenizer=tokenizer,
+        chat=ChatFormat(tokenizer, template, arguments.enable_thinking) if kind == "messages" else None,
+        all_tokens=arguments.train_on == "all",
+        pack=Packer(arguments.max_length, draft_length, arguments.packing),
+        source=source.name,
+    )
+
+
+def find_field(source: Source, text_field: str | None = None, messages_field: str | None = None) -> tuple[str, str]:
+    """Which field of a source to read: its kind ("input_ids", "messages" or "text") and its name.
+
+    Raises:
+        ValueError: it has none of them.
+    """
+    choices = [("input_ids", "input_ids"), ("messages", "messages"), ("messages", "conversations"), ("text", "text")]
+    given = [("messages", messages_field), ("text", text_field)]
+    asked = [(kind, name) for kind, name in given if name is not None]
+    for kind, name in asked or choices:
+        if name in source.columns:
+            return kind, name
+    wanted = " nor ".join(repr(name) for _, name in asked or choices)
+    raise ValueError(
+        f"{source.name} has no field {wanted}, only {', '.join(map(repr, source.columns))}; name the one that holds "
+        "the text with text_field, or the conversation with messages_field."
+    )
+
+
+def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Encoder, shuffled: bool = False) -> Any:
+    """The packed rows of a source, at least one of them; `shuffled` is for streams."""
+    import datasets
+
+    length = arguments.max_length
+    types = (("input_ids", "int32"), ("documents", "int32"), ("loss_mask", "bool"))
+    options: dict[str, Any] = {
+        "batched": True,
+        "batch_size": _BATCH,
+        "remove_columns": source.columns,
+        "features": datasets.Features({name: datasets.Sequence(datasets.Value(kind), length) for name, kind in types}),
+    }
+    if not arguments.streaming:
+        options["desc"] = f"Tokenizing {source.name}"
+        options["num_proc"] = arguments.num_proc
+        options["new_fingerprint"] = _fingerprint(documents, encoder)
+    try:
+        rows = documents.map(encoder, **options)
+        first = next(iter(rows), None)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{source.name} is no UTF-8 text ({sentence(error)}).") from error
+    if first is None:
+        raise ValueError(_why_nothing(documents, encoder))
+    if shuffled:
+        # Documents, not rows: what is shuffled behind `map` is read shard by shard, and packed poorly.
+        documents = documents.shuffle(seed=arguments.shuffle_seed, buffer_size=arguments.shuffle_buffer)
+        rows = documents.map(encoder, **options)
+    return rows
+
+
+def _fingerprint(documents: Any, encoder: Encoder) -> str | None:
+    """Names the cached rows by what they depend on; None leaves it to `datasets`.
+
+    `datasets` would pickle the tokenizer, whose state changes with its first use.
+    """
+    if not encoder.tokenizer.is_fast:
+        return None
+    backend = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
+    backend.update(truncation=None, padding=None)
+    chat = encoder.chat
+    template = None if chat is None else (chat.tokenizer.get_chat_template(chat.template), chat.enable_thinking)
+    rest = (encoder.kind, encoder.name, encoder.all_tokens, asdict(encoder.pack), encoder.tokenizer.eos_token_id)
+    content = json.dumps([__version__, documents._fingerprint, backend, template, rest])
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _why_nothing(documents: Any, encoder: Encoder) -> str:
+    """What to say of documents that give no row."""
+    sizes, written = [], 0
+    for batch in islice(documents.iter(_BATCH), 1):
+        for ids, mask in encoder.encode(batch):
+            sizes.append(len(ids))
+            written += int(mask.sum())
+    least = encoder.pack.draft_length + 1
+    if not sizes:
+        return f"{encoder.source} is empty, or all of its documents are; give some text."
+    if max(sizes) < least:
+        return (
+            f"All documents of {encoder.source} are shorter than {least} tokens (the longest has {max(sizes)}), which "
+            f"a draft of {encoder.pack.draft_length} needs; give longer ones or a head with a smaller draft_length."
+        )
+    if not written:
+        return (
+            f"{encoder.source} has no tokens of an assistant to train on; check the roles of its messages, or train "
+            "on all tokens with train_on='all'."
+        )
+    return (
+        f"The assistant's replies in {encoder.source} are too short for a draft of {encoder.pack.draft_length} tokens; "
+        "give longer ones, or train on all tokens with train_on='all'."
+    )

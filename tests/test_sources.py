@@ -1,0 +1,241 @@
+"""Where training rows come from: files, streams, mixtures, and what is wrong with them."""
+
+from __future__ import annotations
+
+import json
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
+
+from hf_dart import DartConfig
+from hf_dart.fit import vocabulary_hash
+from hf_dart.pair import PACKAGED_TARGET
+from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
+from hf_dart.training.blocks import draw_anchors
+
+datasets.disable_progress_bars()
+DRAFT = 4
+TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 7 + 1) for i in range(60)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+
+
+def write_json_lines(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf8")
+    return str(path)
+
+
+def arguments_for(folder: Path, *sources: str, **fields: Any) -> DataArguments:
+    fields = {"max_length": 64, "cache_dir": str(folder / "cache"), **fields}
+    return DataArguments(train_data=list(sources), **fields)
+
+
+def documents_of(rows: Any) -> list[list[int]]:
+    """The pieces in the rows, in the order of their ids."""
+    found = []
+    for row in rows:
+        assert row["input_ids"].shape == row["documents"].shape == row["loss_mask"].shape == (64,)
+        assert not row["loss_mask"][row["documents"] < 0].any()
+        for number in range(int(row["documents"].max()) + 1):
+            found.append(row["input_ids"][row["documents"] == number].tolist())
+    return sorted(found)
+
+
+def pieces_of(texts: list[str], tokenizer: Any) -> list[list[int]]:
+    documents = [[*tokenizer(text)["input_ids"], tokenizer.eos_token_id] for text in texts]
+    pieces = [ids[at : at + 64] for ids in documents for at in range(0, len(ids), 64)]
+    return sorted(piece for piece in pieces if len(piece) > DRAFT)
+
+
+@pytest.mark.parametrize(
+    ("kind", "streaming"),
+    [
+        *product(("jsonl", "json", "txt", "py", "bin", "saved", "pattern"), (False, True)),
+        ("parquet", False),
+        # A shuffled stream of Parquet files waits 5 s in datasets 5.2 whenever it begins.
+        pytest.param("parquet", True, marks=pytest.mark.matrix),
+    ],
+)
+def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: str, streaming: bool) -> None:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    name = str(folder)
+    table = datasets.Dataset.from_dict({"text": TEXTS})
+    if kind == "jsonl":
+        name = write_json_lines(folder / "a.jsonl", [{"text": text} for text in TEXTS])
+    elif kind == "json":
+        (folder / "a.json").write_text(json.dumps([{"text": text} for text in TEXTS]))
+    elif kind == "parquet":
+        table.to_parquet(folder / "a.parquet")
+    elif kind == "bin":
+        eos = tokenizer.eos_token_id
+        np.concatenate([[*tokenizer(text)["input_ids"], eos] for text in TEXTS]).astype(np.uint16).tofile(
+            folder / "a.bin"
+        )
+    elif kind == "saved":
+        table.save_to_disk(folder)
+    elif kind == "pattern":
+        for part in range(3):
+            write_json_lines(folder / f"{part}.jsonl", [{"text": text} for text in TEXTS[part::3]])
+        (folder / "about.json").write_text("{}")
+        name = str(folder / "*.jsonl")
+    else:
+        for at, text in enumerate(TEXTS):
+            (folder / f"{at:02}.{kind}").write_text(text)
+    rows, evaluation = load_rows(arguments_for(tmp_path, name, streaming=streaming), tokenizer, DRAFT)
+    assert evaluation is None
+    rows = list(rows)
+    assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
+    padding = sum(int((row["documents"] < 0).sum()) for row in rows)
+    assert padding < 64 + 0.05 * 64 * len(rows)
+    batch = default_data_collator(rows)
+    anchors = draw_anchors(batch["documents"], 8, DRAFT, loss_mask=batch["loss_mask"])
+    assert (anchors >= 0).all(dim=1).float().mean() > 0.9
+
+
+def test_without_packing_every_row_is_one_document(tmp_path: Path, tokenizer: Any) -> None:
+    source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    rows, _ = load_rows(arguments_for(tmp_path, source, packing=False), tokenizer, DRAFT)
+    assert documents_of(rows) == pieces_of(TEXTS, tokenizer)
+    assert all(int(row["documents"].max()) == 0 for row in rows)
+
+
+def test_fields_fit_beside_the_trainers(tmp_path: Path) -> None:
+    parser = HfArgumentParser((DataArguments, DartTrainingArguments))  # type: ignore[arg-type]
+    words = ["--train_data", "a.jsonl", "b:c", "--shares", "0.4", "0.6", "--enable_thinking", "False"]
+    data, _ = parser.parse_args_into_dataclasses([*words, "--output_dir", str(tmp_path), "--use_cpu"])
+    assert (data.train_data, data.shares, data.enable_thinking) == (["a.jsonl", "b:c"], [0.4, 0.6], False)
+
+
+def test_rows_are_cached_until_something_changes(tmp_path: Path) -> None:
+    source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    files = []
+    for fields in ({}, {}, {"max_length": 32}):
+        tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+        rows, _ = load_rows(arguments_for(tmp_path, source, **fields), tokenizer, DRAFT)
+        files.append(rows.cache_files[0]["filename"])
+    assert files[0] == files[1] != files[2]
+
+
+def test_a_stream_is_shuffled_anew_every_epoch_and_goes_on_where_it_stopped(tmp_path: Path, tokenizer: Any) -> None:
+    sources = [
+        write_json_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in TEXTS[part::2]]) for part in range(2)
+    ]
+    fields = {"streaming": True, "shuffle_buffer": 8}
+
+    def stream() -> Any:
+        return load_rows(arguments_for(tmp_path, *sources, **fields), tokenizer, DRAFT)[0]
+
+    rows = stream()
+    whole = [row["input_ids"].tolist() for row in rows]
+    assert [row["input_ids"].tolist() for row in stream()] == whole
+    rows.set_epoch(1)
+    other = [row["input_ids"].tolist() for row in rows]
+    assert other != whole
+    assert documents_of(rows) == documents_of(stream()) == pieces_of(TEXTS, tokenizer)
+
+    assert [row["input_ids"].tolist() for row in stream().skip(5)] == whole[5:]
+    # Two readers of one stream (data loader workers, processes) share it without overlap.
+    loader = torch.utils.data.DataLoader(stream(), batch_size=None, num_workers=2)
+    assert documents_of(loader) == documents_of(stream())
+
+
+def test_mixtures_and_held_out_documents(tmp_path: Path, tokenizer: Any) -> None:
+    sources = [
+        write_json_lines(tmp_path / f"{part}.jsonl", [{"text": f"{letter}" * 300} for _ in range(40)])
+        for part, letter in enumerate("ab")
+    ]
+    letters = [tokenizer(letter * 300)["input_ids"][1] for letter in "ab"]
+    for streaming in (False, True):
+        fields = {"shares": [0.25, 0.75], "eval_documents": 3, "streaming": streaming}
+        rows, held_out = load_rows(arguments_for(tmp_path, *sources, **fields), tokenizer, DRAFT)
+        drawn = [letters.index(int(row["input_ids"][1])) for row in rows]
+        assert 0.6 < sum(drawn) / len(drawn) < 0.9
+        assert held_out is not None
+        both, _ = load_rows(arguments_for(tmp_path, *sources, streaming=streaming), tokenizer, DRAFT)
+        kept = {tuple(row["input_ids"].tolist()) for row in held_out}
+        assert len(kept) > 0
+        assert len(list(held_out)) < len(list(both)) / 4
+
+
+def test_token_ids_know_which_the_target_wrote(tmp_path: Path, tokenizer: Any) -> None:
+    rows = [{"input_ids": list(range(10, 40)), "prompt_tokens": 12, "text": "not read"}]
+    source = write_json_lines(tmp_path / "a.jsonl", rows)
+    for train_on, written in (("assistant", 18), ("all", 30)):
+        (row,) = load_rows(arguments_for(tmp_path, source, train_on=train_on), tokenizer, DRAFT)[0]
+        assert row["input_ids"][:30].tolist() == list(range(10, 40))
+        assert row["loss_mask"].sum() == row["loss_mask"][30 - written : 30].sum() == written
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, tokenizer: Any, streaming: bool) -> None:
+    def refused(source: str, match: str, **fields: Any) -> None:
+        with pytest.raises(ValueError, match=match) as caught:
+            load_rows(arguments_for(tmp_path, source, streaming=streaming, **fields), tokenizer, DRAFT)
+        assert "\n" not in str(caught.value)
+
+    def lines(*rows: dict[str, Any]) -> str:
+        lines.count += 1  # type: ignore[attr-defined]
+        return write_json_lines(tmp_path / f"{lines.count}.jsonl", list(rows))  # type: ignore[attr-defined]
+
+    lines.count = 0  # type: ignore[attr-defined]
+    refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; mend the path")
+    refused(str(tmp_path / "*.none"), "No file matches")
+    refused("someone/nothing", "Cannot load the dataset 'someone/nothing'")
+    refused(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
+    refused(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
+    refused(lines({"text": ["x"]}), "holds list, not text")
+    refused(lines({"messages": "hello"}), "no messages|no chat template")
+    refused(lines({"text": ""}), "is empty, or all of its documents are")
+    refused(lines({"text": "x"}, {"text": "yz"}), "shorter than 5 tokens .*the longest has")
+    refused(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "token id 99999, outside this tokenizer's 6144")
+    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "no tokens of an assistant")
+    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 18}), "too short for a draft of 4 tokens")
+    refused(lines({"text": TEXTS[3]}), "max_length is 3; a draft of 4 tokens needs longer rows", max_length=3)
+
+    for name, content, match in (
+        ("empty.jsonl", b"", "empty.jsonl is empty"),
+        ("broken.jsonl", b'{"text": "a"}\nno json\n', "does not hold JSON lines, as its ending .jsonl says"),
+        ("broken.parquet", b"no parquet", "does not hold Parquet"),
+        ("latin.txt", "Küche".encode("latin1"), "does not hold UTF-8 text"),
+        ("odd.bin", b"\x01\x00\x02", "an odd number of bytes"),
+        ("other.bin", np.arange(7000, dtype=np.uint16).tobytes(), "token id 6999, outside"),
+        ("table.csv", b"a,b\n", "ends in '.csv'; files that can be read"),
+    ):
+        (tmp_path / name).write_bytes(content)
+        refused(str(tmp_path / name), match)
+    (tmp_path / "nothing").mkdir()
+    refused(str(tmp_path / "nothing"), "holds no file that ends in")
+
+
+def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: Any) -> None:
+    source = write_json_lines(tmp_path / "a.jsonl", [{"text": text} for text in TEXTS])
+    config = DartConfig(tokenizer_hash=vocabulary_hash(tokenizer))
+    load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
+    assert config.chat_template_hash is None
+    config.tokenizer_hash = "0" * 16
+    with pytest.raises(ValueError, match="The tokenizer is not the one that the head was made with"):
+        load_rows(arguments_for(tmp_path, source), tokenizer, DRAFT, config)
+
+
+def test_arguments_say_what_is_wrong() -> None:
+    for wrong in (
+        {"train_data": []},
+        {"train_on": "user"},
+        {"sample_by": "page"},
+        {"max_length": 1},
+        {"shares": [0.5, 0.5]},
+        {"shares": [0.0]},
+        {"eval_documents": 3, "eval_data": ["b.jsonl"]},
+    ):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            DataArguments(**{"train_data": ["a.jsonl"], **wrong})  # type: ignore[arg-type]
