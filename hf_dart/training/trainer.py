@@ -61,13 +61,8 @@ class DartTrainer(DrafterTrainer):
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors` [B, K]; the items of the loss are their blocks."""
-        drawn = draw_anchors(
-            inputs["documents"],
-            self.args.anchors_per_row,
-            self.head.draft_length,
-            generator,
-            inputs.get("loss_mask"),
-        )
+        count, mask = self.args.anchors_per_row, inputs.get("loss_mask")
+        drawn = draw_anchors(inputs["documents"], count, self.head.draft_length, generator, mask)
         inputs["anchors"] = drawn
         return int((drawn >= 0).sum())
 
