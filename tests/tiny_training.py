@@ -9,8 +9,13 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, default_data_collator
 
-from hf_dart import DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments
+from hf_dart import DartHead, DiffusionDrafter
+from hf_dart.training import (
+    DartTrainer,
+    DartTrainingArguments,
+    DiffusionTrainer,
+    DiffusionTrainingArguments,
+)
 from hf_dart.training.blocks import draw_anchors
 
 VOCABULARY = 61
@@ -43,7 +48,7 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 
 def tiny_trainer(
-    folder: Path, head: DartHead, target: Any, rows: Any, eval_rows: Any = None, **arguments: Any
+    folder: Path, head: DartHead | DiffusionDrafter, target: Any, rows: Any, eval_rows: Any = None, **arguments: Any
 ) -> DartTrainer:
     fields: dict[str, Any] = {
         "output_dir": str(folder),
@@ -57,6 +62,9 @@ def tiny_trainer(
         "save_strategy": "no",
         "seed": 5,
     }
+    if isinstance(head, DiffusionDrafter):
+        diffusion = DiffusionTrainingArguments(**{**fields, **arguments})
+        return DiffusionTrainer(head, target, diffusion, train_dataset=rows, eval_dataset=eval_rows)
     settings = DartTrainingArguments(**{**fields, **arguments})
     return DartTrainer(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
 

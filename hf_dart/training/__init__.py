@@ -2,6 +2,7 @@
 
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.data import Mixture, PackedTokens, tokenize
+from hf_dart.training.diffusion import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.evaluate import DecodingCallback
 from hf_dart.training.sources import DataArguments, load_rows
 from hf_dart.training.trainer import DartTrainer
@@ -11,6 +12,8 @@ __all__ = [
     "DartTrainingArguments",
     "DataArguments",
     "DecodingCallback",
+    "DiffusionTrainer",
+    "DiffusionTrainingArguments",
     "Mixture",
     "PackedTokens",
     "load_rows",

@@ -87,7 +87,12 @@ def draw_anchors(
 
 
 def build_blocks(
-    documents: Tensor, anchors: Tensor, draft_length: int, bidirectional: bool = False, flex: bool = False
+    documents: Tensor,
+    anchors: Tensor,
+    draft_length: int,
+    bidirectional: bool = False,
+    flex: bool = False,
+    window: int | None = None,
 ) -> Blocks:
     """Positions and mask of the prefix-shared pass.
 
@@ -101,6 +106,7 @@ def build_blocks(
         draft_length: d.
         bidirectional: the slots of a block see each other in both directions.
         flex: give the mask as a `BlockMask`, which leaves the tiles that nobody looks at out of the work.
+        window: how many positions back real positions are seen, one's own included; None sees them all.
     """
     batch, count = anchors.shape
     slots, real = draft_length - 1, documents.shape[1] - 1
@@ -122,6 +128,8 @@ def build_blocks(
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         prefix = (key <= last_seen[row, query]) & (entry_documents[row, query] == entry_documents[row, key])
+        if window is not None:
+            prefix = prefix & (positions[row, query] - positions[row, key] < window)
         own_block = block[query] == block[key]
         if not bidirectional:
             own_block = own_block & (key <= query)

@@ -74,27 +74,18 @@ class DartTrainer(DrafterTrainer):
             inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K], perhaps `loss_mask` [B, T].
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
-        draft_length = self.head.draft_length
         features, target_logits = self.teach(ids, documents)
-        bidirectional = self.head.config.block_attention == "bidirectional"
-        blocks = build_blocks(documents, anchors, draft_length, bidirectional, self.flex)
-        everything = model(
-            features=features[:, :-1],
-            next_embeddings=self.head.embed(ids[:, 1:]),
-            positions=blocks.positions,
-            attention_mask=blocks.mask,
-        )
         present = anchors >= 0  # [B, K]
-        hidden = gather_blocks(everything, anchors, draft_length)[present]  # [N, d, H]
+        hidden = self.block_states(model, inputs, features)[present]  # [N, d, H]
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors)[present]
-        places = target_positions(anchors[present], draft_length)  # [N, d]
+        places = target_positions(anchors[present], self.head.draft_length)  # [N, d]
         goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
         labels = labels_behind(ids, documents, rows[:, None], places, inputs.get("loss_mask"))
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:
-            loss = self._draft_loss(hidden, target_logits, goals, labels)
+            loss = self.draft_loss(inputs, hidden, target_logits, goals, labels)
         if self._quality is not None:
             chunk = self.args.loss_chunk or max(len(hidden), 1)
             parts = zip(hidden.split(chunk), goals.split(chunk), labels.split(chunk), strict=True)
@@ -105,16 +96,41 @@ class DartTrainer(DrafterTrainer):
             self._quality.add(self.accelerator.gather_for_metrics(per_row))
         if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
             with torch.no_grad():
-                seen = slice(0, 256)
+                seen = self.first_drafts(inputs)[:256]
                 parts = hidden[seen].split(self.args.loss_chunk or 256)
                 drafted = torch.cat([self.head.logits(part).argmax(-1) for part in parts])
                 self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
         return loss, hidden
 
-    def _draft_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor) -> Tensor:
+        """The hidden states [B, K, d, H] of all blocks; those of absent ones mean nothing.
+
+        Args:
+            model, inputs: of `summed_loss`.
+            features: [B, T, F] of `teach`.
+        """
+        ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+        bidirectional = self.head.config.block_attention == "bidirectional"
+        blocks = build_blocks(documents, anchors, self.head.draft_length, bidirectional, self.flex)
+        everything = model(
+            features=features[:, :-1],
+            next_embeddings=self.head.embed(ids[:, 1:]),
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )
+        return gather_blocks(everything, anchors, self.head.draft_length)
+
+    def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
+        """Which of the N blocks are drafted as a round begins: all of them."""
+        return torch.arange(int((inputs["anchors"] >= 0).sum()), device=inputs["anchors"].device)
+
+    def draft_loss(
+        self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
+    ) -> Tensor:
         """The sum of the objective over the blocks.
 
         Args:
+            inputs: of `summed_loss`.
             hidden: [N, d, H].
             target_logits: [B T, V].
             goals: [N, d] rows of `target_logits`.

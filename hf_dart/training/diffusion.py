@@ -1,0 +1,139 @@
+"""`DiffusionTrainer`: blocks of which a part is masked, by the chance that a reverse step would find them so.
+
+A block's time t is the chance with which each of its tokens is masked. At t = 1 all of them are, as where a draft
+begins: such blocks are trained by the objective of any drafter, left to right if so wished. Blocks at t < 1 are
+trained by the bound of a masked diffusion model (MDLM, arXiv 2406.07524), or by denoising score entropy (SEDD,
+arXiv 2310.16834), which equals it here.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hf_dart.drafters.diffusion import MASK, DiffusionDrafter
+from hf_dart.training.arguments import DartTrainingArguments
+from hf_dart.training.blocks import build_blocks, labels_behind, target_positions
+from hf_dart.training.chunks import chunked
+from hf_dart.training.losses import NO_LABEL, log_probabilities, masked_cross_entropy, score_entropy
+from hf_dart.training.trainer import DartTrainer
+
+_LEAST_TIME = 1e-3  # the weight of a token is 1 / t
+_DENOISING = ("masked_cross_entropy", "score_entropy")
+
+
+@dataclass
+class DiffusionTrainingArguments(DartTrainingArguments):
+    """`DartTrainingArguments` and what is the diffusion drafter's own.
+
+    Args:
+        revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
+            1 trains the diffusion model's bound alone, 0 a draft of one step.
+        denoising_loss: of the blocks with t < 1: "masked_cross_entropy" or "score_entropy".
+    """
+
+    loss: str = field(default="left_to_right", metadata={"help": "of blocks that are all masked; as for a head"})
+    revealed_share: float = field(default=0.5, metadata={"help": "of the blocks: those with tokens revealed"})
+    denoising_loss: str = field(default="masked_cross_entropy", metadata={"help": f"one of {', '.join(_DENOISING)}"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.revealed_share <= 1:
+            raise ValueError(f"revealed_share is {self.revealed_share}; give a number from 0 to 1.")
+        if self.denoising_loss not in _DENOISING:
+            raise ValueError(f"denoising_loss is {self.denoising_loss!r}; give one of {', '.join(_DENOISING)}.")
+        if self.selector_only:
+            raise ValueError("selector_only trains a DartHead's selector; a diffusion drafter has none.")
+
+
+class DiffusionTrainer(DartTrainer):
+    """Trains a [`DiffusionDrafter`] to draft for its target.
+
+    Evaluations draft in one step: their blocks are all masked.
+
+    Args:
+        drafter: as `DiffusionDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
+        target, args, kwargs: as for [`DartTrainer`].
+
+    Raises:
+        ValueError: the drafter does not fit the target, or its LM head could not be trained.
+    """
+
+    head: DiffusionDrafter  # type: ignore[assignment]
+    args: DiffusionTrainingArguments
+
+    def __init__(self, drafter: DiffusionDrafter, target: Any, args: DiffusionTrainingArguments, **kwargs: Any) -> None:
+        if not drafter.config.share_embeddings and args.loss_chunk:
+            raise ValueError(
+                "Losses in chunks train no LM head, and this drafter has one of its own; give loss_chunk=0, or a "
+                "drafter with share_embeddings=True."
+            )
+        super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
+
+    def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
+        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, γ]: the revealed tokens, `MASK` for the others."""
+        blocks = super().draw(inputs, generator)
+        ids, anchors = inputs["input_ids"], inputs["anchors"]
+        present, draft_length = anchors >= 0, self.head.draft_length
+        times = draw_times(blocks, 0.0 if self._quality is not None else self.args.revealed_share, generator)
+        masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
+        rows = present.nonzero()[:, :1]
+        places = target_positions(anchors[present], draft_length)
+        labels = labels_behind(ids, inputs["documents"], rows, places)
+        hidden = masked.to(ids.device) | (labels == NO_LABEL)
+        inputs["slots"] = ids.new_full((*anchors.shape, draft_length), MASK)
+        inputs["slots"][present] = torch.where(hidden, MASK, labels)
+        inputs["times"] = torch.ones(anchors.shape, device=ids.device)
+        inputs["times"][present] = times.to(ids.device)
+        return blocks
+
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor) -> Tensor:
+        ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
+        # The text's last entry drafts nothing itself: one slot more than a head's block has.
+        length, window = self.head.draft_length + 1, self.head.config.context_window
+        blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
+        everything = model(
+            tokens=torch.cat([ids[:, 1:], slots.flatten(1)], dim=1),
+            features=features[:, :-1],
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )
+        return everything[:, ids.shape[1] - 1 :].unflatten(1, slots.shape[1:])
+
+    def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
+        """Which of the N blocks are all masked."""
+        return (inputs["times"][inputs["anchors"] >= 0] == 1).nonzero()[:, 0]
+
+    def draft_loss(
+        self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
+    ) -> Tensor:
+        present = inputs["anchors"] >= 0
+        times, masked = inputs["times"][present], inputs["slots"][present] == MASK
+        whole, part = times == 1, times < 1
+
+        def denoising_losses(hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
+            logits = self.head.logits(hidden)
+            if self.args.denoising_loss == "masked_cross_entropy":
+                return masked_cross_entropy(logits, labels, masked, times)
+            odds = ((1 - times) / times).log()
+            return score_entropy(log_probabilities(logits) + odds[:, None, None], labels, masked, times)
+
+        parts = hidden[part], labels[part], masked[part], times[part]
+        loss = chunked(denoising_losses, *parts, chunk_size=self.args.loss_chunk)
+        return loss + super().draft_loss(inputs, hidden[whole], target_logits, goals[whole], labels[whole])
+
+
+def draw_times(blocks: int, revealed_share: float, generator: torch.Generator) -> Tensor:
+    """[N] times: spread evenly over (0, 1) for a share of the blocks, whichever they are; 1 for the others.
+
+    Spread, they give the bound a smaller variance than drawn one by one.
+    """
+    times = torch.ones(blocks)
+    count = round(revealed_share * blocks)
+    spread = (torch.arange(count) + torch.rand(1, generator=generator)) / max(count, 1)
+    chosen = torch.randperm(blocks, generator=generator)[:count]
+    times[chosen] = spread.clamp(_LEAST_TIME, 1 - _LEAST_TIME)
+    return times

@@ -1,0 +1,163 @@
+"""Training a diffusion drafter: the blocks of the shared pass, what is masked in them, the losses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_diffusion import one_pass
+from tiny_training import LENGTHS, VOCABULARY, tiny_target, tiny_trainer, token_rows
+from torch import Tensor
+from transformers import default_data_collator
+
+from hf_dart import DiffusionDrafter
+from hf_dart.drafters.diffusion import MASK
+from hf_dart.training import DiffusionTrainingArguments
+from hf_dart.training.base import seeded
+from hf_dart.training.diffusion import draw_times
+from hf_dart.training.objective import PRESETS
+
+
+def tiny_drafter(target: Any, **config: Any) -> DiffusionDrafter:
+    fields = {"draft_length": 4, "initializer_range": 0.2, "context_window": 24}
+    return DiffusionDrafter.from_target(target, **{**fields, **config})
+
+
+def drawn_batch(trainer: Any, rows: list[dict[str, Tensor]], seed: int = 0) -> dict[str, Tensor]:
+    batch = default_data_collator(rows)
+    trainer.draw(batch, seeded(seed))
+    return batch
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", [{}, {"share_embeddings": False, "feature_layers": [1, 3]}], ids=["shared", "own"])
+@pytest.mark.parametrize("window", [6, 24])
+def test_every_block_is_trained_as_it_is_drafted(tmp_path: Path, kind: dict[str, Any], window: int) -> None:
+    target = tiny_target(torch.float64)
+    drafter = tiny_drafter(target, context_window=window, **kind)
+    trainer = tiny_trainer(tmp_path, drafter, target, [], anchors_per_row=9, loss_chunk=0)
+    batch = drawn_batch(trainer, token_rows(LENGTHS))
+    features, _ = trainer.teach(batch["input_ids"], batch["documents"])
+    hidden = trainer.block_states(drafter, batch, features)
+    compared = 0
+    for row, ids in enumerate(batch["input_ids"]):
+        documents = batch["documents"][row]
+        for block, anchor in enumerate(batch["anchors"][row].tolist()):
+            if anchor < 0:
+                continue
+            begin = int((documents == documents[anchor]).nonzero()[0])
+            text = slice(begin, anchor + 1)
+            slots = batch["slots"][row, block].tolist()
+            expected = one_pass(drafter, features[row, text], ids[begin + 1 : anchor + 2], slots)
+            torch.testing.assert_close(drafter.logits(hidden[row, block]), expected, rtol=1e-8, atol=1e-8)
+            compared += 1
+    assert compared > 15
+
+
+def test_what_is_masked(tmp_path: Path) -> None:
+    """Revealed are true tokens, as many as the times say; and the same seed gives the same."""
+    target = tiny_target()
+    trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, [], anchors_per_row=20, revealed_share=0.75)
+    rows = token_rows([[40, 9, 24], [73], [60, -13]] * 3)
+    batch = drawn_batch(trainer, rows)
+    present, slots, times = batch["anchors"] >= 0, batch["slots"], batch["times"]
+    revealed = (slots != MASK) & present[..., None]
+    places = batch["anchors"][..., None] + 2 + torch.arange(4)
+    true = batch["input_ids"].gather(1, places.flatten(1).clamp(0, 72)).view_as(slots)
+    assert torch.equal(slots[revealed], true[revealed])
+    assert (times[~present] == 1).all()
+    blocks = int(present.sum())
+    partial = times[present] < 1
+    assert int(partial.sum()) == round(0.75 * blocks)
+    assert not revealed[present][~partial].any()
+    share, expected = revealed[present][partial].float().mean(), 1 - times[present][partial].mean()
+    assert float(share) == pytest.approx(float(expected), abs=0.08)
+    again = drawn_batch(trainer, rows)
+    assert all(torch.equal(batch[name], again[name]) for name in batch)
+    assert not torch.equal(slots, drawn_batch(trainer, rows, seed=1)["slots"])
+
+
+def test_times_are_spread() -> None:
+    times = draw_times(10, 1.0, seeded(0)).sort().values
+    assert (times > 0).all()
+    assert torch.equal((times * 10).long(), torch.arange(10))
+    assert torch.equal(draw_times(3, 0.0, seeded(0)), torch.ones(3))
+    assert len(draw_times(0, 1.0, seeded(0))) == 0
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_score_entropy_is_the_masked_cross_entropy(tmp_path: Path, share: float) -> None:
+    """The same loss and the same gradients, whatever the chunks."""
+    target = tiny_target(torch.float64)
+    results = []
+    for form, chunk in (("masked_cross_entropy", 0), ("score_entropy", 0), ("score_entropy", 5)):
+        drafter = tiny_drafter(target)
+        options = {"denoising_loss": form, "revealed_share": share, "loss_chunk": chunk, "anchors_per_row": 12}
+        trainer = tiny_trainer(tmp_path, drafter, target, [], **options)
+        target.requires_grad_(False)
+        loss, _ = trainer.summed_loss(drafter, drawn_batch(trainer, token_rows(LENGTHS)))
+        loss.backward()
+        results.append((loss.detach(), [weight.grad for weight in drafter.parameters()]))
+    for loss, gradients in results[1:]:
+        torch.testing.assert_close(loss, results[0][0], rtol=1e-6, atol=1e-6)
+        for gradient, first in zip(gradients, results[0][1], strict=True):
+            torch.testing.assert_close(gradient, first, rtol=1e-5, atol=1e-6)
+            assert first.abs().sum() > 0
+
+
+@pytest.mark.parametrize("loss", PRESETS)
+def test_every_objective_trains_it(tmp_path: Path, loss: str) -> None:
+    target = tiny_target()
+    drafter = tiny_drafter(target, feature_layers=[2])
+    rows = token_rows(LENGTHS * 4)
+    settings = {"loss": loss, "revealed_share": 0.3, "max_steps": 24, "logging_steps": 4}
+    trainer = tiny_trainer(tmp_path, drafter, target, rows, **settings)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert float(logs[-1]["loss"]) < float(logs[0]["loss"])
+    assert {"agreement_1", "agreement_4"} <= logs[-1].keys()
+
+
+@pytest.mark.parametrize("share", [True, False])
+def test_training_makes_better_drafts(tmp_path: Path, share: bool) -> None:
+    """Of the target's own greedy text, in evaluation and in earnest; what is saved drafts the same."""
+    target = tiny_target()
+    starts = torch.randint(2, VOCABULARY, (8, 1), generator=torch.Generator().manual_seed(0))
+    options = {"do_sample": False, "max_new_tokens": 39, "eos_token_id": None, "pad_token_id": 1}
+    texts = target.generate(starts, attention_mask=torch.ones_like(starts), **options)
+    rows = [{"input_ids": text, "documents": torch.zeros(40, dtype=torch.long)} for text in texts]
+    drafter = tiny_drafter(target, share_embeddings=share, tree={"nodes": 4, "lookup": 0})
+    settings = {"max_steps": 60, "loss_chunk": 16 if share else 0, "save_strategy": "steps", "save_steps": 60}
+    trainer = tiny_trainer(tmp_path, drafter, target, rows, eval_rows=rows, **settings)
+
+    def decoded(one: DiffusionDrafter) -> tuple[float, list[list[int]]]:
+        one.eval()
+        ours = target.generate(starts, attention_mask=torch.ones_like(starts), **options, assistant=one)
+        assert torch.equal(ours, texts)
+        return one.last_stats.tau, one.last_stats.committed
+
+    before, tau = trainer.evaluate()["eval_tau"], decoded(drafter)[0]
+    trainer.train()
+    assert trainer.evaluate()["eval_tau"] > before + 1
+    after, committed = decoded(drafter)
+    assert after > tau + 0.5
+    loaded = DiffusionDrafter.from_pretrained(str(tmp_path / "checkpoint-60"), target=target)
+    assert decoded(loaded)[1] == committed
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"revealed_share": 1.5}, {"denoising_loss": "mse"}, {"loss": "mse"}, {"selector_only": True, "loss": "dart"}],
+    ids=str,
+)
+def test_arguments_say_what_is_wrong(tmp_path: Path, fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"{next(iter(fields))}.*\\.$"):
+        DiffusionTrainingArguments(str(tmp_path), use_cpu=True, **fields)
+
+
+def test_an_lm_head_of_its_own_is_not_trained_in_chunks(tmp_path: Path) -> None:
+    target = tiny_target()
+    with pytest.raises(ValueError, match=r"loss_chunk=0.*\.$"):
+        tiny_trainer(tmp_path, tiny_drafter(target, share_embeddings=False), target, [], loss_chunk=8)
