@@ -141,11 +141,11 @@ def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None
     trainer = tiny_trainer(tmp_path, head, target, rows)
     seen: list[list[int]] = []
 
-    def draft_loss(hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+    def draft_loss(inputs: Any, hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
         seen.extend(labels.tolist())
         return hidden.sum()
 
-    trainer._draft_loss = draft_loss
+    trainer.draft_loss = draft_loss
     batch = batch_of(rows, trainer.head.draft_length, 20)
     trainer.compute_loss(head, batch)
     expected = []
