@@ -28,9 +28,9 @@ class DiffusionConfig(PreTrainedConfig):
         feature_layers: which of the target's `hidden_states` the context also carries; empty for none.
         embedding_size, lm_head_size, feature_size: widths of the target's embeddings, LM head and hidden states.
         tree: fields of the [`TreeConfig`] that suits this drafter best; what `drafter.tree_config` starts as.
-        vocab_size: rows of the embedding table, padding rows included.
-        target_name, target_model_type, target_num_layers: the target that the drafter was made for.
-        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        vocab_size, target_name, target_revision, target_model_type, target_num_layers, tokenizer_hash,
+            chat_template_hash, enable_thinking: of the target that the drafter was made for, and what it was trained
+            on, as in [`DartConfig`].
 
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.
@@ -59,9 +59,12 @@ class DiffusionConfig(PreTrainedConfig):
     initializer_range: float = 0.02
     vocab_size: int = 6144
     target_name: str | None = None
+    target_revision: str | None = None
     target_model_type: str | None = None
     target_num_layers: int = 8
     tokenizer_hash: str | None = None
+    chat_template_hash: str | None = None
+    enable_thinking: bool | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -114,7 +117,8 @@ class DiffusionConfig(PreTrainedConfig):
         shape = DartConfig.for_target(target)
         alike = (
             "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps", "rope_theta",
-            "embedding_size", "feature_size", "vocab_size", "target_name", "target_model_type", "target_num_layers",
+            "embedding_size", "feature_size", "vocab_size", "target_name", "target_revision", "target_model_type",
+            "target_num_layers",
         )  # fmt: skip
         fields = {name: getattr(shape, name) for name in alike}
         fields |= {"hidden_size": shape.feature_size, "lm_head_size": shape.hidden_size}

@@ -82,7 +82,7 @@ class DiffusionTrainer(DartTrainer):
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
         rows = present.nonzero()[:, :1]
         places = target_positions(anchors[present], draft_length)
-        labels = labels_behind(ids, inputs["documents"], rows, places)
+        labels = labels_behind(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
         hidden = masked.to(ids.device) | (labels == NO_LABEL)
         inputs["slots"] = ids.new_full((*anchors.shape, draft_length), MASK)
         inputs["slots"][present] = torch.where(hidden, MASK, labels)
