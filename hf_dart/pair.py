@@ -44,23 +44,15 @@ def load_pair(
     if (target is None) != (head is None):
         missing, given = ("--target", "--head") if target is None else ("--head", "--target")
         raise UserError(f"A head and its target belong together: give {missing} too, or leave {given} out.")
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
 
     from hf_dart.drafters import load_drafter
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    target_path, head_path = target or str(PACKAGED_TARGET), head or str(PACKAGED_HEAD)
-    dtype = dtype or ("float32" if target is None else "auto")
-    for what, path in (("target", target_path), ("head", head_path)):
-        _check_path(what, path)
-    options = {} if device_map is None else {"device_map": device_map}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(target_path)
-        model = AutoModelForCausalLM.from_pretrained(target_path, dtype=dtype, **options)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
-        raise UserError(f"Cannot load the target {target_path!r}: {sentence(error)}") from error
+    model, tokenizer = load_target(target, dtype, device_map)
+    head_path = head or str(PACKAGED_HEAD)
+    _check_path("head", head_path)
     try:
         drafter = load_drafter(head_path, target=model, tokenizer=tokenizer)
     except (OSError, ValueError, RuntimeError) as error:
@@ -69,6 +61,43 @@ def load_pair(
     # A folder's path says nothing on another machine; its name may.
     names = [Path(name).resolve().name if Path(name).is_dir() else name for name in names]
     return Pair(model, drafter, tokenizer, *names)
+
+
+def load_target(
+    target: str | None = None,
+    dtype: str | None = None,
+    device_map: Any = None,
+    *,
+    tokenizer: str | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load a target and its tokenizer.
+
+    Args:
+        target, dtype, device_map: as for `load_pair`.
+        tokenizer: folder or Hub id; None is the target's own.
+        options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
+
+    Raises:
+        UserError: one of them cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = target or str(PACKAGED_TARGET)
+    dtype = dtype or ("float32" if target is None else "auto")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
+    _check_path("target", path)
+    if device_map is not None:
+        options["device_map"] = device_map
+    revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
+    try:
+        return (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options),
+            AutoTokenizer.from_pretrained(tokenizer or path, **revision),
+        )
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
 
 
 def _check_path(what: str, path: str) -> None:

@@ -32,6 +32,14 @@ class TargetArguments:
     )
     attn_implementation: str | None = field(default=None, metadata={"help": "of the target, as for from_pretrained"})
 
+    def quantization_fields(self) -> dict[str, Any]:
+        """`quantization` as a dict, empty without.
+
+        Raises:
+            ValueError: it is no JSON object.
+        """
+        return _json_object("quantization", self.quantization, '{"load_in_4bit": true}')
+
 
 @dataclass
 class HeadArguments:
@@ -63,11 +71,15 @@ class HeadArguments:
         """
         given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "head"}
         if self.tree is not None:
-            try:
-                given["tree"] = dict(json.loads(self.tree))
-            except (TypeError, ValueError) as error:
-                raise ValueError(f'tree is {self.tree!r}; give a JSON object such as {{"nodes": 16}}.') from error
+            given["tree"] = _json_object("tree", self.tree, '{"nodes": 16}')
         return {name: value for name, value in given.items() if value is not None}
+
+
+def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
+    try:
+        return {} if text is None else dict(json.loads(text))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{name} is {text!r}; give a JSON object such as {example}.") from error
 
 
 @dataclass

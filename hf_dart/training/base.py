@@ -192,31 +192,17 @@ class DrafterTrainer(Trainer):
                 "earlier checkpoint with a lower learning_rate or a max_grad_norm."
             )
         run = Path(self._get_output_dir(trial))
-        name = f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        written, final = run / STAGING / name, run / name
-        if self.args.should_save:
-            shutil.rmtree(run / STAGING, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self._staging = True
-        try:
-            super()._save_checkpoint(model, trial)
-            self.accelerator.wait_for_everyone()
+        final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+        with self._whole(final) as written:
+            self._staging = True
+            try:
+                super()._save_checkpoint(model, trial)
+            finally:
+                self._staging = False
             if self.state.best_model_checkpoint == str(written):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
                     self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-            if self.args.should_save:
-                publish(written, final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own words
-            raise OSError(
-                f"{name} could not be written to {run} ({' '.join(str(error).split())}); earlier checkpoints are "
-                "whole: make room there and resume."
-            ) from error
-        finally:
-            self._staging = False
-            if self.args.should_save:
-                shutil.rmtree(run / STAGING, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
@@ -226,6 +212,38 @@ class DrafterTrainer(Trainer):
                 best_model_checkpoint=self.state.best_model_checkpoint,
                 use_mtime=True,
             )
+
+    def save_whole(self, folder: Path) -> None:
+        """As `save_model`, all or nothing; `folder` lies in the output folder of the run.
+
+        Raises:
+            OSError: it could not be written; nothing of it is left.
+        """
+        with self._whole(folder) as written:
+            self.save_model(str(written))
+
+    @contextmanager
+    def _whole(self, final: Path) -> Iterator[Path]:
+        """Where all processes write what is called `final` when all of them are done."""
+        staging = final.parent / STAGING
+        written = staging / final.name
+        if self.args.should_save:
+            shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        try:
+            yield written
+            self.accelerator.wait_for_everyone()
+            if self.args.should_save:
+                publish(written, final)
+        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
+            raise OSError(
+                f"{final.name} could not be written to {final.parent} ({' '.join(str(error).split())}); what was saved "
+                "before is whole: make room there and resume."
+            ) from error
+        finally:
+            if self.args.should_save:
+                shutil.rmtree(staging, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
 
 
 def seeded(*numbers: int) -> torch.Generator:

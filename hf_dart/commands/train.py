@@ -1,0 +1,35 @@
+"""`hf-dart train`: train a draft head."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+from hf_dart.pair import UserError, sentence
+
+
+def add(commands: Any) -> None:
+    # The options are read by transformers' HfArgumentParser, which has to be imported first: to this parser, no word
+    # is an option.
+    parser = commands.add_parser("train", help="train a draft head", add_help=False, prefix_chars="\0")
+    parser.add_argument("options", nargs="*")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from hf_dart.training import recipe
+    from hf_dart.training.run import run
+
+    if {"-h", "--help"} & set(arguments.options):
+        recipe.parser().print_help()
+        return 0
+    try:
+        options = recipe.read_recipe(arguments.options)
+        final, metrics = run(options)
+    except (ValueError, OSError, FloatingPointError) as error:
+        raise UserError(sentence(error)) from error
+    if options.training.should_log:
+        tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
+        print(f"The head is in {final}{tau}", file=sys.stderr)
+    return 0

@@ -1,0 +1,110 @@
+"""The options of a run: flags, and a YAML or JSON file that they override."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, NoReturn
+
+import yaml
+from transformers import HfArgumentParser
+
+from hf_dart.pair import sentence
+from hf_dart.training.arguments import DartTrainingArguments, HeadArguments, TargetArguments
+from hf_dart.training.sources import DataArguments
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What `hf-dart train` is told.
+
+    Attributes:
+        target, head, data, training: the options by what they are about.
+        given: those that were given, by name, for `yaml.safe_dump`.
+    """
+
+    target: TargetArguments
+    head: HeadArguments
+    data: DataArguments
+    training: DartTrainingArguments
+    given: dict[str, Any]
+
+
+_GROUPS = (TargetArguments, HeadArguments, DataArguments, DartTrainingArguments)
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(f"{message}.")
+
+
+def parser() -> HfArgumentParser:
+    """A flag for every option."""
+    description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
+    # No abbreviations: what is misspelled must not become another option.
+    made = _Parser(
+        _GROUPS, prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
+    )
+    made.description = description
+    return made
+
+
+def read_recipe(words: Sequence[str]) -> Recipe:
+    """The options in `words`.
+
+    Args:
+        words: of a command line; the first may be a YAML or JSON file of option names and values.
+
+    Raises:
+        ValueError: an option is unknown, missing or out of range, or the file cannot be read.
+    """
+    flags = list(words)
+    if flags and not flags[0].startswith("-"):
+        flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
+    reader = parser()
+    known = {one.name for group in _GROUPS for one in fields(group) if one.init}
+    for word in flags:
+        if word.startswith("--") and (name := word[2:].partition("=")[0].replace("-", "_")) not in known:
+            if name.startswith("no_") and name[3:] in known:
+                continue
+            raise ValueError(_unknown(name, known))
+    space, rest = reader.parse_known_args(flags)
+    if rest:
+        raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
+    given = {name: value for name, value in vars(space).items() if value != reader.get_default(name)}
+    target, head, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    if training.output_dir == "trainer_output" and "output_dir" not in given:
+        raise ValueError("output_dir is missing; name the folder that the run is written to.")
+    return Recipe(target, head, data, training, given)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        # JSON is YAML, but YAML says worse what is wrong with it.
+        text = file.read_text(encoding="utf8")
+        content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise ValueError(f"Cannot read the recipe {str(file)!r}: {sentence(error)}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"The recipe {str(file)!r} holds no options; give lines such as 'max_steps: 1000'.")
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def _as_flags(options: dict[str, Any]) -> list[str]:
+    """Options of a file as words of a command line, so that both are checked alike; null leaves the default."""
+    words = []
+    for name, value in options.items():
+        if isinstance(value, list):
+            words += [f"--{name}", *map(str, value)]
+        elif value is not None:
+            words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
+    return words
+
+
+def _unknown(name: str, known: set[str]) -> str:
+    nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    mend = f"did you mean {nearest[0]!r}?" if nearest else "'hf-dart train --help' lists all."
+    return f"There is no option {name!r}; {mend}"

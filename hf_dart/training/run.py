@@ -1,0 +1,134 @@
+"""One training run, from its options to the saved head: what `hf-dart train` does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import yaml
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import get_last_checkpoint
+
+from hf_dart.configuration import DartConfig
+from hf_dart.head import DartHead
+from hf_dart.pair import load_target
+from hf_dart.training.arguments import HeadArguments, TargetArguments
+from hf_dart.training.recipe import Recipe
+from hf_dart.training.sources import load_rows
+from hf_dart.training.trainer import DartTrainer
+
+FINAL = "final"
+"""Folder of a run that holds the trained head."""
+
+# What a head that was trained before may be given anew.
+_CHANGEABLE = ("selector_rank", "tree", "target_name")
+
+
+def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
+    """Train as `recipe` says, evaluate, and save the head to `final` in the output folder.
+
+    Returns:
+        The folder of the head, and the metrics of the last evaluation (none without evaluation data).
+
+    Raises:
+        ValueError: an option cannot be used; nothing has been written.
+        UserError: the target cannot be loaded.
+        FloatingPointError: training has diverged.
+        OSError: something cannot be read or written.
+    """
+    args = recipe.training
+    checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
+    model, tokenizer = _target(recipe.target, args.device)
+    head = _head(recipe.head, model, tokenizer, args.selector_only)
+    with args.main_process_first(desc="preparing the data"):
+        train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
+    if checkpoint is not None:
+        _check_same_head(checkpoint, head)
+    trainer = DartTrainer(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    if args.should_save:
+        folder = Path(args.output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.given, sort_keys=False), encoding="utf8")
+    trainer.train(resume_from_checkpoint=checkpoint)
+    metrics = trainer.evaluate() if eval_rows is not None else {}
+    final = Path(args.output_dir, FINAL)
+    trainer.save_whole(final)
+    return final, metrics
+
+
+def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
+    """The checkpoint to go on from.
+
+    Args:
+        output_dir: of the run.
+        asked: a checkpoint, "true" for the newest of the run, None or "false" for none.
+
+    Raises:
+        ValueError: there is no such checkpoint, or something would be overwritten.
+    """
+    folder = Path(output_dir)
+    if asked is None or asked.lower() == "false":
+        if folder.is_dir() and any(folder.iterdir()):
+            raise ValueError(
+                f"The folder {output_dir} is not empty; go on with its newest checkpoint by resume_from_checkpoint, or "
+                "give another output_dir."
+            )
+        return None
+    if asked.lower() == "true":
+        newest = get_last_checkpoint(output_dir) if folder.is_dir() else None
+        if newest is None:
+            raise ValueError(f"{output_dir} holds no checkpoint to go on from; leave resume_from_checkpoint out.")
+        return newest
+    if not Path(asked, TRAINER_STATE_NAME).is_file():
+        raise ValueError(f"{asked} is no checkpoint; give a folder checkpoint-N of a run, or no name for the newest.")
+    return asked
+
+
+def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
+    """The model and its tokenizer."""
+    options: dict[str, Any] = {}
+    if arguments.quantization is not None:
+        from transformers import BitsAndBytesConfig
+
+        options["quantization_config"] = BitsAndBytesConfig(**arguments.quantization_fields())
+    if arguments.attn_implementation is not None:
+        options["attn_implementation"] = arguments.attn_implementation
+    if arguments.target_revision is not None:
+        options["revision"] = arguments.target_revision
+    whole = None if device.type == "cpu" else {"": device}
+    return load_target(
+        arguments.target, arguments.dtype, arguments.device_map or whole, tokenizer=arguments.tokenizer, **options
+    )
+
+
+def _head(arguments: HeadArguments, model: Any, tokenizer: Any, selector_only: bool) -> DartHead:
+    """A new head, or the given one, with weights in float32."""
+    config = arguments.config()
+    if arguments.head is None:
+        if selector_only:
+            raise ValueError("selector_only trains the selector of a trained head; name it with head.")
+        return DartHead.from_target(model, tokenizer=tokenizer, **config).float()
+    fixed = [name for name in config if name not in _CHANGEABLE]
+    if fixed:
+        raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
+    head = DartHead.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
+    rank = config.pop("selector_rank", None)
+    if rank is not None and head.selector is None:
+        head.add_selector(rank)
+    elif rank is not None and rank != head.config.selector_rank:
+        has = head.config.selector_rank
+        raise ValueError(f"{arguments.head} has a selector of rank {has}; leave out selector_rank.")
+    for name, value in config.items():
+        setattr(head.config, name, value)
+    return head
+
+
+def _check_same_head(checkpoint: str, head: DartHead) -> None:
+    """Weights would load into some heads that mean something else by them."""
+    saved, made = DartConfig.from_pretrained(checkpoint), head.config
+    for name in DartConfig.__annotations__:
+        if getattr(saved, name) != getattr(made, name):
+            raise ValueError(
+                f"{checkpoint} has {name}={getattr(saved, name)!r} and this run {getattr(made, name)!r}; resume with "
+                "the options that the run was begun with (its recipe.yaml)."
+            )

@@ -1,0 +1,179 @@
+"""`hf-dart train`: a recipe and flags to a head that loads, and one sentence for what cannot be used."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from hf_dart import DartConfig, DartHead, TreeConfig
+from hf_dart.cli import main
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.training.arguments import HeadArguments
+from hf_dart.training.recipe import read_recipe
+
+TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(40))
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A run of a few seconds on the packaged target."""
+    data = tmp_path / "data"
+    data.mkdir()
+    for part in range(3):
+        (data / f"{part}.txt").write_text(TEXT[part:], encoding="utf8")
+    options = {
+        "train_data": [str(data)],
+        "eval_documents": 1,
+        "cache_dir": str(tmp_path / "cache"),
+        "output_dir": str(tmp_path / "run"),
+        "max_length": 48,
+        "draft_length": 3,
+        "feature_layers": [2, 8],
+        "tree": {"nodes": 8},
+        "per_device_train_batch_size": 2,
+        "anchors_per_row": 4,
+        "learning-rate": "1e-3",
+        "max_steps": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "warmup_steps": None,
+    }
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(options), encoding="utf8")
+    return file
+
+
+def run_of(recipe: Path) -> Path:
+    return recipe.parent / "run"
+
+
+def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = run_of(recipe)
+    assert main(["train", str(recipe), "--max_steps", "2", "--decode-prompts", "1", "--decode_new_tokens=4"]) == 0
+    shown = capsys.readouterr()
+    assert str(run / "final") in shown.err
+    assert "tau" in shown.err
+    assert {file.name for file in run.iterdir()} == {"checkpoint-2", "final", "recipe.yaml"}
+    written = yaml.safe_load((run / "recipe.yaml").read_text())
+    assert written["max_steps"] == 2
+    assert written["learning_rate"] == 1e-3
+    assert "warmup_steps" not in written
+    record = json.loads((run / "final" / "training.json").read_text())
+    assert record["steps"] == 2
+    assert {"eval_tau", "eval_tau_decoded"} <= record["evaluation"].keys()
+
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+    head = DartHead.from_pretrained(str(run / "final"), target=target, tokenizer=tokenizer)
+    assert (head.draft_length, head.feature_layers, head.tree_config) == (3, [2, 8], TreeConfig(nodes=8))
+    untrained = DartHead.from_target(target, draft_length=3, feature_layers=[2, 8])
+    assert not torch.equal(head.fc.weight, untrained.fc.weight)
+
+    assert main(["train", str(recipe)]) == 2
+    assert "is not empty" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--resume_from_checkpoint", "--draft_length", "2"]) == 2
+    assert "draft_length=3 and this run 2" in capsys.readouterr().err
+    assert main(["train", str(recipe), "--resume_from_checkpoint"]) == 0
+    assert json.loads((run / "final" / "training.json").read_text())["steps"] == 4
+    assert json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
+
+
+def test_a_selector_is_trained_on_a_given_head(recipe: Path) -> None:
+    run = run_of(recipe)
+    options = yaml.safe_load(recipe.read_text())
+    for name in ("draft_length", "feature_layers"):
+        del options[name]
+    options |= {"head": str(PACKAGED_HEAD), "selector_only": True, "gamma": 0.8, "max_steps": 1, "eval_steps": 1}
+    json_recipe = recipe.with_suffix(".json")
+    json_recipe.write_text(json.dumps(options))
+    assert main(["train", str(json_recipe)]) == 0
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    before, after = (
+        DartHead.from_pretrained(str(path), target=target).state_dict() for path in (PACKAGED_HEAD, run / "final")
+    )
+    changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
+    assert changed
+    assert all(name.startswith("selector.") for name in changed)
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--max_step", "3"], "did you mean 'max_steps'?"),
+        (["--max_steps", "ten"], "invalid int value: 'ten'"),
+        (["--loss", "mse"], "one of dart, left_to_right"),
+        (["more.yaml"], "'more.yaml' belongs to no option"),
+        (["--target", "./nowhere"], "no folder './nowhere'"),
+        (["--dtype", "int3"], "dtype is 'int3'"),
+        (["--quantization", "4bit"], "give a JSON object"),
+        (["--head", "./nowhere"], "draft_length shapes a new head"),
+        (["--selector_only", "--loss", "dart"], "name it with head"),
+        (["--feature_layers", "99"], "feature_layers [99] do not lie in"),
+        (["--resume_from_checkpoint"], "holds no checkpoint"),
+        (["--resume_from_checkpoint", "./elsewhere"], "is no checkpoint"),
+        (["--train_data", "./nothing.txt"], "There is no file or folder ./nothing.txt"),
+        (["--max_length", "3"], "longer rows"),
+        (["--early_stopping_patience", "0"], "early_stopping_patience is 0"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_mistakes_get_one_sentence_and_write_nothing(
+    recipe: Path, words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(recipe), *words]) == 2
+    shown = capsys.readouterr().err.splitlines()
+    assert shown[-1].startswith("hf-dart: ")
+    assert says in shown[-1]
+    assert not run_of(recipe).exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("train_dat: [x]", "did you mean 'train_data'?"),
+        ("zzzzzzzz: 1", "--help' lists all"),
+        ("train_data: [x]", "output_dir is missing"),
+        ("output_dir: x", "required: --train_data"),
+        ("- a list", "holds no options"),
+        ("a: [", "Cannot read the recipe"),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        read_recipe([str(file)])
+    assert says in str(error.value)
+
+
+def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
+    """The others are read off the target, its tokenizer and the data."""
+    read_off = {"hidden_size", "embedding_size", "feature_size", "vocab_size", "target_model_type", "target_num_layers"}
+    read_off |= {"tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
+    options = {one.name for one in fields(HeadArguments)} - {"head"}
+    assert options == set(DartConfig.__annotations__) - read_off
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("--train_data", "--draft_length", "--loss", "--target", "RECIPE"))
+
+
+def test_flags_override_a_recipe(recipe: Path) -> None:
+    options: Any = read_recipe([str(recipe), "--max_steps", "7", "--feature-layers", "1", "2", "3", "--no_packing"])
+    assert options.training.max_steps == 7
+    assert options.head.config()["feature_layers"] == [1, 2, 3]
+    assert options.head.config()["tree"] == {"nodes": 8}
+    assert options.training.learning_rate == 1e-3
+    assert not options.data.packing
+    assert options.given["packing"] is False
