@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
+import torch
 from transformers import TrainingArguments
 
 from hf_dart.training.objective import PRESETS, Objective
@@ -139,6 +140,8 @@ class DartTrainingArguments(TrainingArguments):
     remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
 
     def __post_init__(self) -> None:
+        if not torch.accelerator.is_available():
+            self.use_cpu = True  # else bf16 would be asked of a GPU
         if self.early_stopping_patience is not None:
             if self.metric_for_best_model is None:
                 self.metric_for_best_model = "tau"

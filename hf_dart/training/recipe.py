@@ -64,17 +64,13 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     flags = list(words)
     if flags and not flags[0].startswith("-"):
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
-    reader = parser()
     known = {one.name for group in _GROUPS for one in fields(group) if one.init}
-    for word in flags:
-        if word.startswith("--") and (name := word[2:].partition("=")[0].replace("-", "_")) not in known:
-            if name.startswith("no_") and name[3:] in known:
-                continue
-            raise ValueError(_unknown(name, known))
+    names = [_option(word, known) for word in flags if word.startswith("--")]
+    reader = parser()
     space, rest = reader.parse_known_args(flags)
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
-    given = {name: value for name, value in vars(space).items() if value != reader.get_default(name)}
+    given = {name: getattr(space, name) for name in names}
     target, head, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")
@@ -104,7 +100,13 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
     return words
 
 
-def _unknown(name: str, known: set[str]) -> str:
-    nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    mend = f"did you mean {nearest[0]!r}?" if nearest else "'hf-dart train --help' lists all."
-    return f"There is no option {name!r}; {mend}"
+def _option(word: str, known: set[str]) -> str:
+    """The option that a word of a command line names."""
+    name = word[2:].partition("=")[0].replace("-", "_")
+    if name.startswith("no_") and name[3:] in known:
+        name = name[3:]
+    if name not in known:
+        nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+        mend = f"did you mean {nearest[0]!r}?" if nearest else "'hf-dart train --help' lists all."
+        raise ValueError(f"There is no option {name!r}; {mend}")
+    return name

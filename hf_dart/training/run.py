@@ -45,15 +45,24 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     if checkpoint is not None:
         _check_same_head(checkpoint, head)
     trainer = DartTrainer(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
-    if args.should_save:
+    if args.should_save and checkpoint is None:
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.given, sort_keys=False), encoding="utf8")
     trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = trainer.evaluate() if eval_rows is not None else {}
+    metrics = {} if eval_rows is None else last_evaluation(trainer)
     final = Path(args.output_dir, FINAL)
     trainer.save_whole(final)
     return final, metrics
+
+
+def last_evaluation(trainer: DartTrainer) -> dict[str, float]:
+    """Metrics of the head as it is now."""
+    if not trainer.args.load_best_model_at_end:
+        for entry in trainer.state.log_history:
+            if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
+                return entry
+    return trainer.evaluate()
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
