@@ -18,7 +18,7 @@ from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.arguments import HeadArguments
 from hf_dart.training.recipe import read_recipe
 
-TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(40))
+TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
 
 
 @pytest.fixture
@@ -158,7 +158,7 @@ def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
 def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
     """The others are read off the target, its tokenizer and the data."""
     read_off = {"hidden_size", "embedding_size", "feature_size", "vocab_size", "target_model_type", "target_num_layers"}
-    read_off |= {"tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
+    read_off |= {"target_revision", "tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
     options = {one.name for one in fields(HeadArguments)} - {"head"}
     assert options == set(DartConfig.__annotations__) - read_off
 

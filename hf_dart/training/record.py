@@ -10,10 +10,21 @@ from typing import TYPE_CHECKING, Any
 from hf_dart.machine import hardware, versions
 
 if TYPE_CHECKING:
+    from transformers import TrainerState
+
     from hf_dart.training.trainer import DartTrainer
 
 TRAINING_RECORD = "training.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
+
+
+def last_evaluation(state: TrainerState) -> dict[str, float] | None:
+    """All that was logged by the last evaluation, what callbacks found included; None if there was none."""
+    evaluations = [logged for logged in state.log_history if any(name.startswith("eval_") for name in logged)]
+    if not evaluations:
+        return None
+    of_last_step = [logged for logged in evaluations if logged["step"] == evaluations[-1]["step"]]
+    return {name: value for logged in of_last_step for name, value in logged.items()}
 
 
 def training_record(trainer: DartTrainer) -> dict[str, Any]:
@@ -26,7 +37,6 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         versions.
     """
     args, state = trainer.args, trainer.state
-    evaluations = [logged for logged in state.log_history if "eval_loss" in logged]
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     record: dict[str, Any] = {
         "loss": args.loss,
@@ -36,7 +46,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "tokens": state.num_input_tokens_seen or None,
         "rows_per_step": rows,
         "anchors_per_row": args.anchors_per_row,
-        "evaluation": evaluations[-1] if evaluations else None,
+        "evaluation": last_evaluation(state),
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "learning_rate": args.learning_rate,
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),

@@ -14,6 +14,7 @@ from hf_dart.head import DartHead
 from hf_dart.pair import load_target
 from hf_dart.training.arguments import HeadArguments, TargetArguments
 from hf_dart.training.recipe import Recipe
+from hf_dart.training.record import last_evaluation
 from hf_dart.training.sources import load_rows
 from hf_dart.training.trainer import DartTrainer
 
@@ -50,19 +51,19 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe.given, sort_keys=False), encoding="utf8")
     trainer.train(resume_from_checkpoint=checkpoint)
-    metrics = {} if eval_rows is None else last_evaluation(trainer)
+    metrics = {} if eval_rows is None else _evaluation(trainer)
     final = Path(args.output_dir, FINAL)
     trainer.save_whole(final)
     return final, metrics
 
 
-def last_evaluation(trainer: DartTrainer) -> dict[str, float]:
-    """Metrics of the head as it is now."""
-    if not trainer.args.load_best_model_at_end:
-        for entry in trainer.state.log_history:
-            if "eval_loss" in entry and entry["step"] == trainer.state.global_step:
-                return entry
-    return trainer.evaluate()
+def _evaluation(trainer: DartTrainer) -> dict[str, float]:
+    """Of the head as it is now."""
+    last = last_evaluation(trainer.state)
+    if last is None or last["step"] != trainer.state.global_step or trainer.args.load_best_model_at_end:
+        trainer.evaluate()
+        last = last_evaluation(trainer.state)
+    return last or {}
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
