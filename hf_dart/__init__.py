@@ -6,6 +6,7 @@ from hf_dart.version import __version__
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.drafters.dflash import DFlashDrafter
     from hf_dart.drafters.diffusion import DiffusionDrafter
     from hf_dart.generation.attach import attach, detach
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
     from hf_dart.ngram import NgramTable
 
 __all__ = [
+    "DFlashDrafter",
     "DartCandidateGenerator",
     "DartConfig",
     "DartHead",
@@ -31,6 +33,7 @@ _HOMES = {
     "DartConfig": "configuration",
     "TreeConfig": "configuration",
     "DartHead": "head",
+    "DFlashDrafter": "drafters.dflash",
     "DiffusionDrafter": "drafters.diffusion",
     "LookupDrafter": "lookup",
     "NgramTable": "ngram",

@@ -67,7 +67,8 @@ def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
 
 
 def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
-    found = vocabulary_hash(tokenizer) if tokenizer is not None else _hash_beside(target)
+    tokenizer = tokenizer_beside(target) if tokenizer is None else tokenizer
+    found = None if tokenizer is None else vocabulary_hash(tokenizer)
     if config.tokenizer_hash is not None and found is not None:
         if config.tokenizer_hash != found:
             raise ValueError(
@@ -83,8 +84,8 @@ def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for:
         )
 
 
-def _hash_beside(target: Any) -> str | None:
-    """The hash of the tokenizer stored beside the target's weights, if it is on this machine."""
+def tokenizer_beside(target: Any) -> Tokenizer | None:
+    """The tokenizer stored beside the target's weights, if it is on this machine."""
     name = target.config.name_or_path
     if not name:
         return None
@@ -96,7 +97,7 @@ def _hash_beside(target: Any) -> str | None:
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    return None if path is None else vocabulary_hash(Tokenizer.from_file(path))
+    return None if path is None else Tokenizer.from_file(path)
 
 
 def _name(target: Any) -> str:

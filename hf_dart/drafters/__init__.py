@@ -9,7 +9,7 @@ def load_drafter(path: str, **options: Any) -> Any:
     """The drafter in a folder or Hub repository, of whichever kind its config.json says.
 
     Args:
-        path: as for the `from_pretrained` of [`DartHead`] and [`DiffusionDrafter`].
+        path: as for the `from_pretrained` of [`DartHead`], [`DiffusionDrafter`] and [`DFlashDrafter`].
         options: as for those: target, tokenizer, revision, token, ...
 
     Raises:
@@ -17,11 +17,16 @@ def load_drafter(path: str, **options: Any) -> Any:
     """
     from transformers import PreTrainedConfig
 
+    from hf_dart.drafters.dflash import DFlashDrafter
+    from hf_dart.drafters.dflash_config import is_dflash
     from hf_dart.drafters.diffusion import DiffusionDrafter
     from hf_dart.fitted import HUB_OPTIONS
     from hf_dart.head import DartHead
 
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
-    kind = PreTrainedConfig.get_config_dict(path, **where)[0].get("model_type")
+    content = PreTrainedConfig.get_config_dict(path, **where)[0]
+    if is_dflash(content):
+        return DFlashDrafter.from_pretrained(path, **options)
+    kind = content.get("model_type")
     drafter = DiffusionDrafter if kind == DiffusionDrafter.config_class.model_type else DartHead
     return drafter.from_pretrained(path, **options)

@@ -1,0 +1,344 @@
+"""`DFlashDrafter`: published DFlash drafters (block diffusion, arXiv 2602.06036) as `assistant=`.
+
+One pass denoises a block: the last known token and masked ones behind it, all read through the target's embeddings.
+Every layer attends from the block to the block and to the verified positions, whose keys and values it projects
+straight from the target's fused features; these positions have no entries of their own, so that taking them in costs
+two projections per layer. Entry i of the block predicts the token at its own position.
+
+The layers are Qwen3's, as in both published formats (`hf_dart.drafters.dflash_config`); no code of a checkpoint runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from tokenizers import Tokenizer
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
+from hf_dart.drafters.dflash_config import DFlashConfig
+from hf_dart.fit import tokenizer_beside
+from hf_dart.fitted import Shared
+from hf_dart.hub.checkpoint import read_config, read_tensors
+from hf_dart.proposal import Drafter, Proposal, Verified
+from hf_dart.slots import SlotSpec, SlotStore
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, [B, 1, Q, head_dim]."""
+
+
+@dataclass
+class DFlashState:
+    """The draft cache of one call: keys and values of verified positions, position p in slot p.
+
+    Those of a block are written behind them and overwritten by the next round.
+    """
+
+    store: SlotStore
+    lengths: Tensor  # [B] verified positions taken in, on the drafter's device
+    longest: int  # the largest of them, on the host
+
+
+class DFlashAttention(nn.Module):
+    """From the entries of a block to all keys and values, those of the target's features among them."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        shape = config.backbone
+        hidden, self.head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
+        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.grouped = query_size != key_size
+
+    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Of features or entries [B, Q, H]: twice [B, kv heads, Q, head_dim]."""
+        return _rotated(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
+
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, H]
+        rotation: Rotation,
+        keys: Tensor,  # [B, kv heads, S, head_dim]
+        values: Tensor,  # [B, kv heads, S, head_dim]
+        mask: Tensor,  # [B, 1, Q, S] bool
+    ) -> Tensor:  # [B, Q, H]
+        query = _rotated(self.q_norm(self._heads(self.q_proj(x))), rotation)
+        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=self.grouped)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    return x * rotation[0] + rotate_half(x) * rotation[1]
+
+
+class DFlashLayer(nn.Module):
+    def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
+        super().__init__()
+        shape = config.backbone
+        self.causal, self.reach = causal, reach
+        self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = DFlashAttention(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Qwen3MLP(shape)
+
+    def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
+        """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
+        behind = queries_at[..., None] - keys_at
+        mask = keys_at <= queries_at[:, -1:, None]
+        if self.causal:
+            mask = mask & (behind >= 0)
+        if self.reach is not None:
+            mask = mask & (behind.abs() <= self.reach)
+        return mask.expand(behind.shape)[:, None]
+
+
+class DFlashDrafter(Drafter[DFlashState], nn.Module):
+    """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
+
+    It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
+    """
+
+    _shared: Shared | None
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = config.backbone
+        self.fc = nn.Linear(len(config.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config, *attending) for attending in config.layers)
+        self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.tree_config = TreeConfig()
+        self.last_stats = None
+        self._shared = None
+        # No buffer: a change of dtype must not round them.
+        with torch.device("cpu"):
+            rotary = Qwen3RotaryEmbedding(shape)
+        self._frequencies, self._rotation_scale = rotary.inv_freq.clone(), rotary.attention_scaling
+
+    @classmethod
+    def from_pretrained(
+        cls, path: str, *, target: Any = None, tokenizer: Any = None, dtype: torch.dtype | None = None, **where: Any
+    ) -> DFlashDrafter:
+        """Load a drafter; with `target=` also check that it fits, move it there and attach it.
+
+        Args:
+            path: a folder or a Hub repository with the config.json and the safetensors of a DFlash drafter.
+            target: the model to draft for; without it `bind` has to be called before drafting.
+            tokenizer: the target's tokenizer, to be asked whether the mask token is in use. Left out, it is looked up
+                beside the target's weights, if they lie on this machine.
+            dtype: of the drafter; the target's if left out.
+            where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
+
+        Raises:
+            ValueError: the drafter does not fit the target, or the files are not those of one; the message says
+                what differs.
+            OSError: there are no such files.
+        """
+        config = DFlashConfig.read(read_config(path, **where))
+        with torch.device("meta"):  # nothing is allocated by what a config says alone
+            drafter = cls(config)
+        theirs = {name: _published_name(name, config.names) for name in drafter.state_dict()}
+        shapes = {theirs[name]: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
+        tensors = read_tensors(path, shapes, **where)
+        drafter.load_state_dict({name: tensors[theirs[name]] for name in theirs}, assign=True)
+        drafter.requires_grad_(False)
+        if target is not None:
+            return drafter._fit(target, tokenizer, dtype)
+        return drafter.to(dtype=dtype or next(iter(tensors.values())).dtype).eval()
+
+    def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
+        from hf_dart.generation.attach import attach
+
+        self.bind(target, tokenizer)
+        weight = target.get_output_embeddings().weight
+        floating = weight.dtype if weight.dtype.is_floating_point else target.dtype
+        self.to(device=weight.device, dtype=dtype or floating)
+        attach(target)
+        return self.eval()
+
+    def bind(self, target: Any, tokenizer: Any = None) -> DFlashDrafter:
+        """Read through `target`'s embeddings and LM head from now on.
+
+        Raises:
+            ValueError: the drafter does not fit the target.
+        """
+        self._check_fit(target)
+        _check_mask_token(self.config.mask_token_id, tokenizer_beside(target) if tokenizer is None else tokenizer)
+        self._shared = Shared(target)
+        return self
+
+    def _check_fit(self, target: Any) -> None:
+        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        if embeddings is None or lm_head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "
+                "model that this DFlash drafter was made for."
+            )
+        text, config = target.config.get_text_config(decoder=True), self.config
+        layers, rows = int(text.num_hidden_layers), int(embeddings.num_embeddings)
+        pairs = [
+            ("hidden size", config.hidden_size, int(text.hidden_size)),
+            ("embedding width", config.hidden_size, int(embeddings.embedding_dim)),
+            ("LM head width", config.hidden_size, int(getattr(lm_head, "in_features", config.hidden_size))),
+            ("number of layers", config.num_target_layers or layers, layers),
+            ("vocabulary", config.vocab_size or rows, rows),
+        ]
+        for what, wanted, found in pairs:
+            if wanted != found:
+                raise ValueError(
+                    f"This DFlash drafter was made for a target with {what} {wanted}, but "
+                    f"{target.config.name_or_path or type(target).__name__} has {found}; use the drafter that was "
+                    "published for this target."
+                )
+        if max(config.feature_layers) > layers or config.mask_token_id >= rows:
+            raise ValueError(
+                f"This DFlash drafter reads layer {max(config.feature_layers)} of its target and masks with token "
+                f"{config.mask_token_id}, and this target has {layers} layers and {rows} tokens; use the drafter that "
+                "was published for it."
+            )
+
+    def check_target(self, target: Any) -> None:
+        shared = self._lent
+        lent = (target.get_input_embeddings(), target.get_output_embeddings())
+        if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
+            # A deep copy or a PEFT wrapper of the same target fits; another model does not.
+            self._check_fit(target)
+
+    @property
+    def _lent(self) -> Shared:
+        if self._shared is None:
+            raise ValueError(
+                "This drafter has no target: load it with DFlashDrafter.from_pretrained(path, target=model), or call "
+                "drafter.bind(model)."
+            )
+        return self._shared
+
+    @property
+    def draft_length(self) -> int:
+        return min(self.config.block_size - 1, MAX_DRAFT_LENGTH)
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return list(self.config.feature_layers)
+
+    # ---- the pass -----------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
+        table = self._lent.embeddings.weight
+        rows = F.embedding(tokens.to(table.device), table) * self.config.embedding_scale
+        return rows.to(self.fc.weight)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] to logits [..., V] of the target's own LM head."""
+        lm_head, cap = self._lent.lm_head, self.config.logit_cap
+        dtype = lm_head.weight.dtype
+        logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.config.logit_scale
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def _rotation(self, positions: Tensor) -> Rotation:
+        """For positions [B, Q]."""
+        weight = self.fc.weight
+        angles = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1)
+        scale = self._rotation_scale
+        return (angles.cos() * scale).to(weight.dtype), (angles.sin() * scale).to(weight.dtype)
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> DFlashState:
+        shape, weight = self.config.backbone, self.fc.weight
+        spec = SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
+        store = SlotStore([spec] * (2 * len(self.layers)), batch_size, capacity + self.config.block_size)
+        return DFlashState(store, torch.zeros(batch_size, dtype=torch.long, device=weight.device), 0)
+
+    def resume(self, state: DFlashState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.store.writable(self.fc.weight.device, self.fc.weight.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        lengths = lengths.to(state.lengths.device)
+        if bool((state.lengths < lengths).any()):
+            return False
+        state.lengths, state.longest = lengths, int(lengths.max())
+        return True
+
+    def extend(self, state: DFlashState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
+        positions, slots, _ = self._places(state, features.shape[1])
+        rotation = self._rotation(positions)
+        for index, layer in enumerate(self._stack):
+            self._remember(state, index, layer.self_attn.keys_and_values(known, rotation), slots)
+        state.lengths = state.lengths + counts.to(state.lengths.device)
+        # Counts lie on the host, lengths on the device, which one row need not ask.
+        state.longest = state.longest + int(counts[0]) if len(counts) == 1 else int(state.lengths.max())
+
+    def propose(
+        self, state: DFlashState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        self.extend(state, features, next_tokens, counts)
+        depth = depth or self.draft_length
+        # Where no entry sees those behind it, a shorter draft is the beginning of the longer one.
+        entries = depth + 1 if all(layer.causal for layer in self._stack) else self.config.block_size
+        last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
+        masked = next_tokens.new_full((len(next_tokens), entries - 1), self.config.mask_token_id)
+        x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
+        positions, slots, end = self._places(state, entries)
+        rotation, slots_at = self._rotation(positions), torch.arange(end, device=positions.device)
+        for index, layer in enumerate(self._stack):
+            normed = layer.input_layernorm(x)
+            memory = self._remember(state, index, layer.self_attn.keys_and_values(normed, rotation), slots)
+            keys, values = (buffer[:, :, :end] for buffer in memory)
+            x = x + layer.self_attn(normed, rotation, keys, values, layer.sees(positions, slots_at))
+            x = x + layer.mlp(layer.post_attention_layernorm(x))
+        hidden = self.norm(x)[:, 1 : depth + 1]
+        return Proposal(self.logits(hidden), hidden)
+
+    @property
+    def _stack(self) -> list[DFlashLayer]:
+        return cast("list[DFlashLayer]", list(self.layers))
+
+    def _places(self, state: DFlashState, entries: int) -> tuple[Tensor, Tensor | int, int]:
+        """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""
+        positions = state.lengths[:, None] + torch.arange(entries, device=state.lengths.device)
+        end = state.longest + entries
+        state.store.reserve(end)
+        return positions, state.longest if len(positions) == 1 else positions, end
+
+    def _remember(
+        self, state: DFlashState, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
+    ) -> tuple[Tensor, Tensor]:
+        """Write keys and values of a layer into their slots; returns all of them."""
+        key, value = pair
+        return state.store.write(2 * index, key, slots), state.store.write(2 * index + 1, value, slots)
+
+
+def _check_mask_token(token: int, tokenizer: Any) -> None:
+    """Texts may hold what a tokenizer learned, but not what was added to it, or rows of the table without a token."""
+    if tokenizer is None:
+        return
+    added = tokenizer.get_added_tokens_decoder() if isinstance(tokenizer, Tokenizer) else tokenizer.added_tokens_decoder
+    name = next((name for name, known in tokenizer.get_vocab().items() if known == token), None)
+    if name is not None and token not in added:
+        raise ValueError(
+            f"This DFlash drafter masks with token {token}, which this target's tokenizer uses for {name!r}; it was "
+            "made for another tokenizer, use the drafter that was published for this target."
+        )
+
+
+def _published_name(name: str, names: dict[str, str]) -> str:
+    module, _, rest = name.partition(".")
+    return f"{names.get(module, module)}.{rest}"

@@ -1,0 +1,255 @@
+"""What a published DFlash drafter is, read from either of the two formats that its config.json comes in.
+
+z-lab's (`architectures: ["DFlashDraftModel"]`, a Qwen3 config with a `dflash_config` inside) and that of transformers'
+assistants (`model_type: "muse_glimmer_assistant"`). They differ in names, and in what a sliding window covers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import Qwen3Config
+
+from hf_dart.hub.checkpoint import Fields
+
+_KIND = "DFlash drafter"
+_MANY = 2**31 - 1
+_MOST_LAYERS = 64
+_MOST_SLOTS = 256
+_DFLASH2 = ("selector_rank", "selector_top_k", "conv_kernel_size", "conv_group_size")
+# What may stand inside `dflash_config` or beside it.
+_INNER = (
+    "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "input_embedding_scale",
+    "output_multiplier", "final_logit_softcapping",
+)  # fmt: skip
+# Said of every transformers model, and without a bearing on the forward pass of a drafter that is not trained.
+_HARMLESS = (
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+_ROPE = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "yarn": ("factor", "original_max_position_embeddings"),
+}
+_ROPE_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")}
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The shape of a [`DFlashDrafter`] and how it was trained to attend.
+
+    Attributes:
+        block_size: entries of a block: the last known token and block_size - 1 masked ones.
+        mask_token_id: whose embedding masked entries have.
+        feature_layers: of the target's `hidden_states`, in the order in which they are fused.
+        hidden_size: H, also the width of the target's hidden states, embeddings and LM head.
+        num_target_layers, vocab_size: of the target; None where the format does not say.
+        layers: per decoder layer, whether its block is causal, and how far it sees back: a query at q sees a key at k
+            if q - k <= reach (and k - q <= reach), None for everything.
+        embedding_scale: factor on the target's embedding table.
+        logit_scale, logit_cap: factor on the target's logits, then the bound c of c tanh(x / c).
+        backbone: the rest, as Qwen3 names it.
+        names: how this format names tensors that ours names otherwise.
+    """
+
+    block_size: int
+    mask_token_id: int
+    feature_layers: tuple[int, ...]
+    hidden_size: int
+    num_target_layers: int | None
+    vocab_size: int | None
+    layers: tuple[tuple[bool, int | None], ...]
+    embedding_scale: float
+    logit_scale: float
+    logit_cap: float | None
+    backbone: Qwen3Config
+    names: dict[str, str]
+
+    @classmethod
+    def read(cls, content: dict[str, Any]) -> DFlashConfig:
+        """From a config.json.
+
+        Raises:
+            ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
+        """
+        architectures = content.get("architectures")
+        inner = content.get("dflash_config")
+        inside = inner if isinstance(inner, dict) else {}
+        marked = any(name in part for part in (content, inside) for name in _DFLASH2)
+        if marked or architectures == ["DFlash2DraftModel"]:
+            raise ValueError(
+                "This is a DFlash2 drafter (convolutions and a path selector), which hf_dart does not know yet; use a "
+                "DFlash drafter (architecture DFlashDraftModel) for this target."
+            )
+        if content.get("model_type") == "muse_glimmer_assistant":
+            return _read_assistant(Fields(content, _KIND))
+        if architectures == ["DFlashDraftModel"]:
+            return _read_zlab(Fields(content, _KIND))
+        raise ValueError(
+            f"Its config.json names the architectures {architectures}, and a DFlash drafter is a DFlashDraftModel or a "
+            "muse_glimmer_assistant; give such a checkpoint."
+        )
+
+
+def is_dflash(content: dict[str, Any]) -> bool:
+    """Is this the config.json of a DFlash drafter, of whatever version?"""
+    architectures = content.get("architectures")
+    names = architectures if isinstance(architectures, list) else []
+    return content.get("model_type") == "muse_glimmer_assistant" or any("DFlash" in str(name) for name in names)
+
+
+def _read_zlab(fields: Fields) -> DFlashConfig:
+    fields.choice("model_type", ("qwen3",))
+    inner = fields.part("dflash_config")
+    at = {name: _place(fields, inner, name) for name in _INNER}
+    inner.choice("attention_mode", ("gqa",), "gqa")
+    inner.choice("projector_type", ("dflash",), "dflash")
+    backbone = _backbone(fields)
+    layers, first_sliding = backbone.num_hidden_layers, fields.integer("max_window_layers", 0, _MANY, 28)
+    window = fields.integer("sliding_window", 1, _MANY) if "sliding_window" in fields else None
+    if not fields.flag("use_sliding_window", False):
+        window = None
+    if "layer_types" in fields:
+        sliding = _sliding(fields, layers)
+    else:
+        sliding = [window is not None and index >= first_sliding for index in range(layers)]
+    if any(sliding) and window is None:
+        raise fields.wrong("sliding_window with use_sliding_window", None, "a window, as layer_types has sliding ones")
+    causal = _one_of(fields, inner, ("is_causal", "causal"))
+    if causal is not None and not isinstance(causal, bool):
+        raise fields.wrong("causal", causal, "true or false")
+    depth = at["num_target_layers"]
+    target_layers = depth.integer("num_target_layers", 1, _MANY) if "num_target_layers" in depth else None
+    # A query at q sees a key at k if q - k < window.
+    reach = None if window is None else window - 1
+    cap = at["final_logit_softcapping"]
+    bounded = "final_logit_softcapping" in cap and cap.number("final_logit_softcapping", positive=False) > 0
+    config = DFlashConfig(
+        layers=tuple((slides if causal is None else causal, reach if slides else None) for slides in sliding),
+        num_target_layers=target_layers,
+        vocab_size=fields.integer("vocab_size", 1, _MANY),
+        embedding_scale=at["input_embedding_scale"].number("input_embedding_scale", 1.0),
+        logit_scale=at["output_multiplier"].number("output_multiplier", 1.0),
+        logit_cap=cap.number("final_logit_softcapping") if bounded else None,
+        names={},
+        **_common(at["block_size"], at["mask_token_id"], at["target_layer_ids"], backbone, target_layers),
+    )
+    inner.finish()
+    fields.finish(_HARMLESS)
+    return config
+
+
+def _read_assistant(fields: Fields) -> DFlashConfig:
+    fields.choice("architectures", (["MuseGlimmerAssistantModel"],))
+    backbone = _backbone(fields)
+    sliding = _sliding(fields, backbone.num_hidden_layers)
+    # Here a window reaches as far in both directions, its end included.
+    reach = fields.integer("sliding_window", 1, _MANY) if any(sliding) or "sliding_window" in fields else None
+    config = DFlashConfig(
+        layers=tuple((False, reach if slides else None) for slides in sliding),
+        num_target_layers=None,
+        vocab_size=None,
+        embedding_scale=1.0,
+        logit_scale=1.0,
+        logit_cap=None,
+        names={"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"},
+        **_common(fields, fields, fields, backbone, None),
+    )
+    fields.finish(_HARMLESS)
+    return config
+
+
+def _common(
+    block: Fields, mask: Fields, taps: Fields, backbone: Qwen3Config, target_layers: int | None
+) -> dict[str, Any]:
+    """What both formats say; they count the outputs of layers from 0, `hidden_states` has the embeddings in front."""
+    ids = taps.integers("target_layer_ids", 0, (target_layers or _MANY) - 1)
+    return {
+        "block_size": block.integer("block_size", 2, _MOST_SLOTS),
+        "mask_token_id": mask.integer("mask_token_id", 0, _MANY),
+        "feature_layers": tuple(layer + 1 for layer in ids),
+        "hidden_size": backbone.hidden_size,
+        "backbone": backbone,
+    }
+
+
+def _backbone(fields: Fields) -> Qwen3Config:
+    heads = fields.integer("num_attention_heads", 1, 4096)
+    kv_heads = fields.integer("num_key_value_heads", 1, heads)
+    hidden = fields.integer("hidden_size", 1, 2**20)
+    head_dim = fields.integer("head_dim", 2, 2**14)
+    if heads % kv_heads or head_dim % 2:
+        raise ValueError(
+            f"The config.json of this {_KIND} has {heads} attention heads of width {head_dim} and {kv_heads} of keys "
+            "and values; the first have to be a multiple of the last, and the width even."
+        )
+    return Qwen3Config(
+        hidden_size=hidden,
+        intermediate_size=fields.integer("intermediate_size", 1, 2**24),
+        num_hidden_layers=fields.integer("num_hidden_layers", 1, _MOST_LAYERS),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        hidden_act=fields.choice("hidden_act", ("silu", "gelu", "gelu_pytorch_tanh", "relu")),
+        rms_norm_eps=fields.number("rms_norm_eps"),
+        attention_bias=fields.flag("attention_bias", False),
+        max_position_embeddings=fields.integer("max_position_embeddings", 1, _MANY),
+        rope_parameters=_rope(fields),
+    )
+
+
+def _rope(fields: Fields) -> dict[str, Any]:
+    """`rope_parameters`; older files have `rope_theta` and `rope_scaling` instead."""
+    new, old = fields.part("rope_parameters"), fields.part("rope_scaling")
+    theta = _one_of(fields, new, ("rope_theta",))
+    if theta is None:
+        raise fields.wrong("rope_theta", None, "a number above 0")
+    if "rope_scaling" in fields and "rope_parameters" in fields:
+        raise ValueError(
+            f"The config.json of this {_KIND} has both rope_scaling and rope_parameters; leave the older one out."
+        )
+    scaling = old if "rope_scaling" in fields else new
+    kind = _one_of(scaling, scaling, ("rope_type", "type"))
+    if kind is None:
+        kind = "default"
+    if not isinstance(kind, str) or kind not in _ROPE:
+        raise scaling.wrong("rope_type", kind, " or ".join(_ROPE))
+    optional = [name for name in _ROPE_OPTIONAL.get(kind, ()) if name in scaling]
+    parameters = {name: scaling.number(name) for name in (*_ROPE[kind], *optional)}
+    if "original_max_position_embeddings" in parameters:
+        parameters["original_max_position_embeddings"] = scaling.integer("original_max_position_embeddings", 1, _MANY)
+    if "truncate" in scaling:
+        parameters["truncate"] = scaling.flag("truncate")
+    new.finish()
+    old.finish()
+    numbers = fields if "rope_theta" in fields else new
+    return {"rope_type": kind, "rope_theta": numbers.number("rope_theta"), **parameters}
+
+
+def _sliding(fields: Fields, layers: int) -> list[bool]:
+    types = fields.given("layer_types")
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
+        raise fields.wrong("layer_types", types, f"a list of {layers} of {' and '.join(known)}")
+    return [kind == "sliding_attention" for kind in types]
+
+
+def _place(outer: Fields, inner: Fields, name: str) -> Fields:
+    """Where a field stands; both is fine while they agree."""
+    _one_of(outer, inner, (name,))
+    return inner if name in inner else outer
+
+
+def _one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
+    """The one value that these names have at both places; None if they are nowhere."""
+    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
+    if any(value != values[0] for value in values):
+        raise ValueError(
+            f"The config.json of this {_KIND} contradicts itself: {' and '.join(names)} are {values[0]!r} at one place "
+            f"and {next(value for value in values if value != values[0])!r} at another."
+        )
+    return values[0] if values else None

@@ -1,0 +1,225 @@
+"""Checkpoints of other projects, read strictly: JSON and safetensors, nothing else, and nothing halfway.
+
+What a file says is compared with what is wanted before any tensor is read, so that a hostile file costs little. No
+code of a checkpoint is run, and pickled weights are not opened, because they could run some.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers.utils import cached_file
+
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_LARGEST_JSON = 64 * 1024**2
+_FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def read_config(path: str, **where: Any) -> dict[str, Any]:
+    """The fields of a folder's or Hub repository's config.json, as they stand there.
+
+    Args:
+        path: folder or Hub id.
+        where: revision, token, cache_dir, ... of `transformers.utils.cached_file`.
+
+    Raises:
+        ValueError: there is no such folder, or the file is not one JSON object with every name once.
+        OSError: there is no such file.
+    """
+    if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
+    return _read_json(Path(cached_file(path, "config.json", **where)))
+
+
+def read_tensors(
+    path: str,
+    shapes: Mapping[str, tuple[int, ...]],
+    *,
+    optional: Collection[str] = (),
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    **where: Any,
+) -> dict[str, Tensor]:
+    """The tensors of a checkpoint, on the CPU and in the dtype they were saved in.
+
+    Args:
+        path, where: as for `read_config`.
+        shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
+        optional: names out of `shapes` that may be missing.
+        dtypes: of those that are not floating-point.
+
+    Raises:
+        ValueError: a tensor is missing, unknown, or of another shape or kind, or a file is damaged.
+        OSError: there are no weights in safetensors.
+    """
+    dtypes = dtypes or {}
+    with ExitStack() as files:
+        found: dict[str, Any] = {}
+        for file in _weight_files(path, where):
+            try:
+                opened = files.enter_context(safe_open(file, framework="pt"))
+                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            except (SafetensorError, OSError) as error:
+                raise _damaged(path, error) from error
+            if twice := found.keys() & slices.keys():
+                raise ValueError(f"The weights in {path} hold {min(twice)} twice; fetch them again.")
+            found |= slices
+        if strange := found.keys() - shapes.keys():
+            raise ValueError(
+                f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "
+                "whose config.json and weights belong together."
+            )
+        if missing := shapes.keys() - found.keys() - set(optional):
+            raise ValueError(
+                f"The weights in {path} lack {min(missing)}; fetch them again, together with their config.json."
+            )
+        for name, tensor in found.items():
+            _check(path, name, tensor, shapes[name], dtypes.get(name))
+        try:
+            return {name: tensor[...] for name, tensor in found.items()}
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+
+
+def _damaged(path: str, error: Exception) -> ValueError:
+    return ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.")
+
+
+def _check(path: str, name: str, tensor: Any, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+    if len(shape) != len(wanted) or any(size not in (-1, given) for size, given in zip(wanted, shape, strict=True)):
+        raise ValueError(
+            f"{name} in {path} has shape {list(shape)}, where its config.json asks for {list(wanted)}; give files that "
+            "belong together."
+        )
+    fits = kind in _FLOATS if dtype is None else kind == {torch.int64: "I64", torch.bool: "BOOL"}[dtype]
+    if not fits:
+        raise ValueError(f"{name} in {path} is saved as {kind}, which cannot be used; fetch the original weights.")
+
+
+def _weight_files(path: str, where: dict[str, Any]) -> list[str]:
+    quiet = {"_raise_exceptions_for_missing_entries": False}
+    single = cached_file(path, _WEIGHTS, **where, **quiet)
+    if single is not None:
+        return [single]
+    index = cached_file(path, _INDEX, **where, **quiet)
+    if index is None:
+        raise ValueError(
+            f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened, convert them to safetensors first."
+        )
+    names = _read_json(Path(index)).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
+    for name in names.values():
+        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
+            raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
+    return [cached_file(path, name, **where) for name in sorted(set(names.values()))]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if file.stat().st_size > _LARGEST_JSON:
+        raise ValueError(f"{file.name} has {file.stat().st_size} bytes; give the file that belongs to the weights.")
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        if len(fields) < len(pairs):
+            raise ValueError("it names a field twice")
+        return fields
+
+    def refuse(constant: str) -> Any:
+        raise ValueError(f"it holds {constant}")
+
+    try:
+        content = json.loads(file.read_bytes(), object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file.name} in {file.parent} cannot be read ({error}); fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{file.name} in {file.parent} is no JSON object; fetch it again.")
+    return content
+
+
+class Fields:
+    """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
+
+    Args:
+        content: as `read_config` returned it.
+        kind: what the checkpoint is, for messages.
+    """
+
+    def __init__(self, content: dict[str, Any], kind: str) -> None:
+        self._content, self._kind, self._asked = content, kind, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return self.given(name) is not None
+
+    def given(self, name: str) -> Any:
+        """What stands there; None where nothing does."""
+        self._asked.add(name)
+        return self._content.get(name)
+
+    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, value, f"a whole number from {least} to {most}")
+        return value
+
+    def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """Different whole numbers, at least one."""
+        value = self._value(name, None)
+        numbers = value if isinstance(value, list) else []
+        right = all(type(number) is int and least <= number <= most for number in numbers)
+        if not numbers or not right or len(set(numbers)) < len(numbers):
+            raise self.wrong(name, value, f"a list of different whole numbers from {least} to {most}")
+        return tuple(numbers)
+
+    def number(self, name: str, default: float | None = None, *, positive: bool = True) -> float:
+        value = self._value(name, default)
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        if not right or (positive and value <= 0):
+            raise self.wrong(name, value, "a number above 0" if positive else "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, choices: Collection[Any], default: Any = None) -> Any:
+        value = self._value(name, default)
+        if not any(type(value) is type(one) and value == one for one in choices):
+            raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
+        return value
+
+    def part(self, name: str) -> Fields:
+        """The fields of an object inside; none if it is not there."""
+        value = self.given(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, value, "an object")
+        return Fields(value or {}, f"{self._kind}'s {name}")
+
+    def finish(self, harmless: Collection[str] = ()) -> None:
+        """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""
+        if unknown := self._content.keys() - self._asked - set(harmless):
+            raise ValueError(
+                f"The config.json of this {self._kind} has the field {min(unknown)}, which this version of hf_dart "
+                "does not know; it may change what is computed, so use a newer version or another checkpoint."
+            )
+
+    def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
+        if value is None:
+            return ValueError(f"The config.json of this {self._kind} lacks {name}; it has to be {wanted}.")
+        shown = json.dumps(value)[:80]
+        return ValueError(f"The config.json of this {self._kind} says {name}: {shown}; it has to be {wanted}.")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given(name)
+        return default if value is None else value

@@ -1,0 +1,122 @@
+"""Tiny random checkpoints in the formats of other projects."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+ZLAB, ASSISTANT = "z-lab", "assistant"
+
+
+def dflash_config(target: Any, style: str, **changes: Any) -> dict[str, Any]:
+    """The config.json of a DFlash drafter for a tiny target; a change to None takes the field out.
+
+    `dflash_config__x` is the field x inside `dflash_config`.
+    """
+    text = target.config.get_text_config(decoder=True)
+    taps = list(range(text.num_hidden_layers))
+    config: dict[str, Any] = {
+        "dtype": "float64",
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": text.hidden_size,
+        "intermediate_size": 48,
+        "max_position_embeddings": 256,
+        "num_attention_heads": 4,
+        "num_hidden_layers": 2,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "transformers_version": "5.15.0",
+    }
+    if style == ZLAB:
+        config |= {
+            "architectures": ["DFlashDraftModel"],
+            "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+            "attention_bias": False,
+            "block_size": 6,
+            "dflash_config": {"mask_token_id": text.vocab_size - 1, "target_layer_ids": taps},
+            "layer_types": ["full_attention"] * 2,
+            "max_window_layers": 2,
+            "model_type": "qwen3",
+            "num_target_layers": text.num_hidden_layers,
+            "rope_scaling": None,
+            "rope_theta": 1000000,
+            "sliding_window": None,
+            "use_sliding_window": False,
+            "vocab_size": text.vocab_size,
+        }
+    else:
+        config |= {
+            "architectures": ["MuseGlimmerAssistantModel"],
+            "block_size": 6,
+            "layer_types": ["full_attention", "sliding_attention"],
+            "mask_token_id": text.vocab_size - 1,
+            "model_type": "muse_glimmer_assistant",
+            "rope_parameters": {"rope_theta": 500000.0, "rope_type": "default"},
+            "sliding_window": 5,
+            "target_layer_ids": taps,
+        }
+    for name, value in changes.items():
+        part, _, inner = name.rpartition("__")
+        fields = config[part] if part else config
+        fields[inner] = value
+        if value is None:
+            del fields[inner]
+    return config
+
+
+def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random weights, in float64, under the names of the config's format."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, width, kv_width = config["hidden_size"], *(
+        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    )
+    zlab = "dflash_config" in config
+    taps = config["dflash_config" if zlab else "target_layer_ids"]
+    taps = taps["target_layer_ids"] if zlab else taps
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight" if zlab else "encoder.fc.weight": (hidden, len(taps) * hidden),
+        "hidden_norm.weight" if zlab else "encoder.output_norm_enc.weight": (hidden,),
+        "norm.weight": (hidden,),
+    }
+    for index in range(config["num_hidden_layers"]):
+        layer = {
+            "input_layernorm.weight": (hidden,),
+            "post_attention_layernorm.weight": (hidden,),
+            "self_attn.q_norm.weight": (config["head_dim"],),
+            "self_attn.k_norm.weight": (config["head_dim"],),
+            "self_attn.q_proj.weight": (width, hidden),
+            "self_attn.k_proj.weight": (kv_width, hidden),
+            "self_attn.v_proj.weight": (kv_width, hidden),
+            "self_attn.o_proj.weight": (hidden, width),
+            "mlp.gate_proj.weight": (config["intermediate_size"], hidden),
+            "mlp.up_proj.weight": (config["intermediate_size"], hidden),
+            "mlp.down_proj.weight": (hidden, config["intermediate_size"]),
+        }
+        if config.get("attention_bias"):
+            biased = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj")
+            layer |= {f"{name}.bias": layer[f"{name}.weight"][:1] for name in biased}
+        shapes |= {f"layers.{index}.{name}": shape for name, shape in layer.items()}
+
+    def random(shape: tuple[int, ...], norm: bool) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return 1 + 0.3 * values if norm else 0.3 * values
+
+    return {name: random(shape, "norm" in name) for name, shape in shapes.items()}
+
+
+def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> str:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf8")
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return str(folder)
+
+
+def dflash_checkpoint(folder: Path, target: Any, style: str, **changes: Any) -> str:
+    config = dflash_config(target, style, **changes)
+    return save(folder, config, dflash_tensors(config))

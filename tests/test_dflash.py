@@ -1,0 +1,350 @@
+"""Published DFlash drafters: logits as the published forward gives them, and text as stock gives it."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import MODES
+from compare import assert_identical, run, tally
+from guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from safetensors.torch import load_file
+from tiny import prompts, tiny_target
+from torch import Tensor
+from transformers import DynamicCache, MuseGlimmerAssistantConfig
+from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel
+
+from hf_dart import TreeConfig
+from hf_dart.drafters.dflash import DFlashDrafter
+from hf_dart.features import features_request, gather_features
+from hf_dart.generation.candidate_generator import DartCandidateGenerator
+
+TALLY = tally("DFlash drafters in float64")
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "rope_theta": 10000.0}
+LLAMA3 = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64, "rope_theta": 10000.0,
+}  # fmt: skip
+SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4, "use_sliding_window": True}
+# Everything that a published config may say about the pass.
+VARIANTS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "inner block size": {"block_size": None, "dflash_config__block_size": 4},
+    "rope_parameters": {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 1e4}},
+    "yarn": {"rope_theta": None, "rope_parameters": YARN},
+    "llama3": {"rope_theta": 10000, "rope_scaling": {k: v for k, v in LLAMA3.items() if k != "rope_theta"}},
+    "sliding": SLIDING,
+    "sliding, both directions": {**SLIDING, "is_causal": False},
+    "causal": {"dflash_config__causal": True},
+    "sliding by depth": {"layer_types": None, "sliding_window": 3, "use_sliding_window": True, "max_window_layers": 1},
+    "scales": {
+        "dflash_config__input_embedding_scale": 3.0,
+        "dflash_config__output_multiplier": 0.2,
+        "final_logit_softcapping": 2.0,
+    },
+    "biases": {"attention_bias": True},
+    "taps out of order": {"dflash_config__target_layer_ids": [1, 0]},
+    "gelu": {"hidden_act": "gelu"},
+}  # fmt: skip
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def load(folder: Path, target: Any, style: str = ZLAB, **changes: Any) -> DFlashDrafter:
+    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(folder, target, style, **changes), target=target)
+    drafter.tree_config = TreeConfig(nodes=8)
+    return drafter
+
+
+# ---- the published forward, on a whole text at once --------------------------------------------------------
+
+
+def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
+    """z-lab's DFlash as its paper and code define it: features [T, F], block embeddings [n, H] to hidden [n, H]."""
+    text, size, heads = len(features), config["head_dim"], config["num_attention_heads"]
+    inner, count = config["dflash_config"], config["num_hidden_layers"]
+    at = torch.arange(text + len(block))
+    cos, sin = published_rotation(config, at)
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        variance = x.float().pow(2).mean(-1, keepdim=True)  # as Qwen3, in fp32
+        return weights[f"{name}.weight"] * (x.float() * torch.rsqrt(variance + config["rms_norm_eps"])).to(x.dtype)
+
+    def project(x: Tensor, name: str) -> Tensor:
+        out = x @ weights[f"{name}.weight"].T
+        return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
+
+    def rotate(x: Tensor, positions: Tensor) -> Tensor:  # [n, heads, size]
+        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+        return x * cos[positions][:, None] + half * sin[positions][:, None]
+
+    known, x = norm(project(features, "fc"), "hidden_norm"), block
+    for index in range(count):
+        name = f"layers.{index}"
+        kinds = config.get("layer_types")
+        windowed = config.get("use_sliding_window") and index >= config["max_window_layers"]
+        slides = kinds[index] == "sliding_attention" if kinds else windowed
+        causal = config.get("is_causal", inner.get("causal", slides))
+        normed = norm(x, f"{name}.input_layernorm")
+        both = torch.cat([known, normed])
+        query = norm(project(normed, f"{name}.self_attn.q_proj").view(len(block), -1, size), f"{name}.self_attn.q_norm")
+        key = norm(project(both, f"{name}.self_attn.k_proj").view(len(both), -1, size), f"{name}.self_attn.k_norm")
+        value = project(both, f"{name}.self_attn.v_proj").view(len(both), -1, size)
+        query, key = rotate(query, at[text:]), rotate(key, at)
+        mixed = torch.zeros_like(query)
+        for place in range(len(block)):
+            seen = torch.ones(len(both), dtype=torch.bool)
+            distance = text + place - at
+            if causal:
+                seen &= distance >= 0
+            if slides:
+                seen &= (distance < config["sliding_window"]) & (-distance < config["sliding_window"])
+            for head in range(heads):
+                shared = head // (heads // config["num_key_value_heads"])
+                scores = key[seen, shared] @ query[place, head] / size**0.5
+                mixed[place, head] = scores.softmax(-1) @ value[seen, shared]
+        x = x + project(mixed.flatten(1), f"{name}.self_attn.o_proj")
+        inside = norm(x, f"{name}.post_attention_layernorm")
+        act = torch.nn.functional.gelu if config["hidden_act"] == "gelu" else torch.nn.functional.silu
+        x = x + project(act(project(inside, f"{name}.mlp.gate_proj")) * project(inside, f"{name}.mlp.up_proj"),
+                        f"{name}.mlp.down_proj")  # fmt: skip
+    return norm(x, "norm")
+
+
+def published_rotation(config: dict[str, Any], at: Tensor) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, head_dim], by the formulas of transformers' rope kinds."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta, size = rope.get("rope_theta") or config["rope_theta"], config["head_dim"]
+    frequencies = 1.0 / (theta ** (torch.arange(0, size, 2).float() / size))
+    scale = 1.0
+    if rope.get("rope_type", "default") != "default":
+        from transformers import Qwen3Config
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        full = Qwen3Config(
+            head_dim=size, max_position_embeddings=config["max_position_embeddings"],
+            rope_parameters={**rope, "rope_theta": theta},
+        )  # fmt: skip
+        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](full, torch.device("cpu"))
+    angles = at[:, None].float() * frequencies
+    angles = torch.cat([angles, angles], -1)
+    return (angles.cos() * scale).double(), (angles.sin() * scale).double()
+
+
+def drafted_in_pieces(drafter: DFlashDrafter, features: Tensor, tokens: Tensor, lengths: list[int]) -> Tensor:
+    """Logits [B, d, V] of a draft behind `lengths` positions per row, taken in over several calls of uneven chunks."""
+    state = drafter.begin(len(lengths), 4)
+    taken = torch.zeros(len(lengths), dtype=torch.long)
+    wanted = torch.tensor(lengths)
+    generator = torch.Generator().manual_seed(1)
+    while True:
+        counts = torch.randint(0, 5, wanted.shape, generator=generator).minimum(wanted - taken - 1)  # one is left
+        last = bool((taken + 4 >= wanted).all())
+        counts = wanted - taken if last else counts
+        entries = (taken[:, None] + torch.arange(max(1, int(counts.max())))).clamp(max=features.shape[1] - 1)
+        rows = torch.arange(len(lengths))[:, None]
+        chunk = (features[rows, entries], tokens[rows, entries + 1], counts)
+        if last:
+            return drafter.propose(state, *chunk).logits
+        drafter.extend(state, *chunk)
+        taken += counts
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, variant: str) -> None:
+    drafter = load(tmp_path, target, **VARIANTS[variant])
+    config = dflash_config(target, ZLAB, **VARIANTS[variant])
+    inner = config["dflash_config"]
+    tokens = prompts([14, 14, 14])["input_ids"]
+    features = gather_features(
+        target(tokens, **features_request(drafter.feature_layers)), drafter.feature_layers, tokens
+    )
+    lengths = [11, 5, 9]
+    table, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
+    size = inner.get("block_size", config.get("block_size"))
+    for rows in ([0, 1, 2], [1]):
+        ours = drafted_in_pieces(drafter, features[rows], tokens[rows], [lengths[row] for row in rows])
+        for logits, row in zip(ours, rows, strict=True):
+            text = lengths[row]
+            block = torch.cat([tokens[row, text : text + 1], tokens.new_full((size - 1,), inner["mask_token_id"])])
+            embedded = table[block] * inner.get("input_embedding_scale", 1.0)
+            hidden = published(config, dflash_tensors(config), features[row, :text], embedded)
+            expected = hidden[1:] @ lm_head.T * inner.get("output_multiplier", 1.0)
+            if cap := config.get("final_logit_softcapping"):
+                expected = cap * torch.tanh(expected / cap)
+            torch.testing.assert_close(logits, expected, rtol=1e-6, atol=1e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("window", [3, 200])
+def test_an_assistant_gives_the_logits_of_transformers_own(target: Any, tmp_path: Path, window: int) -> None:
+    drafter = load(tmp_path, target, ASSISTANT, sliding_window=window)
+    config = dflash_config(target, ASSISTANT, sliding_window=window)
+    reference = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**config)).double().eval()
+    reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    tokens = prompts([14])["input_ids"]
+    features = gather_features(
+        target(tokens, **features_request(drafter.feature_layers)), drafter.feature_layers, tokens
+    )[:, :9]
+    ours = drafted_in_pieces(drafter, features, tokens, [9])
+    block = torch.cat([tokens[:, 9:10], tokens.new_full((1, 5), config["mask_token_id"])], dim=1)
+    outputs = reference(
+        noise_embeds=target.get_input_embeddings()(block),
+        context_hidden_states=features,
+        position_ids=torch.arange(15)[None],
+        past_key_values=_cache(reference, 9),
+    )
+    theirs = target.get_output_embeddings()(outputs.last_hidden_state[:, 1:])
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+def _cache(assistant: Any, accepted: int) -> Any:
+    from transformers.cache_utils import DFlashCache
+
+    cache = DFlashCache(config=assistant.config)
+    cache.activate_past_recording()
+    cache.set_previous_accepted_tokens(accepted)
+    return cache
+
+
+def test_stocks_loop_accepts_as_many_of_its_own(target: Any, tmp_path: Path) -> None:
+    """The same checkpoint as `assistant_model=` of stock and as a chain of ours in stock's loop: the same drafts."""
+    drafter = load(tmp_path, target, ASSISTANT, sliding_window=200)
+    config = MuseGlimmerAssistantConfig(**dflash_config(target, ASSISTANT, sliding_window=200))
+    reference = MuseGlimmerAssistantModel(config).double().eval()
+    reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    forwards: list[int] = []
+    handle = target.register_forward_hook(lambda *_: forwards.append(1))
+    inputs = prompts([7])
+    options = {"do_sample": False, "max_new_tokens": 30}
+    rounds = []
+    for drafting in (
+        {"assistant_model": reference, "speculation_type": "dflash"},
+        {"custom_generate": DartCandidateGenerator.stock_loop(drafter)},
+    ):
+        forwards.clear()
+        sequences = run(target, inputs, 0, **options, **drafting).sequences
+        rounds.append((len(forwards), sequences.tolist()))
+    handle.remove()
+    assert rounds[0] == rounds[1]
+    assert rounds[0][0] < 30, "drafts were accepted"
+
+
+# ---- exactness ---------------------------------------------------------------------------------------------
+
+
+SHAPES = [TreeConfig(nodes=8, lookup=0), TreeConfig.chain(5)]
+
+
+@pytest.mark.parametrize("style", [ZLAB, ASSISTANT])
+@pytest.mark.parametrize("size", [1, 4])
+def test_text_is_stocks(target: Any, tmp_path: Path, style: str, size: int) -> None:
+    drafter = load(tmp_path, target, style)
+    inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
+    for mode, shape in zip(("greedy", "T=1"), SHAPES, strict=True):
+        assert_identical(target, drafter, inputs, **MODES[mode], max_new_tokens=24, tree_config=shape, into=TALLY)
+        assert drafter.last_stats is not None
+        assert drafter.last_stats.drafted > 0
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("style", [ZLAB, ASSISTANT])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("size", [1, 4])
+def test_text_is_stocks_in_every_mode(target: Any, tmp_path: Path, style: str, mode: str, size: int) -> None:
+    drafter = load(tmp_path, target, style)
+    inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
+    for shape in SHAPES:
+        assert_identical(target, drafter, inputs, **MODES[mode], max_new_tokens=40, tree_config=shape, into=TALLY)
+
+
+MANY = ["llama", "gpt2", "mistral", "opt", "gemma2", "qwen3_moe"]
+
+
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(name, marks=pytest.mark.matrix) for name in MANY)])
+def test_families(tmp_path: Path, family: str) -> None:
+    """Scaled embeddings, learned positions, windows: whatever the target is."""
+    target = tiny_target(family)
+    drafter = load(tmp_path, target)
+    assert_identical(target, drafter, prompts([9, 3, 7, 13]), **MODES["T=1"], max_new_tokens=20, into=TALLY)
+
+
+@pytest.mark.parametrize("variant", ["sliding", "causal"])
+def test_variants_draft_exactly(target: Any, tmp_path: Path, variant: str) -> None:
+    drafter = load(tmp_path, target, **VARIANTS[variant])
+    assert_identical(target, drafter, prompts([12, 3]), **MODES["greedy"], max_new_tokens=20, into=TALLY)
+
+
+def test_several_turns_over_one_cache(target: Any, tmp_path: Path) -> None:
+    drafter = load(tmp_path, target)
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    texts = [prompts([9])["input_ids"]] * 2
+    for turn in range(3):
+        outputs = []
+        for index, drafting in enumerate(({}, {"assistant": drafter})):
+            ids = torch.cat([texts[index], prompts([4], seed=turn)["input_ids"]], dim=1)
+            options = {**MODES["T=1"], "max_new_tokens": 9, "past_key_values": caches[index]}
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+            texts[index] = run(target, inputs, turn, **options, **drafting).sequences
+            outputs.append(texts[index])
+        assert torch.equal(*outputs)
+
+
+def test_a_prompt_of_embeddings(target: Any, tmp_path: Path) -> None:
+    drafter = load(tmp_path, target)
+    inputs = prompts([9, 4])
+    embedded = {
+        "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]).detach(),
+        "attention_mask": inputs["attention_mask"],
+    }
+    assert_identical(target, drafter, embedded, do_sample=False, max_new_tokens=20)
+
+
+def test_nothing_is_left_behind_and_copies_share_the_target(target: Any, tmp_path: Path) -> None:
+    state = torch.get_rng_state()
+    drafter = load(tmp_path, target)
+    assert torch.equal(torch.get_rng_state(), state)
+    other = copy.deepcopy(drafter)
+    assert other._lent is drafter._lent
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert_identical(target, other, prompts([7]), **MODES["greedy"], max_new_tokens=20)
+    assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
+    without = DFlashDrafter.from_pretrained(str(tmp_path))
+    with pytest.raises(ValueError, match="has no target"):
+        target.generate(**prompts([7]), assistant=without, max_new_tokens=4)
+
+
+def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Path) -> None:
+    drafter = load(tmp_path, target)
+    before = drafter._frequencies.clone()
+    drafter.bfloat16()
+    assert drafter._frequencies.dtype == torch.float32
+    assert torch.equal(drafter._frequencies, before)
+
+
+def test_shards_are_read(target: Any, tmp_path: Path) -> None:
+    import json
+
+    from safetensors.torch import save_file
+
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    save(tmp_path / "whole", config, tensors)
+    save(tmp_path / "parts", config, {})
+    (tmp_path / "parts" / "model.safetensors").unlink()
+    names = sorted(tensors)
+    shards = {"a-1.safetensors": names[:5], "a-2.safetensors": names[5:]}
+    for file, part in shards.items():
+        save_file({name: tensors[name] for name in part}, tmp_path / "parts" / file)
+    index = {"weight_map": {name: file for file, part in shards.items() for name in part}}
+    (tmp_path / "parts" / "model.safetensors.index.json").write_text(json.dumps(index))
+    whole, parts = (DFlashDrafter.from_pretrained(str(tmp_path / name)) for name in ("whole", "parts"))
+    for name, tensor in whole.state_dict().items():
+        assert torch.equal(tensor, parts.state_dict()[name])

@@ -1,0 +1,225 @@
+"""DFlash checkpoints that are damaged, hostile, of another kind or for another target."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import changed, damaged, seeds, survives
+from compare import assert_identical
+from guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from safetensors.torch import save_file
+from test_fit import letters
+from tiny import VOCABULARY, prompts, tiny_target
+
+from hf_dart import DFlashDrafter, TreeConfig
+from hf_dart.drafters import load_drafter
+
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def refused(read: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        read()
+    message = str(error.value)
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+
+
+def load(path: Path | str, target: Any, **options: Any) -> DFlashDrafter:
+    return DFlashDrafter.from_pretrained(str(path), target=target, **options)
+
+
+WRONG: dict[str, tuple[str, dict[str, Any], str]] = {
+    "DFlash2 by name": (ZLAB, {"architectures": ["DFlash2DraftModel"]}, "DFlash2"),
+    "DFlash2 by its parts": (ZLAB, {"dflash_config__selector_rank": 256}, "DFlash2"),
+    "another architecture": (ZLAB, {"architectures": ["DSparkDraftModel"]}, "DSparkDraftModel"),
+    "no architecture": (ZLAB, {"architectures": None}, "architectures None"),
+    "another backbone": (ZLAB, {"model_type": "llama"}, 'model_type: "llama"'),
+    "domino": (ZLAB, {"dflash_config__projector_type": "domino"}, "projector_type"),
+    "latent attention": (ZLAB, {"dflash_config__attention_mode": "mla"}, "attention_mode"),
+    "an unknown field": (ZLAB, {"layer_scale": 0.5}, "layer_scale"),
+    "an unknown field inside": (ZLAB, {"dflash_config__use_swa": True}, "use_swa"),
+    "no mask token": (ZLAB, {"dflash_config__mask_token_id": None}, "mask_token_id"),
+    "no taps": (ZLAB, {"dflash_config__target_layer_ids": None}, "target_layer_ids"),
+    "a tap twice": (ZLAB, {"dflash_config__target_layer_ids": [1, 1]}, "target_layer_ids"),
+    "a tap behind the target": (ZLAB, {"dflash_config__target_layer_ids": [0, 2]}, "target_layer_ids"),
+    "two block sizes": (ZLAB, {"dflash_config__block_size": 8}, "contradicts"),
+    "two mask tokens": (ZLAB, {"mask_token_id": 3}, "contradicts"),
+    "causal and not": (ZLAB, {"is_causal": False, "dflash_config__causal": True}, "contradicts"),
+    "causal as a number": (ZLAB, {"is_causal": 1}, "causal"),
+    "a block of one": (ZLAB, {"block_size": 1}, "block_size"),
+    "two thetas": (ZLAB, {"rope_scaling": None, "rope_parameters": {"rope_theta": 5.0}}, "contradicts"),
+    "no theta": (ZLAB, {"rope_theta": None}, "rope_theta"),
+    "rotations that change with the length": (ZLAB, {"rope_scaling": {"rope_type": "dynamic", "factor": 2}}, "dynamic"),
+    "a window without a size": (ZLAB, {"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window"),
+    "a layer too many": (ZLAB, {"num_hidden_layers": 3}, "layer_types"),
+    "heads that do not share": (ZLAB, {"num_key_value_heads": 3}, "multiple"),
+    "a width beyond all memory": (ZLAB, {"hidden_size": 2**19}, "shape"),
+    "layers beyond all memory": (ZLAB, {"num_hidden_layers": 10**9}, "num_hidden_layers"),
+    "an assistant of another kind": (ASSISTANT, {"architectures": ["Gemma4Assistant"]}, "architectures"),
+    "an assistant without a block size": (ASSISTANT, {"block_size": None}, "block_size"),
+    "an assistant's unknown field": (ASSISTANT, {"conv_width": 4}, "conv_width"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    style, changes, words = WRONG[name]
+    good = dflash_config(target, style)
+    save(tmp_path, dflash_config(target, style, **changes), dflash_tensors(good))
+    refused(lambda: load(tmp_path, target), words)
+
+
+TENSORS: dict[str, tuple[dict[str, Any], str]] = {
+    "missing": ({"norm.weight": None}, "norm.weight"),
+    "unknown": ({"embed_tokens.weight": torch.zeros(2, 2)}, "embed_tokens.weight"),
+    "of another shape": ({"fc.weight": torch.zeros(4, 4)}, "fc.weight"),
+    "of another rank": ({"norm.weight": torch.zeros(32, 1)}, "norm.weight"),
+    "no number with a point": ({"norm.weight": torch.zeros(32, dtype=torch.int64)}, "I64"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) -> None:
+    changes, words = TENSORS[name]
+    config = dflash_config(target, ZLAB)
+    tensors = {**dflash_tensors(config), **changes}
+    save(tmp_path, config, {key: value for key, value in tensors.items() if value is not None})
+    refused(lambda: load(tmp_path, target), words)
+
+
+def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
+    refused(lambda: load(tmp_path / "nowhere", target), "no folder")
+    path = Path(dflash_checkpoint(tmp_path / "one", target, ZLAB))
+    weights = (path / "model.safetensors").read_bytes()
+    (path / "model.safetensors").rename(path / "pytorch_model.bin")
+    refused(lambda: load(path, target), "safetensors")
+    for file in ("../one.safetensors", "/tmp/one.safetensors", "pytorch_model.bin", 3):
+        (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": file}}))
+        refused(lambda: load(path, target), "model.safetensors.index.json")
+    (path / "model.safetensors.index.json").write_text("[]")
+    refused(lambda: load(path, target), "JSON")
+    (path / "model.safetensors").write_bytes(weights[:-8])
+    refused(lambda: load(path, target), "truncated")
+    (path / "config.json").write_text('{"a": 1, "a": 2}')
+    refused(lambda: load(path, target), "twice")
+    (path / "config.json").write_text("[" * 100_000)
+    refused(lambda: load(path, target), "cannot be read")
+
+
+def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    save(tmp_path, config, tensors)
+    (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
+    save_file({"norm.weight": torch.zeros(32)}, tmp_path / "b.safetensors")
+    index = {"weight_map": {**dict.fromkeys(tensors, "a.safetensors"), "norm.weight": "b.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused(lambda: load(tmp_path, target), "twice")
+
+
+@pytest.mark.parametrize(
+    ("style", "changed_target", "words"),
+    [
+        (ZLAB, {"hidden_size": 64}, "hidden size"),
+        (ZLAB, {"num_hidden_layers": 3}, "number of layers"),
+        (ZLAB, {"vocab_size": 64}, "vocabulary"),
+        (ASSISTANT, {"num_hidden_layers": 1}, "layers"),
+        (ASSISTANT, {"vocab_size": 40}, "tokens"),
+    ],
+)
+def test_a_drafter_of_another_target(
+    target: Any, tmp_path: Path, style: str, changed_target: dict[str, int], words: str
+) -> None:
+    path = dflash_checkpoint(tmp_path, target, style)
+    other = tiny_target("qwen3", **changed_target)
+    refused(lambda: load(path, other), words)
+    assert "generate" not in vars(other)
+    drafter = load(path, target)
+    refused(lambda: other.generate(**prompts([5]), **GREEDY, custom_generate=drafter.generate), words)
+    drafter.tree_config = TreeConfig(nodes=8)
+    assert_identical(target, drafter, prompts([7]), **GREEDY)
+
+
+def test_a_mask_token_in_use(target: Any, tmp_path: Path) -> None:
+    path = dflash_checkpoint(tmp_path, target, ZLAB, dflash_config__mask_token_id=7)
+    refused(lambda: load(path, target, tokenizer=letters("abcdefgh")), "'h'")
+    assert load(path, target, tokenizer=letters("abcdefg")).config.mask_token_id == 7
+    added = letters("abcdefg")
+    added.add_special_tokens({"mask_token": "<|MASK|>"})
+    assert added.convert_tokens_to_ids("<|MASK|>") == 7
+    assert load(path, target, tokenizer=added).config.mask_token_id == 7
+
+
+def test_the_kind_is_told_by_the_config(target: Any, tmp_path: Path) -> None:
+    for style in (ZLAB, ASSISTANT):
+        path = dflash_checkpoint(tmp_path / style, target, style)
+        assert isinstance(load_drafter(path, target=target), DFlashDrafter)
+    path = dflash_checkpoint(tmp_path / "2", target, ZLAB, architectures=["DFlash2DraftModel"])
+    refused(lambda: load_drafter(path, target=target), "DFlash2")
+
+
+def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    from hf_dart.cli import main
+    from hf_dart.pair import PACKAGED_TARGET
+
+    model = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET)
+    path = dflash_checkpoint(tmp_path, model, ZLAB, dflash_config__mask_token_id=0)  # a special token
+    command = ["generate", "--target", str(PACKAGED_TARGET), "--head", path, "--temperature", "0", "--stats",
+               "--max-new-tokens", "12", "--nodes", "4", "def main("]  # fmt: skip
+    assert main(command) == 0
+    drafted = capsys.readouterr()
+    assert "drafts accepted" in drafted.err
+    assert main([*command[:-1], "--stock", command[-1]]) == 0
+    assert capsys.readouterr().out == drafted.out
+
+
+@pytest.mark.parametrize("part", seeds(60, 1200))
+@pytest.mark.parametrize("style", [ZLAB, ASSISTANT])
+def test_configs_under_attack(target: Any, tmp_path: Path, style: str, part: range) -> None:
+    config = dflash_config(target, style)
+    path = Path(save(tmp_path, config, dflash_tensors(config)))
+    read = 0
+    for seed in part:
+        (path / "config.json").write_text(changed(config, seed), encoding="latin1")
+        read += survives(lambda: DFlashDrafter.from_pretrained(str(path)))
+    assert 0 < read < len(part) / 2
+
+
+@pytest.mark.parametrize("part", seeds(60, 1200))
+def test_weights_under_attack(target: Any, tmp_path: Path, part: range) -> None:
+    path = Path(dflash_checkpoint(tmp_path, target, ZLAB))
+    content = (path / "model.safetensors").read_bytes()
+    shapes = {name: tensor.shape for name, tensor in DFlashDrafter.from_pretrained(str(path)).state_dict().items()}
+    for seed in part:
+        (path / "model.safetensors").write_bytes(damaged(content, seed))
+
+        def read() -> None:
+            drafter = DFlashDrafter.from_pretrained(str(path))
+            assert {name: tensor.shape for name, tensor in drafter.state_dict().items()} == shapes
+
+        survives(read)
+
+
+def test_weights_of_nan_change_no_token(target: Any, tmp_path: Path) -> None:
+    config = dflash_config(target, ZLAB)
+    tensors = dflash_tensors(config)
+    tensors["fc.weight"][:] = torch.nan
+    drafter = load(save(tmp_path, config, tensors), target)
+    drafter.tree_config = TreeConfig(nodes=8)
+    assert_identical(target, drafter, prompts([7, 3]), **GREEDY)
+    assert_identical(target, drafter, prompts([7, 3]), do_sample=True, max_new_tokens=16)
+    assert target.config.vocab_size == VOCABULARY
