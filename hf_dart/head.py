@@ -18,6 +18,9 @@ from transformers import PreTrainedModel
 
 from hf_dart.configuration import DartConfig, TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
+from hf_dart.hub.download import head_config
+from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.mixin import PushWithCard
 from hf_dart.layers import DartLayer, rotation_at
 from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.refine import BigramSelector
@@ -53,7 +56,7 @@ class _Shared:
         return self
 
 
-class DartHead(Drafter[DartState], PreTrainedModel):
+class DartHead(PushWithCard, Drafter[DartState], PreTrainedModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
@@ -118,19 +121,22 @@ class DartHead(Drafter[DartState], PreTrainedModel):
         Raises:
             ValueError: the head does not fit the target, or the files are not those of a head; the message says
                 what differs.
-            OSError: there are no such files.
+            OSError: there are no such files, or the Hub does not give them.
         """
         if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
             raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a head.")
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.
-            where = {name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs}
-            if DartConfig.get_config_dict(path, **where)[0].get("model_type") != DartConfig.model_type:
+            content, commit = head_config(path, **{name: kwargs[name] for name in _HUB_OPTIONS if name in kwargs})
+            if content.get("model_type") != DartConfig.model_type:
                 raise ValueError(f"{path} holds no config.json of a DART head; give what save_pretrained wrote.")
+            if commit is not None:
+                kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
+        asked = {name: kwargs.get(name) for name in ("token", "revision")}
         # A weight of another shape is reported below, in our words.
         options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), hub_errors(path, **asked):
                 head, info = super().from_pretrained(path, **{**kwargs, **options})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dart.hub.facts import TRAINING_RECORD
 from hf_dart.machine import hardware, versions
 
 if TYPE_CHECKING:
@@ -14,7 +15,6 @@ if TYPE_CHECKING:
 
     from hf_dart.training.trainer import DartTrainer
 
-TRAINING_RECORD = "training.json"
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 

@@ -1,0 +1,59 @@
+"""`hf-dart push`: put a head on the Hub, with its card."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hf_dart.pair import UserError, sentence
+
+_FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "language", "datasets", "tags")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("push", help="put a head on the Hub, with a card written from its files")
+    parser.add_argument("folder", type=Path, help="what save_pretrained or a trainer wrote")
+    parser.add_argument("repository", help="user/name on the Hub; it is made if there is none")
+    parser.add_argument("--bench", type=Path, metavar="FILE", help="what hf-dart bench --json wrote, for the table")
+    parser.add_argument("--training", type=Path, metavar="FILE", help="the training record (default: in the folder)")
+    parser.add_argument("--base-model", metavar="ID", help="the target on the Hub (default: as in the head's config)")
+    parser.add_argument("--bench-dataset", metavar="ID", help="the Hub data set of the bench's prompts")
+    parser.add_argument("--license", metavar="ID", help="such as apache-2.0")
+    parser.add_argument("--language", nargs="+", default=(), metavar="CODE", help="such as en")
+    parser.add_argument("--datasets", nargs="+", default=(), metavar="ID", help="the Hub data sets it was trained on")
+    parser.add_argument("--tags", nargs="+", default=(), metavar="TAG", help="more of them")
+    parser.add_argument("--card", type=Path, metavar="FILE", help="a card to put in place of the repository's")
+    parser.add_argument("--private", action="store_true", default=None, help="if the repository has to be made")
+    parser.add_argument("--revision", metavar="BRANCH", help="default: main")
+    parser.add_argument("--create-pr", action="store_true", help="as a pull request")
+    parser.add_argument(
+        "--dry-run", type=Path, metavar="DIR", help="write what would be pushed there, and push nothing"
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from hf_dart.hub.push import push_folder, write_folder
+
+    known = {name: getattr(arguments, name) for name in _FACTS}
+    for name in ("language", "datasets", "tags"):
+        known[name] = tuple(known[name])
+    try:
+        known["card"] = None if arguments.card is None else arguments.card.read_text(encoding="utf8")
+        if arguments.dry_run is not None:
+            write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)
+            print(f"Wrote {arguments.dry_run}; nothing was pushed.")
+            return 0
+        commit = push_folder(
+            arguments.folder,
+            arguments.repository,
+            private=arguments.private,
+            revision=arguments.revision,
+            create_pr=arguments.create_pr,
+            **known,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(sentence(error)) from error
+    print(commit.pr_url or commit.commit_url)
+    return 0

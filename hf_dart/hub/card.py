@@ -1,0 +1,287 @@
+"""The card of a head, written from what is known about it; nothing in it is typed by hand.
+
+A card has three parts: the front matter, a part between two marker lines that is written anew at each push, and
+whatever people write above and below the markers, which stays as it is.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from huggingface_hub import EvalResultEntry, ModelCard
+
+from hf_dart.bench.exact import Verdict
+from hf_dart.bench.report import as_table
+from hf_dart.bench.speed import OURS
+from hf_dart.hub.facts import HeadFacts
+
+BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
+END = "<!-- hf-dart: end -->"
+TAGS = ("hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate")
+_STAY = ("library_name", "pipeline_tag")
+_HOME = "https://huggingface.co/"
+_PAPER = "https://arxiv.org/abs/2601.19278"
+
+
+def front_matter(facts: HeadFacts) -> dict[str, Any]:
+    """The card's metadata in the Hub's fields.
+
+    The relation is said outright, since the Hub takes every model with a base model for a fine-tune of it; of the
+    relations it knows, a head that works only with its target's weights is an adapter.
+    """
+    known: dict[str, Any] = {
+        "license": facts.license,
+        "language": list(facts.language),
+        "library_name": "hf-dart",
+        "pipeline_tag": "text-generation",
+        "base_model": facts.base_model,
+        "base_model_relation": facts.base_model and "adapter",
+        "datasets": list(facts.datasets),
+        "tags": list(dict.fromkeys([*TAGS, *facts.tags])),
+    }
+    return {name: value for name, value in known.items() if value}
+
+
+def render_card(facts: HeadFacts, existing: str | None = None) -> str:
+    """The card as text.
+
+    Args:
+        facts: about the head.
+        existing: the card as it is now. What stands outside its markers is kept. In its front matter, fields that
+            are known are written, tags are added, and all others are kept; a library and a pipeline that stand
+            there stay. Without markers it was not written here, and is returned as it is.
+
+    Raises:
+        ValueError: the front matter of `existing` is not YAML.
+    """
+    written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
+    if existing is None:
+        title = (facts.repository or facts.config.name_or_path).rpartition("/")[2] or "A DART head"
+        card = ModelCard(f"---\n{{}}\n---\n\n# {title}\n\n{written}\n")
+    elif not has_markers(existing):
+        return existing
+    else:
+        try:
+            card = ModelCard(existing, ignore_metadata_errors=True)
+        except Exception as error:  # whatever yaml raises
+            raise ValueError(f"The front matter of the card is not valid YAML ({error}); mend it.") from error
+        above, _, rest = card.text.partition(BEGIN)
+        card.text = above + written + rest.partition(END)[2]
+    for name, value in front_matter(facts).items():
+        if name == "tags":
+            card.data[name] = list(dict.fromkeys([*(card.data.get(name) or []), *value]))
+        elif name not in _STAY or card.data.get(name) is None:
+            card.data[name] = value
+    return str(card)
+
+
+def has_markers(card: str) -> bool:
+    """Is there a part of it that is written anew?"""
+    return END in card.partition(BEGIN)[2]
+
+
+def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
+    """τ and speed over stock, for the Hub's `.eval_results/*.yaml`; none without a data set of the Hub.
+
+    The tasks are called tau and speedup, then by mode and batch: tau-greedy-batch-1.
+    """
+    if facts.bench is None or facts.bench_dataset is None:
+        return []
+    circumstances = facts.bench
+    notes = f"{circumstances['dtype']}, {circumstances['hardware']}, {circumstances['command']}"
+    entries = []
+    for one in _ours(facts.bench):
+        task = f"{''.join(c if c.isalnum() else ' ' for c in one['mode'])} batch {one['batch']}"
+        task = "-".join(task.lower().split())
+        values = {"tau": one["tau"], "speedup": one["ratio"]["median"]}
+        entries += [
+            EvalResultEntry(facts.bench_dataset, f"{metric}-{task}", round(value, 4), notes=notes)
+            for metric, value in values.items()
+        ]
+    return entries
+
+
+def _body(facts: HeadFacts) -> str:
+    parts = (_about(facts), _use(facts), _measured(facts), _exact(facts), _training(facts), _limits(facts), _SOURCE)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _about(facts: HeadFacts) -> str:
+    config = facts.config
+    revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
+    made_for = f" for {_link(facts)}{revision}" if facts.target else ""
+    tree = ", ".join(f"{name} {value}" for name, value in config.tree.items())
+    layers = "one decoder layer" if config.num_layers == 1 else f"{config.num_layers} decoder layers"
+    rows = {
+        "layers": f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
+        f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}",
+        "reads": f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}",
+        "drafts": f"{config.draft_length} tokens in one pass, mask slots {config.block_attention}",
+        "selector": f"bigram, rank {config.selector_rank}" if config.selector_rank else "",
+        "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; embeddings and "
+        "LM head are the target's",
+        "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
+        "tree": tree,
+    }
+    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join(
+        [
+            f"A [DART]({_PAPER}) draft head{made_for}. With it, `model.generate()` of plain transformers writes the "
+            "same tokens as without, several per forward pass of the target.",
+            "",
+            "| head | |",
+            "|---|---|",
+            *table,
+        ]
+    )
+
+
+def _use(facts: HeadFacts) -> str:
+    if facts.repository is None or facts.base_model is None:
+        return ""
+    return f"""## Use
+
+```sh
+pip install hf-dart
+```
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_dart import DartHead
+
+model = AutoModelForCausalLM.from_pretrained("{facts.base_model}", device_map="auto")
+tokenizer = AutoTokenizer.from_pretrained("{facts.base_model}")
+head = DartHead.from_pretrained("{facts.repository}", target=model)
+
+inputs = tokenizer("The tide gauge", return_tensors="pt").to(model.device)
+model.generate(**inputs, assistant=head, max_new_tokens=512)
+print(head.last_stats.tau)
+```
+
+Or through this repository's own `custom_generate/generate.py`, which leaves the model's `generate` as it is:
+
+```python
+model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, assistant=head)
+```"""
+
+
+def _measured(facts: HeadFacts) -> str:
+    if facts.bench is None:
+        return ""
+    return f"""## Measured
+
+τ: tokens committed per forward pass of the target, the target's own token included. Printed by
+`{facts.bench["command"]}`.
+
+{as_table(facts.bench)}"""
+
+
+def _exact(facts: HeadFacts) -> str:
+    text = """## What is exact
+
+The text is what stock `generate` writes with the same arguments, token for token: greedy, and sampled with the same
+seed. In float64 always; in float32 unless the target's two best choices lie closer than 1e-5 somewhere; in bfloat16
+and float16 near-ties of the target's logits are common, and the text may part at one, as stock's own does between
+batch sizes."""
+    if facts.bench is None:
+        return text
+    verdict = sum((Verdict(**one["compared"]) for one in _ours(facts.bench)), Verdict())
+    same = verdict.rows - verdict.near_ties - verdict.differences
+    apart = [
+        f"{verdict.near_ties} parted at a near-tie" * bool(verdict.near_ties),
+        f"{verdict.differences} differed" * bool(verdict.differences),
+        "the generator was not always where stock leaves it" * (not verdict.generator),
+    ]
+    found = "; ".join(["", *filter(None, apart)])
+    return f"{text} In the runs above, in {facts.bench['dtype']}, {same} of {verdict.rows} rows were the same{found}."
+
+
+def _training(facts: HeadFacts) -> str:
+    record = facts.training
+    if record is None:
+        return ""
+    processes = "{processes} x " if record.get("processes", 1) > 1 else ""
+    rows = {
+        "data": ", ".join(record.get("data", facts.datasets)),
+        "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
+        "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
+        "amount": _say(
+            record,
+            "{steps} steps",
+            "{rows_per_step} rows a step",
+            "{anchors_per_row} blocks a row",
+            "{tokens:,} tokens",
+        ),
+        "optimizer": _say(
+            record, "{optimizer}", "learning rate {learning_rate:g}", "{schedule} schedule", "seed {seed}"
+        ),
+        "numbers": _say(record, "weights {weights_dtype}", "target {target_dtype}", "{precision} autocast"),
+        "hardware": _say(record, processes + "{hardware}"),
+        "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()),
+        "held-out rows": _say(
+            record.get("evaluation", {}), "greedy τ {eval_tau:.2f}", "sampled τ {eval_tau_sampled:.2f}"
+        ),
+    }
+    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
+    return "\n".join(["## Training", "", "| | |", "|---|---|", *table])
+
+
+def _say(known: dict[str, Any], *templates: str) -> str:
+    """The templates whose fields are all known, filled in."""
+    said = []
+    for template in templates:
+        with suppress(KeyError):
+            said.append(template.format_map(known))
+    return ", ".join(said)
+
+
+def _objective(objective: dict[str, Any] | None) -> str:
+    """The fields of `hf_dart.training.objective.Objective` that matter, in words."""
+    if objective is None:
+        return ""
+    weights = objective["position_weights"]
+    details = {"exponential": " (gamma {gamma:g})", "dpace": " (alpha {dpace_alpha:g})"}.get(weights, "")
+    eta = " (eta {lk_eta:g})" if objective["divergence"] == "lk" else ""
+    parts = {
+        "token_weight": "{divergence}" + eta + ", {position_weights} position weights" + details,
+        "focal_weight": "cross-entropy at the first error",
+        "chain_weight": "{chain_form} chain loss, {chain_rule} rule",
+    }
+    terms = []
+    for weight, term in parts.items():
+        if objective[weight]:
+            factor = "" if objective[weight] == 1 else f"{objective[weight]:g} x "
+            terms.append(factor + term.format_map(objective))
+    return ": " + "; ".join(terms)
+
+
+def _limits(facts: HeadFacts) -> str:
+    target = facts.target or "its target"
+    return f"""## Limits
+
+- It drafts for {target}. A model with other widths, layers or vocabulary is refused; with a fine-tuned copy the
+  text stays that copy's own, and τ may be lower.
+- The gain depends on the text, the batch, the device and the target's size; larger batches leave less to gain.
+- What could not be exact is refused: beam search, quantized and offloaded caches, targets with running state."""
+
+
+def _link(facts: HeadFacts) -> str:
+    return f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
+
+
+def _ours(bench: dict[str, Any]) -> list[dict[str, Any]]:
+    return [one for one in bench["results"] if one["method"] == OURS and "tau" in one]
+
+
+_SOURCE = f"""## Source
+
+```bibtex
+@misc{{dart2026,
+  title = {{DART: Diffusion-Inspired Speculative Decoding for Fast LLM Inference}},
+  year = {{2026}},
+  eprint = {{2601.19278}},
+  archivePrefix = {{arXiv}},
+  url = {{{_PAPER}}}
+}}
+```"""

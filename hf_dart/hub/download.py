@@ -1,0 +1,39 @@
+"""Finding a head's config in a folder or on the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.utils import cached_file
+
+from hf_dart.hub.errors import hub_errors
+
+
+def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
+    """The config.json of a head, and the commit of the Hub that it came from, to take the weights from the same one.
+
+    Args:
+        path: a folder or a Hub repository.
+        where: revision, token, cache_dir, subfolder, local_files_only, force_download, as for `from_pretrained`.
+
+    Returns:
+        The config, empty if there is no such file, and None as the commit of a folder.
+
+    Raises:
+        OSError: the Hub does not give it.
+        ValueError: it is not JSON.
+    """
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+        found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False, **where)
+    if found is None:
+        return {}, None
+    try:
+        content = json.loads(Path(found).read_text(encoding="utf8"))
+    except ValueError as error:
+        raise ValueError(f"The config.json in {path} is not JSON ({error}); fetch it again.") from error
+    # The cache keeps a file in snapshots/COMMIT/SUBFOLDER.
+    parts = [] if Path(path).is_dir() else Path(found).parts
+    commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
+    return content, commit

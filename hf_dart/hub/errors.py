@@ -1,0 +1,84 @@
+"""What the Hub and its client complain about, in one sentence that says the mend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from huggingface_hub import constants, get_token
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+try:
+    from huggingface_hub.utils import httpx
+except ImportError:  # huggingface_hub 1
+    import httpx  # type: ignore[no-redef]
+
+
+@contextmanager
+def hub_errors(repository: str, *, token: str | bool | None = None, revision: str | None = None) -> Iterator[None]:
+    """Errors of the Hub inside become an OSError with one sentence; others pass.
+
+    Args:
+        repository: what is read or written.
+        token, revision: what it is read or written with.
+
+    Raises:
+        OSError: the Hub or its client refused.
+    """
+    try:
+        yield
+    except (OSError, EntryNotFoundError, httpx.TransportError) as error:
+        sentence = _sentence(error, repository, token, revision)
+        if sentence is None:
+            raise
+        raise OSError(sentence) from error
+
+
+def _sentence(error: BaseException, repository: str, token: str | bool | None, revision: str | None) -> str | None:
+    """The first error of the chain that we know, in words."""
+    known: BaseException | None = error
+    while known is not None:
+        if isinstance(known, GatedRepoError):
+            return f"{repository!r} is gated; ask for access on {constants.ENDPOINT}/{repository}, then log in."
+        if isinstance(known, RepositoryNotFoundError):
+            if isinstance(token, str) or (token is not False and get_token()):
+                return f"The Hub shows this token no repository {repository!r}; check the name, or take another token."
+            return (
+                f"The Hub shows no repository {repository!r} without a token; check the name or, if it is private, "
+                "log in with `hf auth login` or pass token=."
+            )
+        if isinstance(known, RevisionNotFoundError):
+            return f"{repository!r} has no revision {revision!r}; give one of its branches, tags or commits."
+        if isinstance(known, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+            return (
+                f"The Hub cannot be reached and {repository!r} is not on this machine as a whole; go online "
+                "(HF_HUB_OFFLINE=0, local_files_only=False) once."
+            )
+        if isinstance(known, EntryNotFoundError):
+            return f"{repository!r} lacks a file of a head; push what save_pretrained wrote once more."
+        if isinstance(known, HfHubHTTPError):
+            return _status(known, repository)
+        if isinstance(known, httpx.TransportError):
+            return f"The Hub cannot be reached at {constants.ENDPOINT} ({known or type(known).__name__}); try again."
+        known = known.__cause__
+    return None
+
+
+def _status(error: HfHubHTTPError, repository: str) -> str:
+    status = error.response.status_code
+    said = " ".join((error.server_message or str(error)).split())
+    mends = {
+        401: "log in with `hf auth login`, or pass a valid token=",
+        403: "take a token that may write there",
+        409: "push again",
+        412: "it was changed meanwhile, push again",
+    }
+    return f"The Hub refused {repository!r} with {status} ({said}); {mends.get(status, 'try again later')}."

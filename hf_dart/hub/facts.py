@@ -1,0 +1,147 @@
+"""What is known about a head that is to be published, read from its files."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from hf_dart.configuration import DartConfig
+
+TRAINING_RECORD = "training.json"
+_DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class HeadFacts:
+    """What a card is written from. What is None or empty is not known, and its sentence is left out.
+
+    Attributes:
+        config: of the head.
+        parameters, size: how many are stored, and in how many bytes.
+        dtype: they are stored in.
+        repository: the head's id on the Hub.
+        base_model: the target's id on the Hub.
+        training: `hf_dart.training.record.training_record`.
+        bench: what `hf-dart bench --json` wrote.
+        bench_dataset: the Hub's id of the data set that the bench's prompts came from.
+        license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
+    """
+
+    config: DartConfig
+    parameters: int
+    size: int
+    dtype: str
+    repository: str | None = None
+    base_model: str | None = None
+    training: dict[str, Any] | None = None
+    bench: dict[str, Any] | None = None
+    bench_dataset: str | None = None
+    license: str | None = None
+    language: tuple[str, ...] = ()
+    datasets: tuple[str, ...] = ()
+    tags: tuple[str, ...] = ()
+
+    @classmethod
+    def read(
+        cls,
+        folder: str | Path,
+        *,
+        bench: str | Path | None = None,
+        training: str | Path | None = None,
+        base_model: str | None = None,
+        **known: Any,
+    ) -> HeadFacts:
+        """The facts of the head that `save_pretrained` or a trainer wrote to `folder`.
+
+        Args:
+            folder: with config.json, model.safetensors and, where a trainer wrote it, training.json.
+            bench: the file that `hf-dart bench --json` wrote.
+            training: the training record, if it does not lie in `folder`.
+            base_model: the target's id on the Hub; left out, it is the target's name in the config if that is one.
+            known: the other attributes, as they are.
+
+        Raises:
+            ValueError: a file is missing, damaged, or tells of another head; the message names it.
+        """
+        folder = Path(folder)
+        config = read_config(folder)
+        parameters, size, dtype = _weights(folder)
+        training_file = Path(training) if training is not None else folder / TRAINING_RECORD
+        record = _json(training_file, "steps") if training is not None or training_file.is_file() else None
+        report = None if bench is None else _json(Path(bench), "results")
+        if report is not None and report["head_parameters"] != parameters:
+            raise ValueError(
+                f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
+                f"{parameters}; give the bench of this head."
+            )
+        return cls(
+            config,
+            parameters,
+            size,
+            dtype,
+            base_model=base_model or _hub_id(config),
+            training=record,
+            bench=report,
+            **known,
+        )
+
+    @property
+    def target(self) -> str | None:
+        """The target's name, on the Hub or not."""
+        return self.base_model or self.config.target_name
+
+
+def read_config(folder: Path) -> DartConfig:
+    """The config of the head in `folder`.
+
+    Raises:
+        ValueError: there is none.
+    """
+    file = folder / "config.json"
+    if not file.is_file() or _json(file).get("model_type") != DartConfig.model_type:
+        raise ValueError(f"{folder} holds no config.json of a DART head; give what save_pretrained wrote.")
+    return DartConfig.from_pretrained(folder)
+
+
+def _hub_id(config: DartConfig) -> str | None:
+    """A name without a namespace is the Hub's only if it has a commit there; else it may be any folder's."""
+    name = config.target_name
+    return name if name is not None and ("/" in name or config.target_revision is not None) else None
+
+
+def _weights(folder: Path) -> tuple[int, int, str]:
+    """Parameters, bytes and dtype of all safetensors files in `folder`."""
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"{folder} holds no weights (*.safetensors); give what save_pretrained wrote.")
+    parameters, dtypes = 0, set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as weights:
+                for name in weights.keys():  # noqa: SIM118 (not a mapping)
+                    tensor = weights.get_slice(name)
+                    dtypes.add(tensor.get_dtype())
+                    count = 1
+                    for length in tensor.get_shape():
+                        count *= length
+                    parameters += count
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or damaged ({error}); save the head again.") from error
+    names = sorted(_DTYPES.get(dtype, dtype) for dtype in dtypes)
+    return parameters, sum(file.stat().st_size for file in files), " and ".join(names)
+
+
+def _json(file: Path, key: str | None = None) -> dict[str, Any]:
+    """The object in `file`, which has to have `key`."""
+    wrote = {"results": "hf-dart bench --json", "steps": "the trainer"}.get(key or "", "save_pretrained")
+    try:
+        content = json.loads(file.read_text(encoding="utf8"))
+    except (OSError, ValueError) as error:
+        raise ValueError(f"Cannot read {file} ({error}); give the file that {wrote} wrote.") from error
+    if not isinstance(content, dict) or (key is not None and key not in content):
+        raise ValueError(f"{file} is not what {wrote} writes; give that file.")
+    return content

@@ -1,0 +1,133 @@
+"""Pushing a head: its weights, config, card, results and `custom_generate`, in one commit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+from huggingface_hub import (
+    CommitInfo,
+    CommitOperationAdd,
+    HfApi,
+    constants,
+    eval_result_entries_to_yaml,
+)
+from huggingface_hub.errors import EntryNotFoundError
+
+from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.version import __version__
+
+BENCH = "bench.json"
+_SHIM = Path(__file__).parent / "custom_generate"
+# A trainer's folder holds optimizer states too, which nobody needs to draft.
+_WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
+_LOGGER = logging.getLogger(__name__)
+
+
+def push_folder(
+    folder: str | Path,
+    repository: str,
+    *,
+    card: str | None = None,
+    private: bool | None = None,
+    token: str | bool | None = None,
+    revision: str | None = None,
+    create_pr: bool = False,
+    commit_message: str | None = None,
+    commit_description: str | None = None,
+    **known: Any,
+) -> CommitInfo:
+    """Push the head in `folder` to the Hub; the repository and the branch are made where there are none.
+
+    Args:
+        folder: what `save_pretrained` or a trainer wrote.
+        repository: "name" or "user/name".
+        card: text to put in place of the repository's card. Left out, the card that is there is kept, but for the
+            part between its markers, which is written anew (`hf_dart.hub.card`); a card without markers is kept as
+            a whole, and a warning says so.
+        private, token, create_pr, commit_message, commit_description: as for `PreTrainedModel.push_to_hub`.
+        revision: the branch.
+        known: what `HeadFacts.read` takes: bench, training, base_model, bench_dataset, license, language,
+            datasets, tags.
+
+    Raises:
+        ValueError: a file in `folder`, or one that was named, cannot be used.
+        OSError: the Hub refused; nothing was committed.
+    """
+    api = HfApi(library_name="hf-dart", library_version=__version__, token=token)
+    facts = HeadFacts.read(folder, repository=repository, **known)  # what is wrong here is said before anything is made
+    with hub_errors(repository, token=token, revision=revision):
+        repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
+        if revision is not None and not revision.startswith("refs/"):
+            api.create_branch(repository, branch=revision, exist_ok=True)
+        parent = api.repo_info(repository, revision=revision).sha
+        if card is None:
+            card = _card_of(api, repository, parent)
+        if card is not None and not has_markers(card):
+            _LOGGER.warning(
+                "The card of %s was not written by hf-dart and stays as it is; put the lines %r and %r where the part "
+                "about the head shall stand.",
+                repository,
+                BEGIN,
+                END,
+            )
+        files = repository_files(folder, replace(facts, repository=repository), card)
+        operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+        # With the parent named, a card that somebody changes meanwhile is not overwritten.
+        return api.create_commit(
+            repository,
+            operations,
+            commit_message=commit_message or "Upload DartHead",
+            commit_description=commit_description,
+            revision=revision,
+            create_pr=create_pr,
+            parent_commit=parent,
+        )
+
+
+def write_folder(
+    folder: str | Path, destination: str | Path, repository: str, *, card: str | None, **known: Any
+) -> None:
+    """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub."""
+    facts = HeadFacts.read(folder, repository=repository, **known)
+    for name, content in repository_files(folder, facts, card).items():
+        file = Path(destination, name)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+
+
+def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> dict[str, bytes | Path]:
+    """All files of the head's repository by their path in it; `card` is the card as it is now."""
+    found = [file for pattern in _WEIGHTS for file in sorted(Path(folder).glob(pattern))]
+    files: dict[str, bytes | Path] = {file.name: file for file in found}
+    if facts.training is not None:
+        files[TRAINING_RECORD] = _as_json(facts.training)
+    if facts.bench is not None:
+        files[BENCH] = _as_json(facts.bench)
+    entries = eval_results(facts)
+    if entries:
+        text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
+        files[f"{constants.EVAL_RESULTS_FOLDER}/hf_dart.yaml"] = text.encode()
+    for file in sorted(_SHIM.iterdir()):
+        if file.is_file():
+            files[f"custom_generate/{file.name}"] = file
+    files[constants.REPOCARD_NAME] = render_card(facts, card).encode()
+    return files
+
+
+def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
+    try:
+        file = api.hf_hub_download(repository, constants.REPOCARD_NAME, revision=revision)
+    except EntryNotFoundError:
+        return None
+    return Path(file).read_bytes().decode("utf-8-sig")
+
+
+def _as_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
