@@ -132,11 +132,12 @@ class DartHead(PushWithCard, Drafter[DartState], PreTrainedModel):
                 raise ValueError(f"{path} holds no config.json of a DART head; give what save_pretrained wrote.")
             if commit is not None:
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
-        asked = {name: kwargs.get(name) for name in ("token", "revision")}
+        where = {name: kwargs.get(name) for name in ("token", "revision")}
+        where["otherwise"] = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         # A weight of another shape is reported below, in our words.
         options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
-            with torch.random.fork_rng(devices=[]), hub_errors(path, **asked):
+            with torch.random.fork_rng(devices=[]), hub_errors(path, **where):
                 head, info = super().from_pretrained(path, **{**kwargs, **options})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error

@@ -56,10 +56,19 @@ class Repository:
 
 
 class Refusal(Exception):
-    def __init__(self, status: int, code: str | None = None, message: str = "", body: Any = None) -> None:
+    """What a request is answered with if it fails: the Hub's error code and message go into the headers."""
+
+    def __init__(
+        self,
+        status: int,
+        code: str | None = None,
+        message: str = "",
+        body: Any = None,
+        headers: dict[str, str] | None = None,
+    ) -> None:
         super().__init__(message)
-        self.status, self.code, self.message = status, code, message
-        self.body = {"error": message} if body is None else body
+        self.status, self.body = status, {"error": message} if body is None else body
+        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **(headers or {})}
 
 
 class Hub(ThreadingHTTPServer):
@@ -107,10 +116,7 @@ class Handler(BaseHTTPRequestHandler):
                     return getattr(self, name)(**parts)
             raise Refusal(501, message=f"no such endpoint: {asked}")
         except Refusal as refusal:
-            headers = {"X-Error-Message": refusal.message}
-            if refusal.code:
-                headers["X-Error-Code"] = refusal.code
-            self._send(refusal.body, refusal.status, headers)
+            self._send(refusal.body, refusal.status, refusal.headers)
 
     do_GET = do_POST = do_PUT = do_HEAD = _answer
 
@@ -257,7 +263,7 @@ class Handler(BaseHTTPRequestHandler):
         headers = {"X-Repo-Commit": commit}
         content = found.commits[commit].get(path)
         if content is None:
-            raise Refusal(404, "EntryNotFound", "Entry not found")
+            raise Refusal(404, "EntryNotFound", "Entry not found", headers=headers)
         if not path.endswith(LFS_SUFFIXES):
             return self._send(content, headers={**headers, "ETag": f'"{git_hash(content)}"'})
         oid = sha256(content)

@@ -1,4 +1,4 @@
-"""The repository of `examples/custom_generate`: by folder, and carried by a model's own repository."""
+"""The `custom_generate` that heads are pushed with: by folder, and carried by a model's own repository."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from tiny import prompts, tiny_head, tiny_target
 from transformers import AutoModelForCausalLM
 
 from hf_dart import TreeConfig, detach
+from hf_dart.hub import push
 
-FOLDER = Path(__file__).parents[1] / "examples" / "custom_generate"
+FOLDER = Path(push.__file__).parent
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 
 

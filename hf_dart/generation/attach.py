@@ -64,8 +64,10 @@ def generate(
         TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.
     """
     stock = type(model).generate  # not a bound method kept from attach: that would follow a deep copy's original
-    if assistant is None:
+    if assistant is None or isinstance(kwargs.get("custom_generate"), str):
+        # A repository's generate takes assistant= itself, and comes here again if it is ours.
         named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus, "tree_config": tree_config}
+        named["assistant"] = assistant
         return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(

@@ -57,7 +57,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     """
     written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
     if existing is None:
-        title = (facts.repository or facts.config.name_or_path).rpartition("/")[2] or "A DART head"
+        title = (facts.repository or "A DART head").rpartition("/")[2]
         card = ModelCard(f"---\n{{}}\n---\n\n# {title}\n\n{written}\n")
     elif not has_markers(existing):
         return existing
@@ -117,7 +117,7 @@ def _about(facts: HeadFacts) -> str:
         "layers": f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
         f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}",
         "reads": f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}",
-        "drafts": f"{config.draft_length} tokens in one pass, mask slots {config.block_attention}",
+        "drafts": f"{config.draft_length} tokens in one pass, {config.block_attention} attention among them",
         "selector": f"bigram, rank {config.selector_rank}" if config.selector_rank else "",
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; embeddings and "
         "LM head are the target's",

@@ -26,7 +26,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
         ValueError: it is not JSON.
     """
     with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
-        found = cached_file(path, "config.json", _raise_exceptions_for_missing_entries=False, **where)
+        found = cached_file(path, "config.json", **where)
     if found is None:
         return {}, None
     try:

@@ -1,0 +1,222 @@
+"""Cards: written from what is known, nothing else; what people wrote stays."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hub import card_errors
+from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
+from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+
+from hf_dart import DartHead
+from hf_dart.bench.report import as_table
+from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+
+DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
+BENCH = DEMO_CARD / "bench.json"
+
+
+def facts(**known: Any) -> HeadFacts:
+    return HeadFacts.read(PACKAGED_HEAD, **known)
+
+
+def front_matter(card: str) -> dict[str, Any]:
+    text = card.split("---\n")[1]
+    assert card_errors(text) == []
+    return yaml.safe_load(text)
+
+
+def test_the_card_of_the_packaged_pair_is_what_the_library_writes() -> None:
+    card = (DEMO_CARD / "README.md").read_text(encoding="utf8")
+    assert has_markers(card)
+    assert render_card(facts(bench=BENCH), card) == card
+    assert "| 1 | greedy | hf_dart | 619 |" in card
+
+
+def test_a_card_without_facts_says_nothing_about_them() -> None:
+    card = render_card(facts())
+    assert front_matter(card) == {
+        "library_name": "hf-dart",
+        "pipeline_tag": "text-generation",
+        "tags": ["hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate"],
+    }
+    assert "## What is exact" in card
+    assert "rank 128" in card
+    for absent in ("## Measured", "## Training", "## Use", "In the runs above", "None", "revision"):
+        assert absent not in card
+
+
+def test_a_card_says_what_is_known() -> None:
+    known = facts(
+        bench=BENCH,
+        repository="me/py8m-dart",
+        base_model="them/py8m",
+        license="apache-2.0",
+        language=("code",),
+        datasets=("them/python",),
+        tags=("python",),
+    )
+    card = render_card(known)
+    matter = front_matter(card)
+    assert matter["base_model"] == "them/py8m"
+    assert matter["base_model_relation"] == "adapter"
+    assert matter["license"] == "apache-2.0"
+    assert matter["language"] == ["code"]
+    assert matter["datasets"] == ["them/python"]
+    assert matter["tags"][-1] == "python"
+    assert card.count("# py8m-dart\n") == 1
+    assert 'DartHead.from_pretrained("me/py8m-dart", target=model)' in card
+    assert as_table(json.loads(BENCH.read_text(encoding="utf8"))) in card
+    assert "in float32, 240 of 240 rows were the same" in card
+    assert render_card(known, card) == card
+
+
+def test_rows_that_differ_are_not_passed_over(tmp_path: Path) -> None:
+    bench = json.loads(BENCH.read_text(encoding="utf8"))
+    ours = [one for one in bench["results"] if one["method"] == "hf_dart"]
+    ours[0]["compared"] |= {"near_ties": 2}
+    ours[1]["compared"] |= {"differences": 1, "generator": False}
+    (tmp_path / "bench.json").write_text(json.dumps(bench), encoding="utf8")
+    card = render_card(facts(bench=tmp_path / "bench.json"))
+    assert "237 of 240 rows were the same; 2 parted at a near-tie; 1 differed; the generator was not" in card
+
+
+def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
+    target = tiny_target()
+    target.config.name_or_path = "them/tiny"
+    rows = token_rows(LENGTHS)
+    fields: dict[str, Any] = {"loss": "left_to_right", "gamma": 0.8, "max_steps": 3}
+    trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, eval_rows=rows, **fields)
+    trainer.train()
+    tau = trainer.evaluate()["eval_tau"]
+    trainer.save_model(str(tmp_path / "final"))
+    record = json.loads((tmp_path / "final" / TRAINING_RECORD).read_text(encoding="utf8"))
+    assert record["steps"] == 3
+    assert record["tokens"] == 3 * sum(n for row in LENGTHS for n in row if n > 0)
+    assert record["objective"]["gamma"] == 0.8
+    assert "precision" not in record
+    card = render_card(HeadFacts.read(tmp_path / "final"))
+    assert front_matter(card)["base_model"] == "them/tiny"
+    for said in ("`left_to_right`", "gamma 0.8", "3 steps", f"τ {tau:.2f}", record["hardware"], "target float32"):
+        assert said in card.partition("## Training")[2]
+
+    # A record that says less gives a card that says less.
+    thin = {"steps": 3}
+    (tmp_path / "final" / TRAINING_RECORD).write_text(json.dumps(thin), encoding="utf8")
+    told = render_card(HeadFacts.read(tmp_path / "final")).partition("## Training")[2].partition("##")[0]
+    assert told.strip().splitlines() == ["| | |", "|---|---|", "| amount | 3 steps |"]
+
+
+def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    target = tiny_target()
+    target.config.name_or_path = "them/tiny"
+    assert tiny_head(target).config.target_revision is None
+    snapshots = tmp_path / "models--them--tiny" / "snapshots"
+    (snapshots / ("a" * 40)).mkdir(parents=True)
+    head = tiny_head(target)
+    assert head.config.target_revision == "a" * 40
+    head.save_pretrained(tmp_path / "head")
+    assert f"at revision `{'a' * 40}`" in render_card(HeadFacts.read(tmp_path / "head"))
+    (snapshots / ("b" * 40)).mkdir()  # which of the two, nobody can tell
+    assert tiny_head(target).config.target_revision is None
+
+
+def test_a_folder_is_no_base_model(tmp_path: Path) -> None:
+    for name, relation in (("py8m", None), ("them/py8m", "adapter")):
+        config = DartHead.from_pretrained(str(PACKAGED_HEAD)).config
+        config.target_name = name
+        shutil.copytree(PACKAGED_HEAD, tmp_path / "head", dirs_exist_ok=True)
+        config.save_pretrained(tmp_path / "head")
+        matter = front_matter(render_card(HeadFacts.read(tmp_path / "head")))
+        assert matter.get("base_model_relation") == relation
+
+
+def test_what_people_wrote_stays() -> None:
+    card = render_card(facts(license="mit", base_model="them/old"))
+    mine = card.replace("license: mit", "license: mit\nthumbnail: mine.png\nlanguage: en")
+    mine = mine.replace("pipeline_tag: text-generation", "pipeline_tag: text2text-generation")
+    mine = mine.replace("- draft-model", "- draft-model\n- mine").replace("# A DART head", "# My head\n\nAbove.")
+    mine = mine.replace("rank 128", "rank 7") + "\nBelow, é.\r\n"
+    again = render_card(facts(base_model="them/new"), mine)
+    matter = front_matter(again)
+    assert matter["base_model"] == "them/new"
+    assert matter["license"] == "mit"
+    assert matter["thumbnail"] == "mine.png"
+    assert matter["language"] == "en"
+    assert matter["pipeline_tag"] == "text2text-generation"
+    assert "mine" in matter["tags"]
+    assert "custom_generate" in matter["tags"]
+    above, written, below = again.split(BEGIN)[0], again.split(BEGIN)[1].split(END)[0], again.split(END)[1]
+    assert "# My head\n\nAbove.\n" in above
+    assert "rank 128" in written
+    assert below.endswith("\nBelow, é.\r\n")
+    assert ModelCard(again).data.license == "mit"
+
+
+@pytest.mark.parametrize("card", ["# Mine", f"{END}\n{BEGIN}", "---\nlicense: mit\n---\nMine, too\n"])
+def test_a_card_without_markers_stays_as_a_whole(card: str) -> None:
+    assert render_card(facts(), card) == card
+
+
+def test_a_broken_front_matter_gets_one_sentence() -> None:
+    with pytest.raises(ValueError, match="front matter of the card is not valid YAML"):
+        render_card(facts(), f"---\nlicense: [\n---\n{BEGIN}\n{END}\n")
+
+
+def test_eval_results_are_in_the_hubs_format() -> None:
+    assert eval_results(facts(bench=BENCH)) == []  # its text is no data set of the Hub
+    known = facts(bench=BENCH, bench_dataset="them/prompts")
+    entries = eval_results(known)
+    written = yaml.safe_load(yaml.safe_dump(eval_result_entries_to_yaml(entries)))
+    assert parse_eval_result_entries(written) == entries
+    by_task = {entry.task_id: entry for entry in entries}
+    assert len(by_task) == len(entries) == 12
+    assert by_task["tau-greedy-batch-1"].value == 7.2571
+    assert by_task["speedup-sampled-t-1-batch-4"].value < 1
+    assert "float32" in (entries[0].notes or "")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "says"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "no config.json of a DART head"),
+        (lambda folder: shutil.copy(PACKAGED_TARGET / "config.json", folder), "no config.json of a DART head"),
+        (lambda folder: (folder / "config.json").write_text("{"), "Cannot read .*config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "no weights"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"\x07" * 99), "truncated or damaged"),
+        (lambda folder: (folder / "training.json").write_text("[]"), "not what the trainer writes"),
+    ],
+)
+def test_unusable_folders_get_one_sentence(spoil: Any, says: str, tmp_path: Path) -> None:
+    folder = tmp_path / "head"
+    shutil.copytree(PACKAGED_HEAD, folder)
+    spoil(folder)
+    with pytest.raises(ValueError, match=says):
+        HeadFacts.read(folder)
+
+
+def test_the_bench_has_to_be_that_of_the_head(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="give the file that hf-dart bench --json wrote"):
+        facts(bench=tmp_path / "none.json")
+    with pytest.raises(ValueError, match="not what hf-dart bench --json writes"):
+        facts(bench=PACKAGED_HEAD / "config.json")
+    target = tiny_target()
+    assert target.config.vocab_size == VOCABULARY
+    tiny_head(target).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="give the bench of this head"):
+        HeadFacts.read(tmp_path, bench=BENCH)
+
+
+def test_facts_do_not_change() -> None:
+    assert replace(facts(), license="mit").license == "mit"
+    with pytest.raises(AttributeError):
+        facts().license = "mit"  # type: ignore[misc]

@@ -1,0 +1,332 @@
+"""Heads go to the Hub and come back, through the real client and a Hub on this machine (`hub.py`)."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from hub import Hub, card_errors, running_hub
+from hub import hub as hub
+from huggingface_hub import HfApi, constants
+from tiny import prompts, tiny_head, tiny_target
+
+from hf_dart import DartHead
+from hf_dart.cli import main
+from hf_dart.hub.card import BEGIN, END
+from hf_dart.hub.push import push_folder
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+
+BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
+# The client hands httpx the bytes of an upload by an old name.
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("llama")
+
+
+@pytest.fixture(scope="module")
+def head(target: Any) -> DartHead:
+    return tiny_head(target)
+
+
+@pytest.fixture
+def alice(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Hub:
+    """A Hub where alice is logged in."""
+    monkeypatch.setenv("HF_TOKEN", "hf_alice")
+    return hub
+
+
+def card_of(hub: Hub, repository: str = "alice/head", revision: str = "main") -> str:
+    return hub.repositories[repository].files(revision)["README.md"].decode()
+
+
+def log_in(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+
+
+def test_a_head_goes_up_and_comes_back(alice: Hub, head: DartHead, target: Any) -> None:
+    commit = head.push_to_hub("head", license="mit", base_model="them/tiny", tags=["mine"], commit_message="first")
+    stored = alice.repositories["alice/head"]
+    assert not stored.private
+    assert commit.oid == stored.refs["main"]
+    assert stored.messages[commit.oid] == "first"
+    assert set(stored.files()) == {
+        ".gitattributes",
+        "README.md",
+        "config.json",
+        "custom_generate/generate.py",
+        "custom_generate/requirements.txt",
+        "model.safetensors",
+    }
+    card = card_of(alice)
+    assert card_errors(card.split("---\n")[1]) == []
+    assert '"alice/head"' in card  # the whole id, though only the name was given
+
+    loaded = DartHead.from_pretrained("alice/head", target=target)
+    for name, weight in head.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight)
+    inputs = prompts([7, 4])
+    stock = target.generate(**inputs, max_new_tokens=12)
+    assert torch.equal(target.generate(**inputs, max_new_tokens=12, assistant=loaded), stock)
+    assert loaded.last_stats is not None
+    assert loaded.last_stats.accepted > 0
+
+    # The repository's custom_generate is the same, by the repository's name.
+    remote = {"custom_generate": "alice/head", "trust_remote_code": True, "assistant": loaded}
+    assert torch.equal(target.generate(**inputs, max_new_tokens=12, **remote), stock)
+
+
+def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    head.push_to_hub("alice/head")
+    DartHead.from_pretrained("alice/head", target=target)
+    alice.requests.clear()
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    DartHead.from_pretrained("alice/head", target=target)
+    DartHead.from_pretrained("alice/head", target=target, local_files_only=True)
+    assert not alice.requests
+    for name in ("alice/other", "head"):
+        with pytest.raises(OSError, match=r"cannot be reached and .* is not on this machine as a whole"):
+            DartHead.from_pretrained(name, target=target)
+
+
+def test_branches_subfolders_and_pull_requests(alice: Hub, head: DartHead, target: Any, tmp_path: Path) -> None:
+    first = head.push_to_hub("alice/head").oid
+    other = tiny_head(target, draft_length=3)
+    other.push_to_hub("alice/head", revision="short")
+    other.push_to_hub("alice/head", revision="short")  # nothing new: no commit, no error
+    proposed = other.push_to_hub("alice/head", create_pr=True)
+    assert proposed.pr_url == f"{alice.url}/alice/head/discussions/1"
+    assert alice.repositories["alice/head"].refs["main"] == first
+    lengths = {None: 5, "short": 3, "refs/pr/1": 3, first: 5}
+    for revision, length in lengths.items():
+        options = {} if revision is None else {"revision": revision}
+        assert DartHead.from_pretrained("alice/head", target=target, **options).draft_length == length
+
+    other.save_pretrained(tmp_path)
+    HfApi().upload_folder(repo_id="alice/head", folder_path=tmp_path, path_in_repo="heads/short")
+    assert DartHead.from_pretrained("alice/head", target=target, subfolder="heads/short").draft_length == 3
+
+
+def test_config_and_weights_are_of_one_commit(
+    alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.push_to_hub("alice/head")
+    tiny_head(target, num_layers=2).push_to_hub("alice/deeper")
+    stored, deeper = alice.repositories["alice/head"], alice.repositories["alice/deeper"].files()
+    plain = DartHead.config_class.from_pretrained
+
+    def meanwhile(*args: Any, **kwargs: Any) -> Any:
+        stored.commit("main", stored.refs["main"], deeper, "meanwhile")
+        return plain(*args, **kwargs)
+
+    monkeypatch.setattr(DartHead.config_class, "from_pretrained", meanwhile)
+    assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 1
+    assert len(stored.commits) == 3
+    assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 2
+
+
+def test_what_a_private_repository_says(
+    alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.push_to_hub("alice/head", private=True)
+    assert alice.repositories["alice/head"].private
+    DartHead.from_pretrained("alice/head", target=target)
+    log_in(monkeypatch, None)
+    for repository in ("alice/head", "alice/nothing"):
+        with pytest.raises(OSError, match=rf"no repository '{repository}' without a token; .*hf auth login"):
+            DartHead.from_pretrained(repository, target=target, force_download=True)
+    with pytest.raises(OSError, match="shows this token no repository 'alice/head'; check the name"):
+        DartHead.from_pretrained("alice/head", target=target, token="hf_bob", force_download=True)
+    with pytest.raises(OSError, match=r"refused .* with 401 \(Invalid credentials.*pass a valid token="):
+        DartHead.from_pretrained("alice/head", target=target, token="hf_nobody", force_download=True)
+    DartHead.from_pretrained("alice/head", target=target, token="hf_alice", force_download=True)
+
+
+def test_what_else_is_not_there(alice: Hub, head: DartHead, target: Any) -> None:
+    head.push_to_hub("alice/head")
+    with pytest.raises(OSError, match="'alice/head' has no revision 'v2'"):
+        DartHead.from_pretrained("alice/head", target=target, revision="v2")
+    api, stored = HfApi(), alice.repositories["alice/head"]
+
+    api.delete_file("model.safetensors", "alice/head")
+    with pytest.raises(OSError, match=r"alice/head holds no weights \(model.safetensors\); save, push or fetch"):
+        DartHead.from_pretrained("alice/head", target=target)
+    assert not any("discussions" in asked or "commits" in asked for asked in alice.requests)
+
+    api.delete_file("config.json", "alice/head")
+    with pytest.raises(ValueError, match=r"alice/head holds no config.json of a DART head"):
+        DartHead.from_pretrained("alice/head", target=target)
+    stored.gated = True
+    with pytest.raises(OSError, match="'alice/head' is gated; ask for access"):
+        DartHead.from_pretrained("alice/head", target=target)
+
+
+def test_nobody_pushes_what_is_not_theirs(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    head.push_to_hub("alice/head")
+    log_in(monkeypatch, "hf_bob")
+    with pytest.raises(OSError, match=r"refused 'alice/head' with 403 .*take a token that may write there"):
+        head.push_to_hub("alice/head")
+    log_in(monkeypatch, None)
+    with pytest.raises(OSError, match=r"refused 'alice/new' with 401 .*hf auth login"):
+        head.push_to_hub("alice/new")
+    assert len(alice.repositories["alice/head"].commits) == 2
+
+
+def test_nothing_is_committed_halfway(alice: Hub, head: DartHead) -> None:
+    head.push_to_hub("alice/head")
+    before = alice.repositories["alice/head"].refs["main"]
+    with pytest.raises(ValueError, match="Cannot read"):
+        head.push_to_hub("alice/new", bench="nowhere.json")
+    assert "alice/new" not in alice.repositories
+    alice.failing.add("POST /api/models/alice/head/commit")
+    with pytest.raises(OSError, match=r"with 500 \(.*out of order.*\); try again later"):
+        head.push_to_hub("alice/head", license="mit")
+    alice.failing.clear()
+    assert alice.repositories["alice/head"].refs["main"] == before
+    with pytest.raises(ValueError, match='"license" must be a string'):
+        head.push_to_hub("alice/head", license={"no": "string"})  # type: ignore[dict-item]
+
+
+def test_what_people_wrote_into_the_card_stays(alice: Hub, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
+    head.push_to_hub("alice/head", license="mit")
+    written = card_of(alice)
+    mine = written.replace(f"\n{BEGIN}", f"\nMine.\n\n{BEGIN}").replace("## Limits", "## No limits")
+
+    def edit(text: str) -> None:
+        files = {**alice.repositories["alice/head"].files(), "README.md": text.encode()}
+        stored = alice.repositories["alice/head"]
+        stored.commit("main", stored.refs["main"], files, "by hand")
+
+    edit(mine)
+    head.push_to_hub("alice/head")
+    assert card_of(alice) == written.replace(f"\n{BEGIN}", f"\nMine.\n\n{BEGIN}")
+    assert not caplog.records
+
+    by_hand = "---\nlicense: mit\n---\n\n# All mine\n"
+    edit(by_hand)
+    with caplog.at_level(logging.WARNING):
+        head.push_to_hub("alice/head", base_model="them/tiny")
+    assert card_of(alice) == by_hand
+    assert "stays as it is" in caplog.text
+    head.push_to_hub("alice/head", card=f"# New\n\n{BEGIN}\n{END}\n")
+    assert "# New\n" in card_of(alice)
+    assert "## Limits" in card_of(alice)
+
+
+def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    head.push_to_hub("alice/head")
+    stored, render = alice.repositories["alice/head"], "hf_dart.hub.push.repository_files"
+    from hf_dart.hub.push import repository_files
+
+    def meanwhile(*args: Any) -> Any:
+        stored.commit("main", stored.refs["main"], {**stored.files(), "README.md": b"# Mine"}, "by hand")
+        return repository_files(*args)
+
+    monkeypatch.setattr(render, meanwhile)
+    with pytest.raises(OSError, match=r"412 .*changed meanwhile, push again"):
+        head.push_to_hub("alice/head", license="mit")
+    assert card_of(alice) == "# Mine"
+
+
+def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(PACKAGED_HEAD, folder)
+    (folder / "optimizer.pt").write_bytes(b"0" * 100)
+    (folder / "training.json").write_text('{"steps": 7}')
+    push_folder(folder, "alice/head", bench=BENCH, bench_dataset="them/prompts")
+    files = alice.repositories["alice/head"].files()
+    assert "optimizer.pt" not in files
+    assert json.loads(files["training.json"]) == {"steps": 7}
+    assert json.loads(files["bench.json"]) == json.loads(BENCH.read_text(encoding="utf8"))
+    results = yaml.safe_load(files[".eval_results/hf_dart.yaml"])
+    assert results[0]["dataset"] == {"id": "them/prompts", "task_id": "tau-greedy-batch-1"}
+    assert files["model.safetensors"] == (PACKAGED_HEAD / "model.safetensors").read_bytes()
+    # The weights go up once.
+    uploads = [asked for asked in alice.requests if asked.startswith("PUT")]
+    push_folder(folder, "alice/again")
+    assert [asked for asked in alice.requests if asked.startswith("PUT")] == uploads
+    assert len(uploads) == 1
+
+
+def test_a_dry_run_writes_what_would_be_pushed(alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["push", str(PACKAGED_HEAD), "alice/head", "--license", "mit", "--bench", str(BENCH)]
+    assert main([*words, "--dry-run", str(tmp_path / "dry")]) == 0
+    assert "nothing was pushed" in capsys.readouterr().out
+    assert not alice.requests
+    assert main([*words, "--private"]) == 0
+    assert capsys.readouterr().out.startswith(f"{alice.url}/alice/head/commit/")
+    assert alice.repositories["alice/head"].private
+    pushed = alice.repositories["alice/head"].files()
+    dry = tmp_path / "dry"
+    written = {str(file.relative_to(dry)): file.read_bytes() for file in dry.rglob("*") if file.is_file()}
+    assert written == {name: content for name, content in pushed.items() if name != ".gitattributes"}
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["./nowhere", "alice/head"], "nowhere holds no config.json of a DART head"),
+        ([str(PACKAGED_TARGET), "alice/head"], "holds no config.json of a DART head"),
+        ([str(PACKAGED_HEAD), "alice/head", "--bench", "./none.json"], "Cannot read none.json"),
+        ([str(PACKAGED_HEAD), "alice/head", "--card", "./none.md"], "none.md"),
+        ([str(PACKAGED_HEAD), "bob/head"], "403"),
+        ([str(PACKAGED_HEAD), "not an id"], "Repo id must"),
+    ],
+)
+def test_mistakes_get_one_sentence(words: list[str], says: str, alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["push", *words]) == 2
+    shown = capsys.readouterr()
+    assert says in shown.err
+    assert shown.err.startswith("hf-dart: ")
+    assert shown.err.count("\n") == 1
+    assert not alice.repositories
+
+
+def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(OSError, match=r"cannot be reached at http://127.0.0.1:9 .*; try again"):
+        head.push_to_hub("alice/head", token="hf_alice")
+
+
+def test_the_command_and_the_readme_in_a_process_of_their_own(tmp_path: Path) -> None:
+    """Nothing is set but the environment."""
+    code = f"""
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from hf_dart import DartHead
+from hf_dart.cli import main
+assert main(["push", {str(PACKAGED_HEAD)!r}, "alice/head", "--private"]) == 0
+model = AutoModelForCausalLM.from_pretrained({str(PACKAGED_TARGET)!r})
+head = DartHead.from_pretrained("alice/head", target=model)
+inputs = AutoTokenizer.from_pretrained({str(PACKAGED_TARGET)!r})("import os", return_tensors="pt")
+model.generate(**inputs, custom_generate="alice/head", trust_remote_code=True, assistant=head, max_new_tokens=8)
+print(head.last_stats.tau)
+"""
+    with running_hub() as server:
+        environment = {
+            **os.environ,
+            "HF_ENDPOINT": server.url,
+            "HF_HOME": str(tmp_path),
+            "HF_TOKEN": "hf_alice",
+            "HF_HUB_OFFLINE": "0",
+            "HF_HUB_DISABLE_XET": "1",
+            "NO_PROXY": "127.0.0.1,localhost",
+        }
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    url, tau = done.stdout.splitlines()
+    assert url.startswith(f"{server.url}/alice/head/commit/")
+    assert float(tau) > 1
