@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
-from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
 MAX_DRAFT_LENGTH = 31
@@ -145,7 +145,7 @@ class DartConfig(PreTrainedConfig):
             "rope_theta": _rope_theta(text),
             "vocab_size": int(embeddings.num_embeddings),
             "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
-            "target_revision": _revision(target.config.name_or_path),
+            "target_revision": cached_commit(target.config.name_or_path),
             "target_model_type": target.config.model_type,
             "target_num_layers": layers,
         }
@@ -169,14 +169,23 @@ def _first(config: Any, names: Sequence[str], default: Any) -> Any:
     return default
 
 
-def _revision(name: str) -> str | None:
-    """The commit of a Hub repository that is cached on this machine, if it is the only one.
+def cached_commit(repository: str | None, revision: str | None = None) -> str | None:
+    """The commit of a Hub repository that a model on this machine came from, as far as the cache tells.
 
-    A loaded model does not say which commit it came from.
+    Args:
+        repository: its id; a folder has no commit.
+        revision: what was asked for when it was loaded; None if that is not known, since a loaded model does not
+            say: then the commit is told only if no other one is cached.
     """
-    if not name or Path(name).is_dir():
+    if not repository or Path(repository).is_dir():
         return None
-    snapshots = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=name, repo_type="model"), "snapshots")
+    cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    if revision is not None:
+        ref = cache / "refs" / revision
+        if ref.is_file():
+            return ref.read_text().strip()
+        return revision if REGEX_COMMIT_HASH.match(revision) else None
+    snapshots = cache / "snapshots"
     commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
     return commits[0] if len(commits) == 1 else None
 

@@ -16,6 +16,7 @@ from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trai
 
 from hf_dart import DartHead
 from hf_dart.bench.report import as_table
+from hf_dart.configuration import cached_commit
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
@@ -128,6 +129,13 @@ def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monk
     assert f"at revision `{'a' * 40}`" in render_card(HeadFacts.read(tmp_path / "head"))
     (snapshots / ("b" * 40)).mkdir()  # which of the two, nobody can tell
     assert tiny_head(target).config.target_revision is None
+    refs = tmp_path / "models--them--tiny" / "refs"
+    refs.mkdir()
+    (refs / "v1").write_text("b" * 40)
+    assert cached_commit("them/tiny", "v1") == "b" * 40
+    assert cached_commit("them/tiny", "c" * 40) == "c" * 40
+    assert cached_commit("them/tiny", "v2") is None
+    assert cached_commit(str(tmp_path), "v1") is None
 
 
 def test_a_folder_is_no_base_model(tmp_path: Path) -> None:

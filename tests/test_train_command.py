@@ -14,6 +14,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.cli import main
+from hf_dart.hub.card import render_card
+from hf_dart.hub.facts import HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.arguments import HeadArguments
 from hf_dart.training.recipe import read_recipe
@@ -70,6 +72,10 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     record = json.loads((run / "final" / "training.json").read_text())
     assert record["steps"] == 2
     assert {"eval_tau", "eval_tau_decoded"} <= record["evaluation"].keys()
+    assert record["recipe"] == written
+    card = render_card(HeadFacts.read(run / "final"))
+    assert f"| data | {written['train_data'][0]} |" in card
+    assert "\nlearning_rate: 0.001\n" in card
 
     target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)

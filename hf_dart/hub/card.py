@@ -9,6 +9,7 @@ from __future__ import annotations
 from contextlib import suppress
 from typing import Any
 
+import yaml
 from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.bench.exact import Verdict
@@ -201,9 +202,10 @@ def _training(facts: HeadFacts) -> str:
     record = facts.training
     if record is None:
         return ""
+    recipe = record.get("recipe", {})
     processes = "{processes} x " if record.get("processes", 1) > 1 else ""
     rows = {
-        "data": ", ".join(record.get("data", facts.datasets)),
+        "data": ", ".join(recipe.get("train_data", facts.datasets)),
         "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
         "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
         "amount": _say(
@@ -220,11 +222,18 @@ def _training(facts: HeadFacts) -> str:
         "hardware": _say(record, processes + "{hardware}"),
         "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()),
         "held-out rows": _say(
-            record.get("evaluation", {}), "greedy τ {eval_tau:.2f}", "sampled τ {eval_tau_sampled:.2f}"
+            record.get("evaluation", {}),
+            "greedy τ {eval_tau:.2f}",
+            "sampled τ {eval_tau_sampled:.2f}",
+            "decoded τ {eval_tau_decoded:.2f}",
         ),
     }
     table = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    return "\n".join(["## Training", "", "| | |", "|---|---|", *table])
+    lines = ["## Training", "", "| | |", "|---|---|", *table]
+    if recipe:
+        given = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
+        lines += ["", "By `hf-dart train` with these options:", "", "```yaml", given, "```"]
+    return "\n".join(lines)
 
 
 def _say(known: dict[str, Any], *templates: str) -> str:

@@ -34,7 +34,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         loss: the preset's name; objective: every field of it; steps: optimizer steps; tokens: of all rows read,
         padding left out; rows_per_step, anchors_per_row; evaluation: the last evaluation's metrics; optimizer,
         learning_rate, schedule, seed; precision: of autocast; weights_dtype, target_dtype; processes, hardware,
-        versions.
+        versions; recipe: the options that `hf-dart train` was given.
     """
     args, state = trainer.args, trainer.state
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -57,6 +57,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
+        "recipe": trainer.recipe,
     }
     return {name: value for name, value in record.items() if value is not None}
 

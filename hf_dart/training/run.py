@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.configuration import DartConfig
+from hf_dart.configuration import DartConfig, cached_commit
 from hf_dart.head import DartHead
 from hf_dart.pair import load_target
 from hf_dart.training.arguments import HeadArguments, TargetArguments
@@ -41,11 +42,15 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
     head = _head(recipe.head, model, tokenizer, args.selector_only)
+    if recipe.head.head is None:
+        revision = recipe.target.target_revision or constants.DEFAULT_REVISION
+        head.config.target_revision = cached_commit(recipe.target.target, revision)
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     if checkpoint is not None:
         _check_same_head(checkpoint, head)
     trainer = DartTrainer(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
         folder = Path(args.output_dir)
         folder.mkdir(parents=True, exist_ok=True)

@@ -41,6 +41,9 @@ class DartTrainer(DrafterTrainer):
         ValueError: the head does not fit the target.
     """
 
+    recipe: dict[str, Any] | None = None
+    """What `hf-dart train` was told, for the record of the training."""
+
     def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
         if args.selector_only:
