@@ -227,13 +227,22 @@ class DartTrainer(DrafterTrainer):
         """As `Trainer`; the metrics also say how good the drafts are (`DraftQuality.metrics`).
 
         `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
+
+        Raises:
+            ValueError: no row holds a block.
         """
         quality = self._quality = DraftQuality(self.head.draft_length)
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self._quality = None
-        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in quality.metrics().items()})
+        figures = quality.metrics()
+        if not figures:
+            raise ValueError(
+                "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
+                "longer documents or a smaller draft_length."
+            )
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
