@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny_training as training
 import torch
 import yaml
 from hub import Hub, card_errors, running_hub
@@ -260,6 +261,21 @@ def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) 
     push_folder(folder, "alice/again")
     assert [asked for asked in alice.requests if asked.startswith("PUT")] == uploads
     assert len(uploads) == 1
+
+
+def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> None:
+    target = training.tiny_target()
+    rows = training.token_rows(training.LENGTHS)
+    trainer = training.tiny_trainer(tmp_path / "run-7", training.tiny_head(target), target, rows, max_steps=2)
+    trainer.train()
+    commit = trainer.push_to_hub(license="mit")
+    assert commit is not None
+    assert alice.repositories["alice/run-7"].messages[commit.oid] == "End of training"
+    card = card_of(alice, "alice/run-7")
+    assert "# run-7\n" in card
+    assert "| amount | 2 steps," in card
+    assert "license: mit" in card
+    assert "training_args.bin" not in alice.repositories["alice/run-7"].files()
 
 
 def test_a_dry_run_writes_what_would_be_pushed(alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

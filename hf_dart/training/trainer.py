@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_dart.features import features_request, gather_features
 from hf_dart.head import DartHead
+from hf_dart.hub.push import push_folder
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.base import DrafterTrainer
 from hf_dart.training.blocks import (
@@ -250,6 +253,40 @@ class DartTrainer(DrafterTrainer):
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_training_record(self, output_dir or self.args.output_dir)
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **known: Any,
+    ) -> CommitInfo | None:
+        """As `Trainer`, but what is pushed is the head with its card, as by `hf_dart.hub.push.push_folder`.
+
+        Args:
+            blocking: has to be true.
+            known: more about the head, as for `push_folder`.
+
+        Returns:
+            The commit; None on all processes but the main one.
+        """
+        if not blocking:
+            raise ValueError("A head and its card are pushed in one commit that is waited for; leave blocking True.")
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            private=self.args.hub_private_repo if private is None else private,
+            **known,
+        )
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer`; training logs also carry the top-1 agreement with the target per draft token."""
