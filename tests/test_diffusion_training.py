@@ -107,6 +107,25 @@ def test_score_entropy_is_the_masked_cross_entropy(tmp_path: Path, share: float)
             assert first.abs().sum() > 0
 
 
+@pytest.mark.parametrize("loss", ["left_to_right", "dpace", "dart"])
+def test_the_target_runs_only_where_it_is_asked(tmp_path: Path, loss: str) -> None:
+    """For text alone it does not, but to log the agreement; the weights are the same either way."""
+    target = tiny_target()
+    runs: list[int] = []
+    weights = []
+    for every in (8, 1):
+        drafter = tiny_drafter(target)
+        trainer = tiny_trainer(tmp_path, drafter, target, token_rows(LENGTHS * 4), loss=loss, logging_steps=every)
+        counting = target.register_forward_pre_hook(lambda *_: runs.append(1))
+        trainer.train()
+        counting.remove()
+        packing_check = 1
+        assert len(runs) == (1 if loss != "dart" and every == 8 else 8) + packing_check
+        runs.clear()
+        weights.append(drafter.state_dict())
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
 @pytest.mark.parametrize("loss", PRESETS)
 def test_every_objective_trains_it(tmp_path: Path, loss: str) -> None:
     target = tiny_target()

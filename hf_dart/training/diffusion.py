@@ -90,6 +90,14 @@ class DiffusionTrainer(DartTrainer):
         inputs["times"][present] = times.to(ids.device)
         return blocks
 
+    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """As [`DartTrainer`]'s; empty where only the text itself is learnt from: most steps then run no target."""
+        asked = self.head.feature_layers or self.objective.needs_target or self._quality is not None
+        if asked or self.logs_agreement:
+            return super().teach(ids, documents)
+        nothing = torch.zeros((*ids.shape, 0), device=ids.device)
+        return nothing, nothing
+
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         # The text's last entry drafts nothing itself: one slot more than a head's block has.

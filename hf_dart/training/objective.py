@@ -81,6 +81,12 @@ class Objective:
         """Whether the mean acceptance of the batch has to be known before its losses."""
         return self.divergence == "lk" and self.token_weight > 0
 
+    @property
+    def needs_target(self) -> bool:
+        """Whether the target's distributions matter, and not its tokens alone."""
+        chain = self.chain_weight > 0 and self.chain_rule != "hard"
+        return (self.token_weight > 0 and self.divergence != "ce") or chain
+
     def __call__(
         self,
         draft_logits: Tensor,  # [n, d, V]

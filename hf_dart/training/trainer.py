@@ -100,7 +100,7 @@ class DartTrainer(DrafterTrainer):
             per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
             # By row, so that rows which only fill up the last batch of several processes can be left out.
             self._quality.add(self.accelerator.gather_for_metrics(per_row))
-        if model.training and (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0:
+        if model.training and self.logs_agreement:
             with torch.no_grad():
                 seen = self.first_drafts(inputs)[:256]
                 parts = hidden[seen].split(self.args.loss_chunk or 256)
@@ -125,6 +125,11 @@ class DartTrainer(DrafterTrainer):
             attention_mask=blocks.mask,
         )
         return gather_blocks(everything, anchors, self.head.draft_length)
+
+    @property
+    def logs_agreement(self) -> bool:
+        """Whether this is a step at whose end the agreement with the target is logged."""
+        return (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0
 
     def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
         """Which of the N blocks are drafted as a round begins: all of them."""
