@@ -76,6 +76,7 @@ def test_a_card_says_what_is_known() -> None:
     assert card.count("# py8m-dart\n") == 1
     assert 'DartHead.from_pretrained("me/py8m-dart", target=model)' in card
     assert as_table(json.loads(BENCH.read_text(encoding="utf8"))) in card
+    assert "| sampled, T=1 | 72% | 33% | 10% | 1% |" in card
     assert "in float32, 240 of 240 rows were the same" in card
     assert render_card(known, card) == card
 
@@ -182,7 +183,7 @@ def test_a_broken_front_matter_gets_one_sentence() -> None:
 
 def test_eval_results_are_in_the_hubs_format() -> None:
     assert eval_results(facts(bench=BENCH)) == []  # its text is no data set of the Hub
-    known = facts(bench=BENCH, bench_dataset="them/prompts")
+    known = facts(bench=BENCH, bench_dataset="them/prompts", repository="me/head")
     entries = eval_results(known)
     written = yaml.safe_load(yaml.safe_dump(eval_result_entries_to_yaml(entries)))
     assert parse_eval_result_entries(written) == entries
@@ -191,6 +192,7 @@ def test_eval_results_are_in_the_hubs_format() -> None:
     assert by_task["tau-greedy-batch-1"].value == 7.2571
     assert by_task["speedup-sampled-t-1-batch-4"].value < 1
     assert "float32" in (entries[0].notes or "")
+    assert entries[0].source_url == "https://huggingface.co/me/head"
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to 
 END = "<!-- hf-dart: end -->"
 TAGS = ("hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
+_DEPTHS = 8  # that a card tells of; bench.json has all
 _HOME = "https://huggingface.co/"
 _PAPER = "https://arxiv.org/abs/2601.19278"
 
@@ -89,15 +90,15 @@ def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
     """
     if facts.bench is None or facts.bench_dataset is None:
         return []
-    circumstances = facts.bench
-    notes = f"{circumstances['dtype']}, {circumstances['hardware']}, {circumstances['command']}"
+    notes = f"{facts.bench['dtype']}, {facts.bench['hardware']}, {facts.bench['command']}"
+    source = {"source_url": f"{_HOME}{facts.repository}", "source_name": "Model card"} if facts.repository else {}
     entries = []
     for one in _ours(facts.bench):
         task = f"{''.join(c if c.isalnum() else ' ' for c in one['mode'])} batch {one['batch']}"
         task = "-".join(task.lower().split())
         values = {"tau": one["tau"], "speedup": one["ratio"]["median"]}
         entries += [
-            EvalResultEntry(facts.bench_dataset, f"{metric}-{task}", round(value, 4), notes=notes)
+            EvalResultEntry(facts.bench_dataset, f"{metric}-{task}", round(value, 4), notes=notes, **source)
             for metric, value in values.items()
         ]
     return entries
@@ -175,7 +176,28 @@ def _measured(facts: HeadFacts) -> str:
 τ: tokens committed per forward pass of the target, the target's own token included. Printed by
 `{facts.bench["command"]}`.
 
-{as_table(facts.bench)}"""
+{as_table(facts.bench)}{_by_depth(facts.bench)}"""
+
+
+def _by_depth(bench: dict[str, Any]) -> str:
+    """How many rounds of one row got how far."""
+    alone = [one for one in _ours(bench) if one["batch"] == 1]
+    if not alone:
+        return ""
+    depths = range(min(_DEPTHS, max(len(one["accepted_per_depth"]) for one in alone)))
+    lines = [
+        "",
+        "",
+        "Share of the rounds at batch 1 in which at least so many drafted tokens were accepted:",
+        "",
+        f"| mode | {' | '.join(str(depth + 1) for depth in depths)} |",
+        "|---" * (len(depths) + 1) + "|",
+    ]
+    for one in alone:
+        accepted = [*one["accepted_per_depth"], *[0] * _DEPTHS]
+        shares = " | ".join(f"{accepted[depth] / one['rounds']:.0%}" for depth in depths)
+        lines.append(f"| {one['mode']} | {shares} |")
+    return "\n".join(lines)
 
 
 def _exact(facts: HeadFacts) -> str:
