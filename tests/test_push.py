@@ -316,6 +316,9 @@ def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.M
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(OSError, match=r"cannot be reached at http://127.0.0.1:9 .*; try again"):
         head.push_to_hub("alice/head", token="hf_alice")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(OSError, match="HF_HUB_OFFLINE is set; unset it"):
+        head.push_to_hub("alice/head", token="hf_alice")
 
 
 def test_the_command_and_the_readme_in_a_process_of_their_own(tmp_path: Path) -> None:

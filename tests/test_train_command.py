@@ -60,7 +60,22 @@ def run_of(recipe: Path) -> Path:
 
 def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(recipe)
-    assert main(["train", str(recipe), "--max_steps", "2", "--decode-prompts", "1", "--decode_new_tokens=4"]) == 0
+    assert (
+        main(
+            [
+                "train",
+                str(recipe),
+                "--hub_token",
+                "hf_secret",
+                "--max_steps",
+                "2",
+                "--decode-prompts",
+                "1",
+                "--decode_new_tokens=4",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr()
     assert str(run / "final") in shown.err
     assert "tau" in shown.err
@@ -72,10 +87,11 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     record = json.loads((run / "final" / "training.json").read_text())
     assert record["steps"] == 2
     assert {"eval_tau", "eval_tau_decoded"} <= record["evaluation"].keys()
-    assert record["recipe"] == written
+    assert record["recipe"] == {name: value for name, value in written.items() if name != "hub_token"}
     card = render_card(HeadFacts.read(run / "final"))
     assert f"| data | {written['train_data'][0]} |" in card
     assert "\nlearning_rate: 0.001\n" in card
+    assert "secret" not in card
 
     target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)

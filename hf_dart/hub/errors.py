@@ -62,7 +62,9 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
             )
         if isinstance(known, RevisionNotFoundError):
             return f"{repository!r} has no revision {revision!r}; give one of its branches, tags or commits."
-        if isinstance(known, (LocalEntryNotFoundError, OfflineModeIsEnabled)):
+        if isinstance(known, OfflineModeIsEnabled):
+            return f"The Hub was not asked for {repository!r}, since HF_HUB_OFFLINE is set; unset it."
+        if isinstance(known, LocalEntryNotFoundError):
             return (
                 f"The Hub cannot be reached and {repository!r} is not on this machine as a whole; go online "
                 "(HF_HUB_OFFLINE=0, local_files_only=False) once."

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from hf_dart.configuration import DartConfig
 
 TRAINING_RECORD = "training.json"
+_BENCH = ("command", "dtype", "hardware", "head_parameters", "results", "settings", "text", "versions")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -71,8 +72,9 @@ class HeadFacts:
         config = read_config(folder)
         parameters, size, dtype = _weights(folder)
         training_file = Path(training) if training is not None else folder / TRAINING_RECORD
-        record = _json(training_file, "steps") if training is not None or training_file.is_file() else None
-        report = None if bench is None else _json(Path(bench), "results")
+        told = training is not None or training_file.is_file()
+        record = _json(training_file, "the trainer", "steps") if told else None
+        report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
         if report is not None and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
@@ -102,7 +104,7 @@ def read_config(folder: Path) -> DartConfig:
         ValueError: there is none.
     """
     file = folder / "config.json"
-    if not file.is_file() or _json(file).get("model_type") != DartConfig.model_type:
+    if not file.is_file() or _json(file, "save_pretrained").get("model_type") != DartConfig.model_type:
         raise ValueError(f"{folder} holds no config.json of a DART head; give what save_pretrained wrote.")
     return DartConfig.from_pretrained(folder)
 
@@ -135,13 +137,12 @@ def _weights(folder: Path) -> tuple[int, int, str]:
     return parameters, sum(file.stat().st_size for file in files), " and ".join(names)
 
 
-def _json(file: Path, key: str | None = None) -> dict[str, Any]:
-    """The object in `file`, which has to have `key`."""
-    wrote = {"results": "hf-dart bench --json", "steps": "the trainer"}.get(key or "", "save_pretrained")
+def _json(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
+    """The object in `file`, which `wrote` wrote and which has these keys."""
     try:
         content = json.loads(file.read_text(encoding="utf8"))
     except (OSError, ValueError) as error:
         raise ValueError(f"Cannot read {file} ({error}); give the file that {wrote} wrote.") from error
-    if not isinstance(content, dict) or (key is not None and key not in content):
+    if not isinstance(content, dict) or not content.keys() >= set(keys):
         raise ValueError(f"{file} is not what {wrote} writes; give that file.")
     return content

@@ -34,7 +34,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         loss: the preset's name; objective: every field of it; steps: optimizer steps; tokens: of all rows read,
         padding left out; rows_per_step, anchors_per_row; evaluation: the last evaluation's metrics; optimizer,
         learning_rate, schedule, seed; precision: of autocast; weights_dtype, target_dtype; processes, hardware,
-        versions; recipe: the options that `hf-dart train` was given.
+        versions; recipe: the options that `hf-dart train` was given, tokens of the Hub left out.
     """
     args, state = trainer.args, trainer.state
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -57,9 +57,14 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
-        "recipe": trainer.recipe,
+        "recipe": None if trainer.recipe is None else _public(trainer.recipe),
     }
     return {name: value for name, value in record.items() if value is not None}
+
+
+def _public(recipe: dict[str, Any]) -> dict[str, Any]:
+    """Without what gives access: the record is published."""
+    return {name: value for name, value in recipe.items() if not name.endswith("_token")}
 
 
 def write_training_record(trainer: DartTrainer, folder: str | Path) -> None:
