@@ -91,8 +91,8 @@ def build(
     else:
         chunks = _chunks_of_documents(documents, column, chunk, order, tokenizer)
     path = Path(path)
-    with TemporaryDirectory(dir=_folder(path), prefix=".ngram-") as folder:
-        stack, tokens = _Stack(Path(folder), progress), 0
+    with TemporaryDirectory(dir=folder_of(path), prefix=".ngram-") as folder:
+        stack, tokens = TableStack(Path(folder), progress), 0
         for table, counted in _counted(chunks, spec, eos, tokenizer, workers, Path(folder)):
             stack.push(table)
             tokens += counted
@@ -132,8 +132,8 @@ def merge(
     asked = _check_min_counts(spec, min_counts)
     kept = tuple(max(counts) for counts in zip(asked, *(source.min_counts for source in sources), strict=True))
     path = Path(path)
-    with TemporaryDirectory(dir=_folder(path), prefix=".ngram-") as folder:
-        writer = _Writer(Path(folder), spec)
+    with TemporaryDirectory(dir=folder_of(path), prefix=".ngram-") as folder:
+        writer = TableWriter(Path(folder), spec)
         writer.unigrams += sum(source.unigrams for source in sources)
         for order in range(2, spec.order + 1):
             parts = [(source.keys[order - 2], source.counts[order - 2]) for source in sources]
@@ -239,7 +239,7 @@ def count_chunk(chunk: _Chunk, spec: NgramSpec, eos: int | None, tokenizer: Any,
     begins = np.arange(starts)
     room = chunk.ends[np.searchsorted(chunk.ends, begins, side="right")] - begins  # tokens until the document ends
     with TemporaryDirectory(dir=path.parent) as folder:
-        writer = _Writer(Path(folder), spec)
+        writer = TableWriter(Path(folder), spec)
         counted: tuple[Array, Array] = (np.zeros(0, dtype=np.int64), np.zeros(0, dtype=np.int64))
         for order in range(spec.order, 0, -1):
             # What is longer begins with these too; what ends with its document is counted here.
@@ -278,7 +278,7 @@ def _interleaved(parts: Sequence[tuple[Array, Array]]) -> tuple[Array, Array]:
 # ---- merging ----------------------------------------------------------------------------------------
 
 
-class _Stack:
+class TableStack:
     """Tables that wait to be merged, and are in part already, so that they stay few.
 
     Attributes:
@@ -324,7 +324,7 @@ def _added_up(parts: Sequence[tuple[Array, Array]]) -> Iterator[tuple[Array, Arr
         yield _unique(*_interleaved(pieces))
 
 
-class _Writer:
+class TableWriter:
     """Writes a table piece by piece: safetensors' own writers take whole tensors in memory.
 
     Attributes:
@@ -390,7 +390,7 @@ def _check_min_counts(spec: NgramSpec, min_counts: Sequence[int]) -> tuple[int, 
     return tuple(asked)
 
 
-def _folder(path: Path) -> Path:
+def folder_of(path: Path) -> Path:
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder} to write the table to.")

@@ -221,7 +221,7 @@ def test_counts_stop_at_their_largest(tmp_path: Path, table: NgramTable) -> None
 
 def forged(table: NgramTable, path: Path, factor: int) -> Path:
     """The table of a corpus repeated `factor` times."""
-    writer = ngram_build._Writer(path.parent, table.spec)
+    writer = ngram_build.TableWriter(path.parent, table.spec)
     writer.unigrams += table.unigrams * factor
     for order, (keys, counts) in enumerate(zip(table.keys, table.counts, strict=True), start=2):
         writer.append(order, keys, counts.astype(np.int64) * factor)

@@ -1,0 +1,323 @@
+"""`.trie` files of DART's own code: to a table and back, from any node order, in bounded memory, under attack."""
+
+from __future__ import annotations
+
+import struct
+import tracemalloc
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from attacks import damaged, seeds, survives
+from test_fit import letters
+
+from hf_dart import ngram_build
+from hf_dart.hub.trie import read_trie, write_trie
+from hf_dart.ngram import NgramTable
+from hf_dart.ngram_build import build
+
+VOCABULARY = 12
+
+
+class Trie:
+    """DART's trie as its paper's code fills, reduces and saves it: an independent, plain reference."""
+
+    def __init__(self, order: int) -> None:
+        self.order = order
+        self.nodes: list[dict[str, Any]] = [{"token": 0, "parent": 0, "count": 0, "children": {}}]
+
+    def child(self, node: int, token: int) -> int:
+        children = self.nodes[node]["children"]
+        if token not in children:
+            children[token] = len(self.nodes)
+            self.nodes.append({"token": token, "parent": node, "count": 0, "children": {}})
+        return int(children[token])
+
+    def add(self, document: list[int]) -> Trie:
+        for start in range(len(document)):
+            node = 0
+            self.nodes[0]["count"] += 1
+            for token in document[start : start + self.order]:
+                node = self.child(node, token)
+                self.nodes[node]["count"] += 1
+        return self
+
+    def reduced(self, threshold: int) -> Trie:
+        """Without nodes below the threshold, whose counts are taken off all ancestors; the root's goes below 0."""
+        smaller = Trie(self.order)
+
+        def visit(node: int, copy: int) -> int:
+            dropped = 0
+            for token, below in self.nodes[node]["children"].items():
+                if self.nodes[below]["count"] < threshold:
+                    dropped += self.nodes[below]["count"]
+                    continue
+                kept = smaller.child(copy, token)
+                smaller.nodes[kept]["count"] = self.nodes[below]["count"]
+                dropped += visit(below, kept)
+            smaller.nodes[copy]["count"] -= dropped
+            return dropped
+
+        visit(0, 0)
+        return smaller
+
+    def shuffled(self, random: Random) -> Trie:
+        """The same n-grams, met in another order."""
+        other = Trie(self.order)
+        waiting = [(0, 0)]
+        while waiting:
+            node, copy = waiting.pop(random.randrange(len(waiting)))
+            other.nodes[copy]["count"] = self.nodes[node]["count"]
+            children = list(self.nodes[node]["children"].items())
+            random.shuffle(children)
+            waiting += [(below, other.child(copy, token)) for token, below in children]
+        return other
+
+    def canonical(self) -> bytes:
+        """Saved level by level, each by its tokens; the root counts its children, n-grams never seen are left out."""
+        names: dict[tuple[int, ...], int] = {}
+
+        def visit(node: int, name: tuple[int, ...]) -> None:
+            if name and self.nodes[node]["count"] <= 0:
+                return
+            names[name] = self.nodes[node]["count"]
+            for token, below in self.nodes[node]["children"].items():
+                visit(below, (*name, token))
+
+        visit(0, ())
+        names[()] = sum(count for name, count in names.items() if len(name) == 1)
+        order = sorted(names, key=lambda name: (len(name), name))
+        other = Trie(self.order)
+        for name in order:
+            node = 0
+            for token in name:
+                node = other.child(node, token)
+            other.nodes[node]["count"] = names[name]
+        return other.saved()
+
+    def saved(self) -> bytes:
+        parts = [struct.pack("<QQ", self.order, len(self.nodes))]
+        for node in self.nodes:
+            head = (node["token"], node["parent"], node["count"], len(node["children"]))
+            parts.append(struct.pack("<iQiQ", *head))
+            parts += [struct.pack("<iQ", token, below) for token, below in node["children"].items()]
+        return b"".join(parts)
+
+
+def documents(seed: int, count: int = 30, vocabulary: int = VOCABULARY) -> list[list[int]]:
+    random = Random(seed)
+    # Squared, so that some tokens are frequent.
+    return [
+        [int(vocabulary * random.random() ** 2) for _ in range(random.randrange(0, 15))] for _ in range(count)
+    ]
+
+
+def filled(order: int, seed: int) -> Trie:
+    trie = Trie(order)
+    for document in documents(seed):
+        trie.add(document)
+    return trie
+
+
+def same(left: NgramTable, right: NgramTable) -> None:
+    assert (left.spec, left.tokens) == (right.spec, right.tokens)
+    pairs = [(left.unigrams, right.unigrams), *zip(left.keys, right.keys, strict=True)]
+    for one, other in (*pairs, *zip(left.counts, right.counts, strict=True)):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize(("order", "chunk"), [(2, 2**20), (3, 11), (3, 2**20), (4, 60), (5, 40)])
+def test_a_trie_is_the_table_of_its_corpus(tmp_path: Path, order: int, chunk: int) -> None:
+    trie = filled(order, seed=order)
+    table = build(documents(order), tmp_path / "built", order=order, vocab_size=VOCABULARY)
+    for name, content in (("one", trie.saved()), ("other", trie.shuffled(Random(1)).saved())):
+        (tmp_path / name).write_bytes(content)
+        read = read_trie(tmp_path / name, tmp_path / "table", vocab_size=VOCABULARY, chunk=chunk)
+        same(read, table)
+        NgramTable.load(tmp_path / "table")  # with all checks
+        write_trie(read, tmp_path / "back", chunk=chunk)
+        assert (tmp_path / "back").read_bytes() == trie.canonical()
+    write_trie(table, tmp_path / "back", chunk=chunk)
+    same(read_trie(tmp_path / "back", tmp_path / "again", vocab_size=VOCABULARY, chunk=chunk), table)
+    assert {file.name for file in tmp_path.iterdir()} == {"built", "one", "other", "table", "back", "again"}
+
+
+@pytest.mark.parametrize("threshold", [2, 4, 9])
+def test_reduced_tries(tmp_path: Path, threshold: int) -> None:
+    """Their root counts less than nothing, and some of their n-grams were never seen on their own."""
+    trie = filled(3, seed=1).reduced(threshold)
+    assert trie.nodes[0]["count"] < 0
+    (tmp_path / "reduced").write_bytes(trie.saved())
+    table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=VOCABULARY, chunk=10)
+    NgramTable.load(tmp_path / "table")
+    write_trie(table, tmp_path / "back", chunk=10)
+    assert (tmp_path / "back").read_bytes() == trie.canonical()
+    # The scores that matter are those of the trie.
+    for node in trie.nodes[1:]:
+        for token, below in node["children"].items():
+            name = [node["token"]]
+            above = trie.nodes[node["parent"]]
+            if node["parent"]:
+                name.insert(0, above["token"])
+            count = trie.nodes[below]["count"]
+            if count > 0:
+                found = table.probabilities(np.array([name]), np.array([[token]]))[0, 0]
+                assert found == pytest.approx(count / node["count"])
+
+
+def test_an_empty_trie(tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(Trie(3).saved())
+    table = read_trie(tmp_path / "empty", tmp_path / "table", vocab_size=VOCABULARY)
+    assert table.tokens == 0
+    write_trie(table, tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == Trie(3).saved()
+
+
+def test_the_largest_vocabulary_of_its_order(tmp_path: Path) -> None:
+    """Three times 21 bits leave none to spare."""
+    trie = Trie(3).add([2**21 - 1] * 5 + [0, 2**21 - 1])
+    (tmp_path / "trie").write_bytes(trie.saved())
+    table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=2**21)
+    write_trie(table, tmp_path / "back")
+    assert (tmp_path / "back").read_bytes() == trie.canonical()
+
+
+def test_the_tokenizer_is_kept(tmp_path: Path) -> None:
+    (tmp_path / "trie").write_bytes(filled(2, seed=0).saved())
+    tokenizer = letters("abcdefghijkl")
+    table = read_trie(tmp_path / "trie", tmp_path / "table", tokenizer=tokenizer)
+    assert table.spec.vocab_size == VOCABULARY
+    assert table.spec.tokenizer_hash is not None
+    with pytest.raises(ValueError, match="tokenizer"):
+        read_trie(tmp_path / "trie", tmp_path / "table", tokenizer=letters("abc"))
+
+
+def test_counts_that_do_not_fit(tmp_path: Path) -> None:
+    trie = Trie(2).add([1, 2])
+    (tmp_path / "trie").write_bytes(trie.saved())
+    table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=4)
+    table.counts[0] = np.array([2**32 - 1], dtype=np.uint32)
+    write_trie(table, tmp_path / "back")
+    read_trie(tmp_path / "back", tmp_path / "again", vocab_size=4)
+    assert NgramTable.load(tmp_path / "again", check=False).counts[0].tolist() == [2**31 - 1]
+
+
+def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 512)
+    options: dict[str, Any] = {"vocab_size": 200, "chunk": 512}
+    peaks, sizes = [], []
+    for count in (100, 100, 800):  # the first run imports and fills caches
+        trie = Trie(3)
+        for document in documents(0, count, vocabulary=200):
+            trie.add(document)
+        (tmp_path / "trie").write_bytes(trie.saved())
+        sizes.append(len(trie.nodes))
+        tracemalloc.start()
+        table = read_trie(tmp_path / "trie", tmp_path / "table", **options)
+        reading = tracemalloc.get_traced_memory()[1]
+        tracemalloc.reset_peak()
+        write_trie(table, tmp_path / "back", chunk=512)
+        peaks.append((reading, tracemalloc.get_traced_memory()[1]))
+        tracemalloc.stop()
+        assert (tmp_path / "back").stat().st_size == (tmp_path / "trie").stat().st_size
+    assert sizes[2] > 5 * sizes[1]
+    for few, many in zip(peaks[1], peaks[2], strict=True):
+        assert many < 1.6 * few, (sizes, peaks)
+
+
+# ---- damage ------------------------------------------------------------------------------------------------
+
+
+def node(token: int, parent: int, count: int, *children: tuple[int, int]) -> bytes:
+    head = struct.pack("<iQiQ", token, parent, count, len(children))
+    return head + b"".join(struct.pack("<iQ", *child) for child in children)
+
+
+def file_of(order: int, *nodes: bytes) -> bytes:
+    return struct.pack("<QQ", order, len(nodes)) + b"".join(nodes)
+
+
+WRONG: dict[str, tuple[bytes, str]] = {
+    "nothing": (b"", "0 bytes"),
+    "half a head": (b"\x03" * 9, "9 bytes"),
+    "no node": (struct.pack("<QQ", 3, 0), "0 nodes"),
+    "more nodes than bytes": (struct.pack("<QQ", 3, 2**60), "nodes take"),
+    "fewer nodes than bytes": (file_of(3, node(0, 0, 1)) + b"\0" * 36, "nodes take"),
+    "an order that does not fit": (struct.pack("<QQ", 2**63, 1) + node(0, 0, 0), "order"),
+    "an order of 1": (file_of(1, node(0, 0, 0)), "order"),
+    "a root with a parent": (file_of(2, node(0, 5, 0)), "root"),
+    "too many children": (struct.pack("<QQ", 3, 1) + struct.pack("<iQiQ", 0, 0, 0, 2**62), "children"),
+    "a child of itself": (file_of(2, node(0, 0, 1, (1, 0)), node(1, 0, 1)), "in front of its parent"),
+    "a child that is not there": (file_of(2, node(0, 0, 1, (1, 7)), node(1, 0, 1)), "not there"),
+    "a child beyond 2^63": (file_of(2, node(0, 0, 1, (1, 2**63 + 1)), node(1, 0, 1)), "not there"),
+    "a child of two": (
+        file_of(2, node(0, 0, 2, (1, 1)), node(1, 0, 1, (5, 3)), node(2, 0, 1, (5, 3)), node(5, 1, 1)), "two nodes"
+    ),
+    "listed twice": (file_of(2, node(0, 0, 2, (1, 1), (2, 1)), node(1, 0, 1), node(2, 0, 1)), "two nodes"),
+    "another parent": (file_of(2, node(0, 0, 1, (1, 1)), node(1, 7, 1)), "contradict"),
+    "another token": (file_of(2, node(0, 0, 1, (1, 1)), node(2, 0, 1)), "contradict"),
+    "a negative token": (file_of(2, node(0, 0, 1, (-1, 1)), node(-1, 0, 1)), "token -1"),
+    "a token beyond the vocabulary": (file_of(2, node(0, 0, 1, (99, 1)), node(99, 0, 1)), "token 99"),
+    "a negative count": (file_of(2, node(0, 0, 1, (1, 1)), node(1, 0, -3)), "less often"),
+    "an n-gram too long": (
+        file_of(2, node(0, 0, 1, (1, 1)), node(1, 0, 1, (1, 2)), node(1, 1, 1, (1, 3)), node(1, 2, 1)), "longer"
+    ),
+    "cut off inside a node": (file_of(2, node(0, 0, 1, (1, 1)), node(1, 0, 1))[:-12] + b"\0\0\0\1" * 3, "children"),
+    "a token twice": (file_of(2, node(0, 0, 2, (1, 1), (1, 2)), node(1, 0, 1), node(1, 0, 1)), "one token"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("chunk", [1, 1000])
+@pytest.mark.parametrize("name", WRONG)
+def test_damaged_tries_are_refused(tmp_path: Path, name: str, chunk: int) -> None:
+    content, words = WRONG[name]
+    (tmp_path / "trie").write_bytes(content)
+    (tmp_path / "table").write_bytes(b"what was there")
+    with pytest.raises(ValueError, match=words) as error:
+        read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY, chunk=chunk)
+    message = str(error.value)
+    assert "\n" not in message
+    assert message.endswith("."), message
+    # Nothing was left behind, nothing replaced.
+    assert (tmp_path / "table").read_bytes() == b"what was there"
+    assert {file.name for file in tmp_path.iterdir()} == {"trie", "table"}
+
+
+def test_files_and_vocabularies_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no file"):
+        read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=4)
+    (tmp_path / "trie").write_bytes(Trie(2).saved())
+    with pytest.raises(ValueError, match="vocabulary"):
+        read_trie(tmp_path / "trie", tmp_path / "table")
+    with pytest.raises(ValueError, match="no folder"):
+        read_trie(tmp_path / "trie", tmp_path / "nowhere" / "table", vocab_size=4)
+
+
+def test_a_table_without_beginnings_cannot_be_written(tmp_path: Path) -> None:
+    table = build([[1, 2, 3], [1, 2, 4]], tmp_path / "table", order=3, vocab_size=5)
+    keys, counts = table.keys[0], table.counts[0]
+    # (2, 3) and (2, 4) begin nothing, but all that is longer begins with (1, 2).
+    table.keys[0], table.counts[0] = keys[1:], counts[1:]
+    with pytest.raises(ValueError, match="beginning"):
+        write_trie(table, tmp_path / "trie")
+    assert not (tmp_path / "trie").exists()
+    table.keys[0], table.counts[0] = keys, counts
+    table.unigrams = np.array([0, 0, 1, 1, 1])
+    with pytest.raises(ValueError, match="beginning"):
+        write_trie(table, tmp_path / "trie")
+
+
+@pytest.mark.parametrize("part", seeds(100, 1500))
+def test_tries_under_attack(tmp_path: Path, part: range) -> None:
+    content = filled(3, seed=2).reduced(3).saved()
+    for seed in part:
+        (tmp_path / "trie").write_bytes(damaged(content, seed))
+
+        def read() -> None:
+            read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=VOCABULARY, chunk=50)
+            NgramTable.load(tmp_path / "table")  # whatever was accepted is a table
+
+        survives(read)
+        assert {file.name for file in tmp_path.iterdir()} <= {"trie", "table"}
