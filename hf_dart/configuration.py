@@ -14,6 +14,9 @@ from transformers import PreTrainedConfig
 MAX_DRAFT_LENGTH = 31
 """Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
+MAX_LAYERS = 5
+"""Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
+
 
 class DartConfig(PreTrainedConfig):
     """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
@@ -25,7 +28,23 @@ class DartConfig(PreTrainedConfig):
         hidden_size: H, the width of the target's LM head, which the drafter shares.
         embedding_size: E, the width of the target's token embeddings, which the drafter shares.
         feature_size: width of one target hidden state.
-        num_layers: decoder layers of the head.
+        num_layers: decoder layers of the head, 1 to 5.
+        input_form: what the first layer attends over: "pair", next to each other the normed embedding and the normed
+            features (width E + H), or "stream", the features plus a projection of the embedding (width H), which is
+            what a layer of the target is used to.
+        copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
+            they are, are not saved, and are copied again at load (`hf_dart.copied`). None for layers of its own.
+        attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
+            biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
+            [head_dim / 2] (None are those of rope_theta).
+        fingerprint: `hf_dart.copied.fingerprint` of the weights that a checkpoint stands on and does not hold.
+        inject_features: every layer also attends to keys and values that are projected from the fused features
+            (KV injection of DFlash, arXiv 2602.06036; `hf_dart.layers` says in which form).
+        mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
+            feature vector and the embedding of `mask_token_id`, which go through `fc` and the norms like those of
+            real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
+        mask_token_id: with "peagle", a token that no text contains; `hf_dart.vocabulary.unused_token` finds one.
+        draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
         block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
             "bidirectional", all of them.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
@@ -51,6 +70,17 @@ class DartConfig(PreTrainedConfig):
     embedding_size: int = 256
     feature_size: int = 256
     num_layers: int = 1
+    input_form: str = "pair"
+    copied_layer: int | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    rope_frequencies: list[float] | tuple[float, ...] | None = None
+    fingerprint: list[float] | tuple[float, ...] | None = None
+    inject_features: bool = False
+    mask_mode: str = "learned"
+    mask_token_id: int | None = None
+    draft_vocab_size: int | None = None
     block_attention: str = "causal"
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
@@ -75,10 +105,20 @@ class DartConfig(PreTrainedConfig):
         self.feature_layers = sorted(set(self.feature_layers))
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers}; a head needs at least 1 layer.")
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
         if self.block_attention not in ("causal", "bidirectional"):
             raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
+        if self.input_form not in ("pair", "stream"):
+            raise ValueError(f"input_form is {self.input_form!r}; give 'pair' or 'stream'.")
+        if self.copied_layer is not None and self.input_form != "stream":
+            raise ValueError("A copied layer takes the width of the target's; leave input_form at 'stream'.")
+        self._check_mask_mode()
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
+                "or None for all of it."
+            )
         if not self.feature_layers:
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
         if self.feature_layers[0] < 0 or self.feature_layers[-1] > self.target_num_layers:
@@ -90,6 +130,26 @@ class DartConfig(PreTrainedConfig):
             raise ValueError(
                 f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
                 f"num_key_value_heads ({self.num_key_value_heads})."
+            )
+
+    def _check_mask_mode(self) -> None:
+        if self.mask_mode not in ("learned", "peagle"):
+            raise ValueError(f"mask_mode is {self.mask_mode!r}; give 'learned' or 'peagle'.")
+        if self.mask_mode == "learned":
+            if self.mask_token_id is not None:
+                raise ValueError("mask_token_id goes with mask_mode='peagle' only; leave it out.")
+            return
+        if self.mask_token_id is None:
+            raise ValueError(
+                "mask_mode='peagle' needs a token that no text contains; give mask_token_id, or pass tokenizer= to "
+                "DartHead.from_target, which then looks for one."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}; give one of 0..{self.vocab_size - 1}.")
+        if self.inject_features or self.block_attention != "causal" or self.input_form != "pair":
+            raise ValueError(
+                "mask_mode='peagle' is for heads that other engines serve, which know neither inject_features nor "
+                "input_form='stream' nor block_attention='bidirectional'; leave these out, or use mask_mode='learned'."
             )
 
     @property

@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
+from hf_dart.hub.download import head_config
+from hf_dart.hub.errors import hub_errors
 from hf_dart.proposal import Drafter, State
 
 if TYPE_CHECKING:
@@ -41,6 +43,8 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
     described_as: ClassVar[str]
     """What messages call it."""
     config: Any
+    draft_vocabulary: Tensor | None
+    """[M] ids of the tokens that its logits are about, ascending; None for all."""
     _shared: Shared | None
 
     def __init__(self, config: Any) -> None:
@@ -48,6 +52,7 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         self.tree_config = TreeConfig(**config.tree)
         self.last_stats = None
         self._shared = None
+        self.register_buffer("draft_vocabulary", None)
 
     @classmethod
     def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
@@ -83,22 +88,25 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         Raises:
             ValueError: the drafter does not fit the target, or the files are not those of one; the message says
                 what differs.
-            OSError: there are no such files.
+            OSError: there are no such files, or the Hub does not give them.
         """
         if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
             raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.
-            where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-            found = cls.config_class.get_config_dict(path, **where)[0].get("model_type")
-            if found != cls.config_class.model_type:
+            content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
+            if content.get("model_type") != cls.config_class.model_type:
                 raise ValueError(
                     f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote."
                 )
+            if commit is not None:
+                kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
+        where = {name: kwargs.get(name) for name in ("token", "revision")}
+        where["otherwise"] = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         # A weight of another shape is reported below, in our words.
         options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
-            with torch.random.fork_rng(devices=[]):
+            with torch.random.fork_rng(devices=[]), hub_errors(path, **where):
                 drafter, info = super().from_pretrained(path, **{**kwargs, **options})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error

@@ -1,10 +1,19 @@
-"""The decoder layer of a draft head, and rotary positions."""
+"""The decoder layer of a draft head, and rotary positions.
+
+Injected features (DFlash, arXiv 2602.06036): there, drafted positions attend to keys and values of the target's
+features alone, since verified positions have no entry of their own. A DART head does keep entries of verified
+positions; they carry the features of position i and the token at i + 1. So each layer here attends to both: to the
+entries, as without injection, and to one more key and value per verified position, projected from its fused
+features by the layer's own `context_k_proj` and `context_v_proj` and rotated to that position. An entry sees the
+features of those positions whose entries it sees; mask slots have none. With one layer this adds little, as the
+entries' own keys hold the features already; deeper layers would see them only through what the first one passes on.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -16,34 +25,62 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+class Remember(Protocol):
+    """Keeps keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
+
+    def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
+
+
 class DartAttention(nn.Module):
     """Grouped-query attention with rotary positions over an input of any width."""
 
-    def __init__(self, config: DartConfig, input_size: int) -> None:
+    def __init__(
+        self,
+        config: DartConfig,
+        input_size: int,
+        *,
+        injected: bool = False,
+        bias: bool = False,
+        output_bias: bool = False,
+        qk_norm: bool = False,
+    ) -> None:
         super().__init__()
         self.head_dim = config.head_dim
         query_size = config.num_attention_heads * config.head_dim
         key_size = config.num_key_value_heads * config.head_dim
-        self.q_proj = nn.Linear(input_size, query_size, bias=False)
-        self.k_proj = nn.Linear(input_size, key_size, bias=False)
-        self.v_proj = nn.Linear(input_size, key_size, bias=False)
-        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=False)
+        self.q_proj = nn.Linear(input_size, query_size, bias=bias)
+        self.k_proj = nn.Linear(input_size, key_size, bias=bias)
+        self.v_proj = nn.Linear(input_size, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, config.hidden_size, bias=output_bias)
+        self.q_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        self.k_norm = nn.RMSNorm(config.head_dim, config.rms_norm_eps) if qk_norm else None
+        if injected:
+            self.context_k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
+            self.context_v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
         self.grouped = config.num_attention_heads != config.num_key_value_heads
 
     def forward(
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool
-        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features behind those of entries
+        remember: Remember | None,
+        context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
     ) -> Tensor:  # [B, Q, H]
-        split = (*x.shape[:2], -1, self.head_dim)
-        query, key, value = (
-            project(x).view(split).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        query, key, value = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        if self.q_norm is not None and self.k_norm is not None:
+            query, key = self.q_norm(query), self.k_norm(key)
         query, key = _rotate(query, rotation), _rotate(key, rotation)
         if remember is not None:
             key, value = remember(key, value)
+        if context is not None:
+            real = slice(context.shape[1])
+            places = (rotation[0][:, :, real], rotation[1][:, :, real])
+            known_key = _rotate(self._heads(self.context_k_proj(context)), places)
+            known_value = self._heads(self.context_v_proj(context))
+            if remember is not None:
+                known_key, known_value = remember(known_key, known_value, injected=True)
+            key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
         if isinstance(mask, Tensor):
             mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         else:
@@ -52,6 +89,9 @@ class DartAttention(nn.Module):
             attend = _flex_attention(query.device.type)
             mixed = attend(query, key, value, block_mask=mask, enable_gqa=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class DartMLP(nn.Module):
@@ -66,35 +106,49 @@ class DartMLP(nn.Module):
 
 
 class DartLayer(nn.Module):
-    """A decoder layer; the first one attends over (embedding, features) pairs of width E + H."""
+    """A decoder layer; the first one may attend over (embedding, features) pairs of width E + H."""
 
     def __init__(self, config: DartConfig, index: int) -> None:
         super().__init__()
-        first = index == 0
-        width = config.embedding_size + config.hidden_size if first else config.hidden_size
-        # The first layer's input arrives normalised: its two halves are normed apart (section 3.1).
-        self.input_norm = None if first else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DartAttention(config, width)
+        pairs = index == 0 and config.input_form == "pair"
+        width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
+        # Pairs arrive normalised: the two halves are normed apart (section 3.1).
+        self.input_norm = None if pairs else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = DartAttention(
+            config,
+            width,
+            injected=config.inject_features,
+            bias=config.attention_bias,
+            output_bias=config.output_bias,
+            qk_norm=config.qk_norm,
+        )
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config)
 
     def forward(
         self,
-        x: Tensor,  # [B, Q, E + H] for the first layer, else [B, Q, H]
+        x: Tensor,  # [B, Q, E + H] pairs, else [B, Q, H]
         residual: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | BlockMask,
-        remember: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None,
+        remember: Remember | None,
+        context: Tensor | None,
     ) -> Tensor:  # [B, Q, H]
         if self.input_norm is not None:
             x = self.input_norm(x)
-        hidden = residual + self.self_attn(x, rotation, mask, remember)
+        hidden = residual + self.self_attn(x, rotation, mask, remember, context)
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
-def rotation_at(positions: Tensor, config: DartConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout)."""
-    frequencies = _frequencies(config.head_dim, config.rope_theta, positions.device)
+def rotation_at(
+    positions: Tensor, config: DartConfig, dtype: torch.dtype, own: Sequence[float] | None = None
+) -> tuple[Tensor, Tensor]:
+    """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
+
+    Frequencies are those of rope_theta, or `own` [head_dim / 2].
+    """
+    given = None if own is None else tuple(own)
+    frequencies = _frequencies(config.head_dim, config.rope_theta, given, positions.device)
     angles = positions[:, None, :, None] * frequencies
     return angles.cos().to(dtype), angles.sin().to(dtype)
 
@@ -108,8 +162,10 @@ def _flex_attention(device_type: str) -> Any:
 
 
 @lru_cache(maxsize=16)
-def _frequencies(head_dim: int, theta: float, device: torch.device) -> Tensor:
+def _frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
     """Rotary frequencies [head_dim], each twice."""
+    if own is not None:
+        return torch.tensor(own + own, device=device, dtype=torch.float32)
     exponents = torch.arange(0, head_dim, 2, device=device, dtype=torch.float32) / head_dim
     return theta ** -torch.cat([exponents, exponents])
 

@@ -11,8 +11,12 @@ from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.stats import DraftStats
+from hf_dart.vocabulary import columns_of
 
 State = TypeVar("State")
+
+# A logit beside which all others vanish, in any float type.
+_CERTAIN = 1e4
 
 Verified = tuple[Tensor, Tensor, Tensor]
 """Verified positions as `Drafter.extend` takes them in: features, the tokens behind them, counts."""
@@ -23,19 +27,29 @@ class Proposal:
     """One draft: distributions over the next d tokens of each row.
 
     Attributes:
-        logits: [B, d, V], entry i for the token i + 1 places behind the last committed one.
+        logits: [B, d, V], entry i for the token i + 1 places behind the last committed one; [B, d, M] where the
+            drafter scores some tokens only.
         hidden: [B, d, H], what the logits were read from.
+        vocabulary: [M] ids of those tokens, ascending; None for all.
     """
 
     logits: Tensor
     hidden: Tensor
+    vocabulary: Tensor | None = None
 
     def where(self, fresh: Tensor, older: Proposal) -> Proposal:
         """This proposal for rows where `fresh` [B] holds, an `older` one for the others."""
         chosen = fresh.to(self.logits.device)[:, None, None]
-        return Proposal(
-            torch.where(chosen, self.logits, older.logits), torch.where(chosen, self.hidden, older.hidden)
-        )
+        logits = torch.where(chosen, self.logits, older.logits)
+        return Proposal(logits, torch.where(chosen, self.hidden, older.hidden), self.vocabulary)
+
+    def make_certain(self, rows: list[bool], token: int) -> None:
+        """Let those rows draft `token` alone, if they can."""
+        column = token
+        if self.vocabulary is not None:
+            column = int(columns_of(torch.tensor(token, device=self.vocabulary.device), self.vocabulary, -1))
+        if column >= 0:
+            self.logits[torch.tensor(rows), :, column] = _CERTAIN
 
 
 class Drafter(ABC, Generic[State]):

@@ -225,8 +225,10 @@ def test_sampling_follows_stocks_law(
 def test_law_of_a_wrong_q_is_told_apart(three_words: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
     draw = DartCandidateGenerator._draw
 
-    def unprocessed(self: DartCandidateGenerator, ids: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
-        ids, q = draw(self, ids, proposal)
+    def unprocessed(
+        self: DartCandidateGenerator, ids: Tensor, proposal: Proposal, vocab_size: int
+    ) -> tuple[Tensor, Tensor | None]:
+        ids, q = draw(self, ids, proposal, vocab_size)
         return ids, None if q is None else proposal.logits[:, : q.shape[1]].float()
 
     monkeypatch.setattr(DartCandidateGenerator, "_draw", unprocessed)

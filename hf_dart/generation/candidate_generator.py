@@ -23,6 +23,7 @@ from hf_dart.generation.options import left_padding, refuse_cache, refuse_option
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import position_limit
 from hf_dart.proposal import Drafter, Proposal
+from hf_dart.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # A loop with this variable takes a prompt that ends in an end token for a candidate that is done.
@@ -116,7 +117,7 @@ class DartCandidateGenerator(CandidateGenerator):
             self._drafter.extend(self._state, features, tokens, counts)
             return ids, None
         proposal = self._drafter.propose(self._state, features, tokens, counts, depth)
-        return (ids, None) if proposal is None else self._draw(ids, proposal)
+        return (ids, None) if proposal is None else self._draw(ids, proposal, outputs.logits.shape[-1])
 
     def _room(self, ids: Tensor) -> int:
         """How many tokens may be drafted behind `ids` [1, T]."""
@@ -126,9 +127,11 @@ class DartCandidateGenerator(CandidateGenerator):
             return min(room, self._last_position - position)
         return 0 if self._hard else room
 
-    def _draw(self, ids: Tensor, proposal: Proposal) -> tuple[Tensor, Tensor | None]:
+    def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """A chain behind `ids` [1, T], up to its first end token, drawn with the call's processors."""
         logits = proposal.logits.float()
+        if proposal.vocabulary is not None:  # stock's processors look at the whole vocabulary
+            logits = spread(logits, proposal.vocabulary, vocab_size)
         ranked, candidates = logits.topk(min(self._drafter.tree_config.top_k, logits.shape[-1]))
         mass = logits.logsumexp(-1, keepdim=True)
         table = self._drafter.transitions(proposal, ids[:, -1].to(logits.device), candidates, ranked - mass)

@@ -18,6 +18,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_dart.proposal import Proposal
+from hf_dart.vocabulary import columns_of
+
 # A nucleus is looked for among this many tokens; a wider one keeps them all.
 _NUCLEUS = 64
 
@@ -52,15 +55,16 @@ class Ranker:
         return self._penalty != 1.0
 
     def __call__(
-        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None
+        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
         """Candidates [B, d, K], best first, and their scores [B, d, K].
 
         Args:
-            logits: [B, d, V] of the drafter.
+            logits: [B, d, V] of the drafter; [B, d, M] with a `vocabulary`.
             gumbel: [B, d, V] the noise that the target will sample those positions with; None ranks by
                 probability.
-            seen: [B, V] bool, tokens that a repetition penalty applies to; None for none.
+            seen: [B, V] or [B, M] bool, tokens that a repetition penalty applies to; None for none.
+            vocabulary: [M] ids of the tokens that were scored; None for all. Their probabilities then sum to 1.
 
         Returns:
             Token ids and log-scores. With noise, a score is the log-softmax of perturbed logits: how sure
@@ -71,8 +75,11 @@ class Ranker:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
             logits = torch.where(seen[:, None], penalised, logits)
         if gumbel is not None:
+            if vocabulary is not None:
+                gumbel = gumbel[..., vocabulary.to(gumbel.device)]
             logits = self._warp(logits) + gumbel.to(logits.device)
         best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
         return tokens, best - logits.logsumexp(-1, keepdim=True)
 
     def _warp(self, logits: Tensor) -> Tensor:
@@ -103,12 +110,16 @@ class SeenTokens:
         self._marked = [0] * len(texts)
         self._seen: Tensor | None = None
 
-    def __call__(self, logits: Tensor) -> Tensor:
-        """[B, V] bool, on the device of `logits` [B, d, V]."""
+    def __call__(self, proposal: Proposal) -> Tensor:
+        """[B, V] bool ([B, M] of a draft vocabulary), on the device of the draft's logits."""
+        logits, vocabulary = proposal.logits, proposal.vocabulary
         if self._seen is None:
             self._seen = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool, device=logits.device)
         for row, text in enumerate(self._texts):
-            self._seen[row, torch.tensor(text[self._marked[row] :], dtype=torch.long, device=logits.device)] = True
+            columns = torch.tensor(text[self._marked[row] :], dtype=torch.long, device=logits.device)
+            if vocabulary is not None:
+                columns = columns_of(columns, vocabulary, -1)
+                columns = columns[columns >= 0]
+            self._seen[row, columns] = True
             self._marked[row] = len(text)
         return self._seen
-

@@ -33,8 +33,6 @@ from hf_dart.tree import DraftTree
 _HEADROOM = 512
 # Tokens fed at once when rows that ended early are filled up for a cache that is handed back.
 _FILL = 64
-# A logit beside which all others vanish, in any float type.
-_CERTAIN = 1e4
 
 
 @dataclass
@@ -196,7 +194,7 @@ class _Call:
             proposal = proposal.where(counts > 0, self.proposal)
         if proposal is not None and self.rows.in_step and True in self.rows.ended:
             # Rows that are only filled up must not hold up the others.
-            proposal.logits[torch.tensor(self.rows.ended), :, self.rows.pad] = _CERTAIN
+            proposal.make_certain(self.rows.ended, self.rows.pad)
         self.proposal = proposal
         return proposal
 

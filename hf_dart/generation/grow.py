@@ -57,8 +57,9 @@ class TreeGrower:
                 return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
             none: list[list[Any]] = [[] for _ in copies]
             return self._best_first(none, none, copies, deepest, draft_cost=0.0).to(self._device)
-        seen = None if self._seen is None else self._seen(proposal.logits)
-        candidates, scores = (ranked.to(self._device) for ranked in self._rank(proposal.logits, gumbel, seen))
+        seen = None if self._seen is None else self._seen(proposal)
+        ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
+        candidates, scores = (part.to(self._device) for part in ranked)
         grow = self._on_host if self._device.type == "cpu" else self._on_device
         return grow(proposal, candidates, scores, copies, deepest)
 

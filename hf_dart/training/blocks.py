@@ -30,7 +30,7 @@ class Blocks:
         anchors: [B, K] real position of each block; -1 is no block.
         positions: [B, T - 1 + K (d - 1)] positions, counted from the start of each document.
         mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1), True where a query (dim 2) sees a key (dim 3); or
-            the same as a `BlockMask` for FlexAttention.
+            the same as a `BlockMask` for FlexAttention. Where features are injected, T - 1 more keys follow.
     """
 
     anchors: Tensor
@@ -93,6 +93,7 @@ def build_blocks(
     bidirectional: bool = False,
     flex: bool = False,
     window: int | None = None,
+    injected: bool = False,
 ) -> Blocks:
     """Positions and mask of the prefix-shared pass.
 
@@ -107,6 +108,8 @@ def build_blocks(
         bidirectional: the slots of a block see each other in both directions.
         flex: give the mask as a `BlockMask`, which leaves the tiles that nobody looks at out of the work.
         window: how many positions back real positions are seen, one's own included; None sees them all.
+        injected: also for the keys of injected features, which stand behind all others; those of a real position are
+            seen by whoever sees that position.
     """
     batch, count = anchors.shape
     slots, real = draft_length - 1, documents.shape[1] - 1
@@ -125,8 +128,11 @@ def build_blocks(
     last_seen = torch.cat([own, anchors.repeat_interleave(slots, dim=1)], dim=1)
     numbers = torch.arange(count, device=device).repeat_interleave(slots)
     block = torch.cat([numbers.new_full((real,), -1), numbers])
+    queries = positions.shape[1]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if injected:
+            key = torch.where(key < queries, key, key - queries)
         prefix = (key <= last_seen[row, query]) & (entry_documents[row, query] == entry_documents[row, key])
         if window is not None:
             prefix = prefix & (positions[row, query] - positions[row, key] < window)
@@ -135,25 +141,26 @@ def build_blocks(
             own_block = own_block & (key <= query)
         return torch.where(block[key] < 0, prefix, own_block)
 
-    return Blocks(anchors, positions, (_block_mask if flex else _bool_mask)(sees, batch, positions.shape[1], device))
+    size = (batch, queries, queries + real if injected else queries)
+    return Blocks(anchors, positions, (_block_mask if flex else _bool_mask)(sees, *size, device))
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
 
 
-def _bool_mask(sees: MaskFunction, batch: int, size: int, device: torch.device) -> Tensor:
-    """[B, 1, S, S]"""
-    row, index = torch.arange(batch, device=device), torch.arange(size, device=device)
-    return sees(row[:, None, None], row[:1], index[:, None], index)[:, None]
+def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
+    """[B, 1, queries, keys]"""
+    row, index = torch.arange(batch, device=device), torch.arange(keys, device=device)
+    return sees(row[:, None, None], row[:1], index[:queries, None], index)[:, None]
 
 
-def _block_mask(sees: MaskFunction, batch: int, size: int, device: torch.device) -> BlockMask:
+def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    # Uncompiled, it writes the whole [B, 1, S, S] down before it looks for empty tiles.
+    # Uncompiled, it writes the whole mask down before it looks for empty tiles.
     create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return create(sees, B=batch, H=None, Q_LEN=size, KV_LEN=size, device=device)  # type: ignore[arg-type]
+    return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)  # type: ignore[arg-type]
 
 
 def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:

@@ -25,8 +25,9 @@ from hf_dart.training.blocks import (
 )
 from hf_dart.training.chunks import chunked
 from hf_dart.training.evaluate import DraftQuality
-from hf_dart.training.losses import annealed_kl, log_acceptance
+from hf_dart.training.losses import NO_LABEL, annealed_kl, log_acceptance
 from hf_dart.training.record import write_training_record
+from hf_dart.vocabulary import restricted, spread, token_ids
 
 
 class DartTrainer(DrafterTrainer):
@@ -95,7 +96,8 @@ class DartTrainer(DrafterTrainer):
         if self._quality is not None:
             chunk = self.args.loss_chunk or max(len(hidden), 1)
             parts = zip(hidden.split(chunk), goals.split(chunk), labels.split(chunk), strict=True)
-            counts = [self._quality.count(self.head.logits(h), target_logits[g], y) for h, g, y in parts]
+            full = self._full_logits
+            counts = [self._quality.count(full(h, target_logits), target_logits[g], y) for h, g, y in parts]
             per_block = torch.cat(counts).float()
             per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
             # By row, so that rows which only fill up the last batch of several processes can be left out.
@@ -104,7 +106,7 @@ class DartTrainer(DrafterTrainer):
             with torch.no_grad():
                 seen = self.first_drafts(inputs)[:256]
                 parts = hidden[seen].split(self.args.loss_chunk or 256)
-                drafted = torch.cat([self.head.logits(part).argmax(-1) for part in parts])
+                drafted = torch.cat([self._full_logits(part, target_logits).argmax(-1) for part in parts])
                 self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
         return loss, hidden
 
@@ -117,7 +119,10 @@ class DartTrainer(DrafterTrainer):
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         bidirectional = self.head.config.block_attention == "bidirectional"
-        blocks = build_blocks(documents, anchors, self.head.draft_length, bidirectional, self.flex)
+        injected = self.head.config.inject_features
+        blocks = build_blocks(
+            documents, anchors, self.head.draft_length, bidirectional, flex=self.flex, injected=injected
+        )
         everything = model(
             features=features[:, :-1],
             next_embeddings=self.head.embed(ids[:, 1:]),
@@ -147,12 +152,17 @@ class DartTrainer(DrafterTrainer):
             goals: [N, d] rows of `target_logits`.
             labels: [N, d].
         """
+        target_logits, labels = restricted(target_logits, labels, self.head.draft_vocabulary, NO_LABEL)
         acceptance = self._acceptance(hidden, target_logits, goals) if self.objective.needs_acceptance else None
 
         def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
             return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance)
 
         return chunked(block_losses, hidden, goals, labels, chunk_size=self.args.loss_chunk)
+
+    def _full_logits(self, hidden: Tensor, target_logits: Tensor) -> Tensor:
+        """Draft logits [n, d, V] over all tokens of the target's [..., V]: what is never drafted is never right."""
+        return spread(self.head.logits(hidden), self.head.draft_vocabulary, target_logits.shape[-1])
 
     @torch.no_grad()
     def _acceptance(self, hidden: Tensor, target_logits: Tensor, goals: Tensor) -> Tensor:
@@ -183,8 +193,8 @@ class DartTrainer(DrafterTrainer):
             for part in range(0, len(hidden), chunk):
                 best = self.head.logits(hidden[part : part + chunk]).topk(self.args.selector_candidates)
                 drafted.append(best.values)
-                candidates.append(best.indices)
-                wanted.append(target_logits[goals[part : part + chunk]].gather(-1, best.indices))
+                candidates.append(token_ids(best.indices, self.head.draft_vocabulary))
+                wanted.append(target_logits[goals[part : part + chunk]].gather(-1, candidates[-1]))
         # A token is projected once, however often it occurs.
         tokens, places = torch.cat([in_front[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
         pairs = self.head.selector(hidden, self.head.embed(tokens), places[..., :1], places[..., 1:])

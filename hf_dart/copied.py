@@ -1,0 +1,200 @@
+"""Heads whose decoder layers are the target's own: copied, frozen, adapted with LoRA.
+
+A DART layer reads pairs of width E + H, which no layer of the target fits. So such a head has the "stream" form: what
+goes into its first layer is fc(features) + embedding_projection(embedding). It starts with fc passing on the hidden
+state that the copied layer reads in the target and with the projection at zero. Before any training, a head made of
+the target's last layers thus computes the target's own logits at every position; what it has to learn is to look one
+token and d - 1 mask slots further.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from hf_dart.configuration import default_feature_layers
+from hf_dart.layers import rotation_at
+
+if TYPE_CHECKING:
+    from hf_dart.configuration import DartConfig
+    from hf_dart.model import DartModel
+
+_NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
+# Entries of a matrix that its fingerprint looks at.
+_SAMPLES = 1 << 16
+# Rounding to 16 bits moves a fingerprint by some 0.002; those of two matrices are about 1 apart.
+_TOLERANCE = 0.02
+# What a trial may differ by, relative to the largest output.
+_CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
+
+
+def fingerprint(weights: Iterable[Tensor]) -> list[float]:
+    """A number per matrix, which rounding to another dtype hardly changes and another matrix does."""
+    numbers = []
+    for weight in weights:
+        if weight.ndim < 2:
+            continue
+        entries = weight.detach().flatten()
+        entries = entries[:: max(1, len(entries) // _SAMPLES)].cpu().double()
+        pattern = torch.arange(len(entries), dtype=torch.float64).cos()
+        numbers.append(round(float(entries @ pattern / entries.norm().clamp(min=1e-30)), 4))
+    return numbers
+
+
+def same_fingerprint(left: Iterable[float], right: Iterable[float]) -> bool:
+    one, other = torch.tensor(list(left)), torch.tensor(list(right))
+    return one.shape == other.shape and bool(((one - other).abs() < _TOLERANCE).all())
+
+
+def copied_fields(target: Any, first: int | Literal["last"], **config: Any) -> dict[str, Any]:
+    """Fields of a `DartConfig` whose layers are copies of the target's.
+
+    Args:
+        target: the causal LM.
+        first: the first layer to be copied, from 0; "last" takes the last ones.
+        config: fields of the user's own, `num_layers` among them.
+
+    Raises:
+        ValueError: the target has no such layers, the head is told not to read what the first of them reads, or they
+            are built otherwise than the head's.
+    """
+    count, depth = config.get("num_layers", 1), int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    first = depth - count if first == "last" else first
+    states = [_weights(layer, target) for layer in _layers(target, first, count)]
+    features = config.get("feature_layers", {*default_feature_layers(depth), first})
+    if first not in features:
+        raise ValueError(
+            f"A head that begins with layer {first} of the target needs what that layer reads; add {first} to "
+            "feature_layers."
+        )
+    names = set(states[0])
+    fields: dict[str, Any] = {
+        "input_form": "stream",
+        "copied_layer": first,
+        "feature_layers": sorted(features),
+        "attention_bias": "self_attn.q_proj.bias" in names,
+        "output_bias": "self_attn.o_proj.bias" in names,
+        "qk_norm": "self_attn.q_norm.weight" in names,
+        "rope_frequencies": _rope_frequencies(target),
+        "fingerprint": fingerprint(weight for state in states for weight in state.values()),
+    }
+    if (gate := states[0].get("mlp.gate_proj.weight")) is not None:
+        fields["intermediate_size"] = len(gate)
+    return {**fields, **config}
+
+
+def initialise(head: DartModel, target: Any) -> None:
+    """Start as the target's own layers: see the module's docstring."""
+    config = head.config
+    assert config.copied_layer is not None
+    assert head.embedding_projection is not None
+    with torch.no_grad():
+        head.fc.weight.zero_()
+        # hidden_states[k] is what layer k reads.
+        place = list(config.feature_layers).index(config.copied_layer) * config.feature_size
+        head.fc.weight[:, place : place + config.feature_size].fill_diagonal_(1.0)
+        head.embedding_projection.weight.zero_()
+        last = getattr(target.get_decoder(), "norm", None)
+        if last is not None and last.weight.shape == head.norm.weight.shape:
+            head.norm.weight.copy_(last.weight)
+
+
+def fill(head: DartModel, target: Any) -> None:
+    """Copy the layers that the head's config names from `target`, and freeze them.
+
+    Raises:
+        ValueError: the target's are other ones than those the head was trained with, or do not fit.
+    """
+    config = head.config
+    assert config.copied_layer is not None
+    sources = _layers(target, config.copied_layer, config.num_layers)
+    states = [_weights(layer, target) for layer in sources]
+    found = fingerprint(weight for state in states for weight in state.values())
+    if config.fingerprint is not None and not same_fingerprint(found, config.fingerprint):
+        raise ValueError(
+            f"This head stands on layer {config.copied_layer} of {config.target_name or 'another target'}, and "
+            f"{type(target).__name__} {target.config.name_or_path} has other weights there; load the target that the "
+            "head was trained for."
+        )
+    for copy, source, state in zip(head.layers, sources, states, strict=True):
+        copy.to(next(iter(state.values())))  # nothing is rounded
+        _load(copy, state, target)
+        _try(copy, source, config, target)
+        for name, parameter in copy.named_parameters():
+            parameter.requires_grad_(name not in state)
+
+
+def copied_names(head: DartModel) -> list[str]:
+    """Names of the weights that are copies: all of the layers' but projections of injected features."""
+    return [name for name, _ in head.named_parameters() if name.startswith("layers.") and ".context_" not in name]
+
+
+def _layers(target: Any, first: int, count: int) -> list[nn.Module]:
+    layers = getattr(target.get_decoder(), "layers", [])
+    if not 0 <= first <= first + count <= len(layers):
+        raise ValueError(
+            f"{type(target).__name__} has {len(layers)} decoder layers; copy_layer and num_layers ask for "
+            f"{first}..{first + count - 1}."
+        )
+    return list(layers[first : first + count])
+
+
+def _weights(layer: nn.Module, target: Any) -> dict[str, Tensor]:
+    """A target layer's weights under the names of a `DartLayer`."""
+    state = {}
+    for name, weight in layer.state_dict().items():
+        if weight.is_meta or not weight.dtype.is_floating_point:
+            raise ValueError(
+                f"The layers of this {type(target).__name__} are quantized or offloaded and cannot be copied; load it "
+                "whole and in 16 or 32 bits, or leave copy_layer out."
+            )
+        first, _, rest = name.partition(".")
+        state[f"{_NAMES.get(first, first)}.{rest}"] = weight
+    return state
+
+
+def _load(layer: nn.Module, state: dict[str, Tensor], target: Any) -> None:
+    own = {name for name in layer.state_dict() if ".context_" not in name}
+    if own != set(state):
+        raise _misfit(target, f"there is no {sorted(own ^ set(state))[0]} in one of them")
+    try:
+        layer.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise _misfit(target, "its weights have other shapes") from error
+
+
+@torch.no_grad()
+def _try(copy: Any, source: Any, config: DartConfig, target: Any) -> None:
+    """Both on the same random input, at positions that are far apart; the generators are not moved."""
+    weight = copy.self_attn.q_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 9, config.hidden_size, generator=generator).to(weight)
+    positions = torch.tensor([[0, 1, 2, 3, 40, 41, 500, 1000, 1001]], device=weight.device)
+    mask = torch.ones(9, 9, dtype=torch.bool, device=weight.device).tril()[None, None]
+    try:
+        rotation = rotation_at(positions, config, weight.dtype, config.rope_frequencies)
+        ours = copy(x, x, rotation, mask, None, None)
+        rotary = target.get_decoder().rotary_emb(x, positions)
+        additive = torch.zeros_like(mask, dtype=weight.dtype).masked_fill(~mask, torch.finfo(weight.dtype).min)
+        theirs = source(x, attention_mask=additive, position_ids=positions, position_embeddings=rotary)
+    except (TypeError, AttributeError, RuntimeError, KeyError) as error:
+        raise _misfit(target, "it takes another input") from error
+    theirs = theirs[0] if isinstance(theirs, tuple) else theirs
+    close = _CLOSE.get(weight.dtype, 3e-2)
+    if theirs.shape != ours.shape or not (ours - theirs).abs().max() <= close * theirs.abs().max():
+        raise _misfit(target, "it computes something else")
+
+
+def _rope_frequencies(target: Any) -> list[float] | None:
+    frequencies = getattr(getattr(target.get_decoder(), "rotary_emb", None), "inv_freq", None)
+    return None if frequencies is None else frequencies.tolist()
+
+
+def _misfit(target: Any, why: str) -> ValueError:
+    return ValueError(
+        f"A decoder layer of {type(target).__name__} cannot be copied into a head ({why}); layers as those of Llama, "
+        "Mistral, Qwen2 and Qwen3 can: leave copy_layer out."
+    )

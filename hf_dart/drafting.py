@@ -1,0 +1,132 @@
+"""Drafting with a head's network: its cache of verified positions, and the passes over what is new."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_dart.layers import rotation_at
+from hf_dart.model import DartModel, DartState, Entries
+from hf_dart.proposal import Proposal, Verified
+from hf_dart.slots import SlotSpec, SlotStore
+
+
+class DraftingModel(DartModel):
+    """The network as a drafter."""
+
+    def begin(self, batch_size: int, capacity: int) -> DartState:
+        config, device = self.config, self.device
+        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, device)
+        buffers = self._buffers_per_layer * config.num_layers
+        store = SlotStore([spec] * buffers, batch_size, capacity + config.draft_length)
+        return DartState(store, torch.zeros(batch_size, dtype=torch.long, device=device), 0)
+
+    @property
+    def _buffers_per_layer(self) -> int:
+        return 4 if self.config.inject_features else 2
+
+    def resume(self, state: DartState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.store.writable(self.device, self.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        lengths = lengths.to(state.lengths.device)
+        if bool((state.lengths < lengths).any()):
+            return False
+        state.lengths, state.longest = lengths, int(lengths.max())
+        return True
+
+    def extend(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._run(state, self._real_inputs(features, next_tokens), counts.to(self.device))
+        self._advance(state, counts, features.shape[1])
+
+    def propose(
+        self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        batch, real = next_tokens.shape[:2]
+        depth = depth or self.config.draft_length
+        # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
+        draft = depth if self.config.block_attention == "causal" else self.config.draft_length
+        counts = counts.to(self.device)
+        entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, draft - 1))
+        if batch > 1:
+            # A row's mask slots begin right behind its own last real entry; what lies behind its d - 1 slots
+            # is never looked at.
+            entry = torch.arange(real + draft - 1, device=self.device)
+            padding = ((entry >= counts[:, None]) & (entry < real))[..., None]
+            slot = self.slot_inputs(1, 1)
+            x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
+            entries = Entries(x, residual, entries.context)
+        hidden = self._run(state, entries, counts)
+        if batch > 1:
+            block = (counts - 1).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
+            hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
+        else:
+            hidden = hidden[:, real - 1 :]
+        self._advance(state, counts, real)
+        hidden = hidden[:, :depth]
+        return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        if self.selector is None:
+            return None
+        depth, width = candidates.shape[1:]
+        device, own = scores.device, proposal.hidden.device
+        roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
+        tokens = candidates.clamp(min=0)
+        in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
+        embeddings = self.shared.embeddings
+        pairs = self.selector.lookup(proposal.hidden[:, :depth], embeddings, in_front, tokens).float()
+        # The candidates share out what the draft gave them together, anew behind each predecessor.
+        together = scores.logsumexp(-1, keepdim=True)[:, :, None]
+        return ((scores[:, :, None] + pairs).log_softmax(-1) + together).to(device)
+
+    def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
+        return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
+
+    def _run(self, state: DartState, entries: Entries, counts: Tensor) -> Tensor:
+        """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
+
+        The first `counts` [B] entries of a row are real, the next d - 1 the slots of its block.
+        """
+        x, residual, context = entries
+        batch, queries = x.shape[:2]
+        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
+        start, end = state.longest, state.longest + queries
+        state.store.reserve(end)
+        rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        mask = self._mask(state.lengths + counts, positions, end)
+        for index, layer in enumerate(self.layers):
+
+            def remember(
+                key: Tensor, value: Tensor, injected: bool = False, index: int = index
+            ) -> tuple[Tensor, Tensor]:
+                slots = start if batch == 1 else positions[:, : key.shape[2]]
+                first = index * self._buffers_per_layer + 2 * injected
+                keys, values = state.store.write(first, key, slots), state.store.write(first + 1, value, slots)
+                return keys[:, :, :end], values[:, :, :end]
+
+            x = residual = layer(x, residual, rotation, mask, remember, context)
+        return self.norm(x)
+
+    def _mask(self, block: Tensor, positions: Tensor, end: int) -> Tensor:
+        """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.
+
+        Args:
+            block: [B] position of the first mask slot. In bidirectional heads, d - 1 entries from there on see each
+                other in both directions. Injected features, the second half, lie in front of it.
+        """
+        keys_at = torch.arange(end, device=positions.device)
+        mask = keys_at <= positions[..., None]
+        before = keys_at < block[:, None, None]
+        known = mask & before
+        if self.config.block_attention == "bidirectional":
+            behind = block[:, None, None] + self.config.draft_length - 1
+            inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
+            mask = mask | (inside & ~before & (keys_at < behind))
+        return (torch.cat([mask, known], dim=-1) if self.config.inject_features else mask)[:, None]
+
+    def _advance(self, state: DartState, counts: Tensor, entries: int) -> None:
+        state.lengths = state.lengths + counts.to(state.lengths.device)
+        # One row: its entries are all real, and the device need not be asked.
+        state.longest = state.longest + entries if len(counts) == 1 else int(state.lengths.max())

@@ -1,0 +1,200 @@
+"""The network of a draft head: target features and next-token embeddings in, d token distributions out, in one pass.
+
+The architecture is that of DART (arXiv 2601.19278, section 3.1): position i carries the fused features of
+the target at i and the embedding of token i + 1; d - 1 mask slots follow the last real position; logits are
+shifted, so that the last real position predicts the first draft token and mask slot j the token j + 1.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from hf_dart.configuration import DartConfig
+from hf_dart.copied import copied_names, fill
+from hf_dart.fitted import FittedDrafter
+from hf_dart.layers import DartLayer, rotation_at
+from hf_dart.refine import BigramSelector
+from hf_dart.slots import SlotStore
+from hf_dart.vocabulary import HeadRows, check_unused, checked
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+    from typing_extensions import Self
+
+
+@dataclass
+class DartState:
+    """The draft cache of one call: keys and values of verified positions, position p in slot p.
+
+    Mask slots are written behind them and overwritten by the next round. Injected features have buffers of their own.
+    """
+
+    store: SlotStore
+    lengths: Tensor  # [B] verified positions taken in, on the head's device
+    longest: int  # the largest of them, on the host
+
+
+class Entries(NamedTuple):
+    """What positions put into the first layer.
+
+    Attributes:
+        x: [B, Q, E + H] what attention looks at: normed embeddings and normed features; in the "stream" form the
+            residual itself.
+        residual: [B, Q, H].
+        context: [B, R, H] fused features of the first R entries, the real ones, which every layer injects; None for
+            heads that do not.
+    """
+
+    x: Tensor
+    residual: Tensor
+    context: Tensor | None
+
+    def then(self, slots: Entries) -> Entries:
+        """These, and mask slots behind them."""
+        return Entries(
+            torch.cat([self.x, slots.x], dim=1), torch.cat([self.residual, slots.residual], dim=1), self.context
+        )
+
+
+class DartModel(FittedDrafter[DartState]):
+    """The modules of a head, what they read through the target, and the pass that training runs."""
+
+    config_class = DartConfig
+    config: DartConfig
+    described_as = "DART head"
+    base_model_prefix = "dart"
+    main_input_name = "features"
+    _no_split_modules = ["DartLayer"]  # noqa: RUF012
+
+    def __init__(self, config: DartConfig) -> None:
+        super().__init__(config)
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
+        pairs = config.input_form == "pair"
+        self.embedding_projection = None if pairs else nn.Linear(config.embedding_size, config.hidden_size, bias=False)
+        if pairs or config.inject_features:
+            self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        slot_width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
+        if config.mask_mode == "peagle":
+            slot_width = config.features_width
+        # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
+        self.mask_slot = nn.Embedding(1, slot_width)
+        self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.selector = BigramSelector(config) if config.selector_rank else None
+        size = config.draft_vocab_size
+        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
+        self._head_rows = HeadRows()
+        self._filled = False  # with layers of the target's
+        self.post_init()
+        if config.copied_layer is not None:
+            self._leave_out(copied_names(self))
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, BigramSelector):
+            nn.init.zeros_(module.context.weight)
+            nn.init.zeros_(module.log_scale.weight)
+        elif isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    # ---- what the target lends ----------------------------------------------------------------------
+
+    def bind(self, target: Any, tokenizer: Any = None) -> Self:
+        """As `FittedDrafter.bind`; tokens of the head's own have to be tokens of the target's, too."""
+        if self.draft_vocabulary is not None:
+            checked(self.draft_vocabulary, self.config.vocab_size)
+        if self.config.mask_token_id is not None and tokenizer is not None:
+            check_unused(self.config.mask_token_id, tokenizer)
+        super().bind(target, tokenizer)
+        if self.config.copied_layer is not None and not self._filled:
+            fill(self, target)
+            self._filled = True
+        return self
+
+    def adopt_layers(self) -> Self:
+        """Make copied layers the head's own: from now on they are trained and saved like the rest of it."""
+        self.config.copied_layer = self.config.fingerprint = None
+        self._leave_out([])
+        self.requires_grad_(True)
+        return self
+
+    def _leave_out(self, names: list[str]) -> None:
+        """Neither save these weights nor miss them at load."""
+        self._keys_to_ignore_on_save = names
+        self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype.
+
+        What is floating already is a prompt given as `inputs_embeds`.
+        """
+        embeddings = tokens if tokens.is_floating_point() else self.shared.embeddings(tokens)
+        return embeddings.to(device=self.device, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] to logits of the target's own LM head: [..., V], or [..., M] of `draft_vocabulary`."""
+        lm_head = self.shared.lm_head
+        dtype = lm_head.weight.dtype
+        hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
+        if self.draft_vocabulary is None:
+            return lm_head(hidden)
+        return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+
+    # ---- the pass -----------------------------------------------------------------------------------
+
+    def inputs(self, features: Tensor, embeddings: Tensor) -> Entries:
+        """What real positions put into the first layer: both halves of a pair normed, the residual not.
+
+        Args:
+            features: [B, T, F] of positions i.
+            embeddings: [B, T, E] of the tokens at i + 1.
+        """
+        fused = self.fc(features)
+        known = self.feature_norm(fused) if self.config.input_form == "pair" or self.config.inject_features else None
+        context = known if self.config.inject_features else None
+        token = self.embedding_norm(embeddings)
+        if self.embedding_projection is not None:
+            stream = fused + self.embedding_projection(token)
+            return Entries(stream, stream, context)
+        assert known is not None
+        return Entries(torch.cat([token, known], dim=-1), fused, context)
+
+    def slot_inputs(self, batch: int, count: int) -> Entries:
+        """As `inputs`, of mask slots, which are all alike [B, count, ...].
+
+        A learned slot is one vector, the first H of which are the residual.
+        """
+        learned = self.mask_slot.weight[None]
+        if self.config.mask_mode == "peagle":
+            token = torch.tensor([[self.config.mask_token_id]], device=self.shared.embeddings.weight.device)
+            slot = self.inputs(learned, self.embed(token))
+        else:
+            slot = Entries(learned, learned[..., : self.config.hidden_size], None)
+        return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, F]
+        next_embeddings: Tensor,  # [B, T, E]
+        positions: Tensor,  # [B, T + M]
+        attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
+    ) -> Tensor:
+        """The training pass: T real positions, then M mask slots of many blocks (`training.blocks`).
+
+        Returns:
+            Hidden states [B, T + M, H] behind the final norm.
+        """
+        batch, real = features.shape[:2]
+        slots = self.slot_inputs(batch, positions.shape[1] - real)
+        x, residual, context = self.inputs(features, next_embeddings).then(slots)
+        rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        for layer in self.layers:
+            x = residual = layer(x, residual, rotation, attention_mask, None, context)
+        return self.norm(x)

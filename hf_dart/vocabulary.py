@@ -1,0 +1,155 @@
+"""Draft vocabularies: a head that scores some of the target's tokens only (FR-Spec, arXiv 2502.14856).
+
+The target's LM head is the widest matrix that a head reads; frequent tokens carry almost all drafts. What lies
+outside is never drafted, and the output is the same: the target says those tokens itself.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+_NEVER = -1e30
+# As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
+_PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
+
+
+def frequent_tokens(rows: Iterable[dict[str, Any]], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
+    """The `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
+
+    Args:
+        rows: as those of `training.PackedTokens`: `input_ids` [T] and, where rows are padded, `documents` [T], -1 for
+            padding.
+        size: M.
+        vocab_size: V of the target.
+        always: tokens to take in whatever their count, such as end and padding tokens.
+
+    Raises:
+        ValueError: M is out of range.
+    """
+    if not len(set(always)) < size <= vocab_size:
+        raise ValueError(f"size is {size}; give {len(set(always)) + 1} to {vocab_size} tokens.")
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for row in rows:
+        ids = torch.as_tensor(row["input_ids"])
+        if "documents" in row:
+            ids = ids[torch.as_tensor(row["documents"]) >= 0]
+        counts += torch.bincount(ids, minlength=vocab_size)
+    counts[list(always)] = torch.iinfo(torch.long).max
+    # Among equals the smaller id: in byte-pair vocabularies it was merged earlier.
+    return counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+def checked(tokens: Any, vocab_size: int) -> Tensor:
+    """`tokens` as a draft vocabulary [M] of ascending int64 ids.
+
+    Raises:
+        ValueError: it is empty, or names tokens twice or beyond the vocabulary.
+    """
+    ids = torch.as_tensor(tokens, dtype=torch.long).flatten().sort().values.cpu()
+    if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or len(ids.unique()) < len(ids):
+        raise ValueError(
+            f"A draft vocabulary names different token ids of 0..{vocab_size - 1}, at least one; "
+            "hf_dart.vocabulary.frequent_tokens makes one."
+        )
+    return ids
+
+
+def columns_of(tokens: Tensor, vocabulary: Tensor, missing: int) -> Tensor:
+    """Where token ids [...] stand in a draft vocabulary [M]; `missing` for those outside."""
+    columns = torch.searchsorted(vocabulary, tokens.contiguous()).clamp(max=len(vocabulary) - 1)
+    return torch.where(vocabulary[columns] == tokens, columns, missing)
+
+
+def token_ids(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Columns [...] of draft logits to token ids [...]; with no draft vocabulary they are the same."""
+    return columns if vocabulary is None else vocabulary[columns]
+
+
+def spread(logits: Tensor, vocabulary: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [..., M] of a draft vocabulary as logits [..., V], in fp32 or better; those outside get no mass."""
+    if vocabulary is None:
+        return logits
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    everywhere = torch.full((*logits.shape[:-1], vocab_size), _NEVER, dtype=dtype, device=logits.device)
+    return everywhere.index_copy(-1, vocabulary, logits.to(dtype))
+
+
+def restricted(
+    target_logits: Tensor, labels: Tensor, vocabulary: Tensor | None, no_label: int
+) -> tuple[Tensor, Tensor]:
+    """Goals of training for what a draft vocabulary covers.
+
+    The target's distribution is taken given that its token is in the vocabulary. A label outside is none: the draft
+    must fail there, and nothing behind it can be accepted.
+
+    Args:
+        target_logits: [..., V].
+        labels: [N, d] token ids.
+        vocabulary: [M], or None for all tokens.
+        no_label: what stands for no label.
+
+    Returns:
+        [..., M] and [N, d] columns.
+    """
+    if vocabulary is None:
+        return target_logits, labels
+    return target_logits[..., vocabulary], columns_of(labels, vocabulary, no_label)
+
+
+class HeadRows:
+    """The rows of an LM head that belong to a draft vocabulary, copied out once.
+
+    Reading them where they lie would gather M H numbers for every draft.
+    """
+
+    def __init__(self) -> None:
+        self._rows: tuple[Any, Tensor, Tensor, Tensor | None] | None = None
+
+    def __call__(self, lm_head: nn.Module, hidden: Tensor, vocabulary: Tensor) -> Tensor:
+        """Hidden states [..., H], in the LM head's dtype, to logits [..., M]."""
+        weight: Any = lm_head.weight
+        if type(lm_head) is not nn.Linear or weight.is_meta:  # quantized, adapted or offloaded: rows mean nothing
+            return lm_head(hidden)[..., vocabulary]
+        key = (id(weight), weight._version, weight.device)
+        if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
+            rows = vocabulary.to(weight.device)
+            bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
+            self._rows = (key, vocabulary, weight.detach()[rows], bias)
+        return F.linear(hidden, self._rows[2], self._rows[3])
+
+
+def unused_token(tokenizer: Any, vocab_size: int) -> int:
+    """The highest id of the target's embedding table that no text contains: a padding row, else a placeholder.
+
+    Raises:
+        ValueError: every row belongs to a token of the tokenizer.
+    """
+    used = set(tokenizer.get_vocab().values())
+    free = set(range(vocab_size)) - used or {token for token in _placeholders(tokenizer) if token < vocab_size}
+    if not free:
+        raise ValueError(
+            f"All {vocab_size} ids of this tokenizer belong to tokens, none of them a placeholder; give mask_token_id, "
+            "the id of a token that your texts never contain, without tokenizer=, or use mask_mode='learned'."
+        )
+    return max(free)
+
+
+def check_unused(token: int, tokenizer: Any) -> None:
+    """Raise a ValueError if texts may contain `token`."""
+    names = {used: name for name, used in tokenizer.get_vocab().items()}
+    if token in names and token not in _placeholders(tokenizer):
+        raise ValueError(
+            f"mask_token_id {token} is in use: the tokenizer calls it {names[token]!r}; leave mask_token_id out and "
+            "one that no text contains is looked for."
+        )
+
+
+def _placeholders(tokenizer: Any) -> set[int]:
+    """Of added tokens only: an ordinary token "mask" is a word."""
+    return {int(token) for token, name in tokenizer.added_tokens_decoder.items() if _PLACEHOLDER.search(str(name))}

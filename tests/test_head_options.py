@@ -1,0 +1,345 @@
+"""Options of the head: one pass of training is one pass of drafting, and the output stays stock's."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_training
+import torch
+import torch.nn.functional as F
+from cases import MODES
+from compare import assert_identical, run, tally
+from test_fit import letters, one_sentence
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
+from hf_dart.generation.attach import attach
+from hf_dart.training.blocks import build_blocks, gather_blocks
+from hf_dart.vocabulary import frequent_tokens, unused_token
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SOME = [3, 4, 7, 8, 11, 15, 19, 20, 21, 22, 26, 27, 30, 31, 40, 41, 42, 46, 47]
+OPTIONS: dict[str, dict[str, Any]] = {
+    "five layers": {"num_layers": 5},
+    "injected": {"num_layers": 2, "inject_features": True},
+    "injected, bidirectional": {"num_layers": 3, "inject_features": True, "block_attention": "bidirectional"},
+    "peagle": {"num_layers": 2, "mask_mode": "peagle", "mask_token_id": 46},
+    "some tokens": {"draft_vocabulary": SOME},
+    "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4, "inject_features": True},
+}
+EXACT = tally("float64, options of the head")
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def head_with(target: Any, option: str, **config: Any) -> DartHead:
+    head = tiny_head(target, **OPTIONS[option], **config)
+    if head.selector is not None:
+        torch.nn.init.normal_(head.selector.context.weight, generator=torch.Generator().manual_seed(4))
+    return head
+
+
+def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
+    """Draft logits [d, V] behind T positions, by the training pass with one block behind the last of them."""
+    documents = torch.zeros(1, len(tokens) + 1, dtype=torch.long)
+    anchors = torch.tensor([[len(tokens) - 1]])
+    bidirectional = head.config.block_attention == "bidirectional"
+    injected = head.config.inject_features
+    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected)
+    hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
+    return head.logits(gather_blocks(hidden, anchors, head.draft_length))[0, 0]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> None:
+    """After any history of ragged extends and proposes."""
+    head = head_with(target, option)
+    generator = torch.Generator().manual_seed(1)
+    choose = random.Random(batch)
+    state = head.begin(batch, 2)
+    features = [torch.zeros(0, head.config.features_width, dtype=torch.float64) for _ in range(batch)]
+    tokens = [torch.zeros(0, dtype=torch.long) for _ in range(batch)]
+    for turn in range(9):
+        counts = [choose.choice([0, 1, 2, 5] if batch > 1 and turn else [1, 2, 5]) for _ in range(batch)]
+        shape = (batch, max(1, *counts), head.config.features_width)
+        new = torch.randn(shape, generator=generator, dtype=torch.float64)
+        behind = torch.randint(VOCABULARY, shape[:2], generator=generator)
+        for row, count in enumerate(counts):
+            features[row] = torch.cat([features[row], new[row, :count]])
+            tokens[row] = torch.cat([tokens[row], behind[row, :count]])
+            new[row, count:] = 1e6  # what stands behind a row's count must not be looked at
+        if turn % 3 == 2:
+            head.extend(state, new, behind, torch.tensor(counts))
+            continue
+        depth = choose.choice([None, 1, 3])
+        proposal = head.propose(state, new, behind, torch.tensor(counts), depth)
+        for row, count in enumerate(counts):
+            if count:
+                expected = in_one_pass(head, features[row], tokens[row])[:depth]
+                torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
+    head = head_with(target, option)
+    inputs = prompts([9, 3, 7, 13][:size])
+    for mode in MODES.values():
+        assert_identical(target, head, inputs, **mode, max_new_tokens=24, into=EXACT)
+    assert_identical(target, head, inputs, **MODES["T=1"], tree_config=TreeConfig.chain(3), max_new_tokens=24)
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_a_second_turn_goes_on_with_the_draft_cache(target: Any, option: str) -> None:
+    """Its drafts are those of one call over the whole text."""
+    head = attach_and(target, head_with(target, option))
+    inputs, options = prompts([9]), {"do_sample": False, "return_dict_in_generate": True}
+    cache = DynamicCache(config=target.config)
+    first = run(target, inputs, 0, assistant=head, past_key_values=cache, max_new_tokens=10, **options).sequences
+    more = {"input_ids": first, "attention_mask": torch.ones_like(first)}
+    second = run(target, more, 0, assistant=head, past_key_values=cache, max_new_tokens=12, **options).sequences
+    continued = head.last_stats.to_dict()
+    fresh = run(target, more, 0, assistant=head, max_new_tokens=12, **options).sequences
+    assert torch.equal(second, fresh)
+    assert torch.equal(second, run(target, inputs, 0, max_new_tokens=22).sequences)
+    assert continued["rounds"] == head.last_stats.to_dict()["rounds"]
+
+
+def attach_and(target: Any, head: DartHead) -> DartHead:
+    attach(target)
+    return head
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_save_and_load(target: Any, option: str, tmp_path: Path) -> None:
+    head = head_with(target, option)
+    head.save_pretrained(tmp_path)
+    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
+    assert loaded.state_dict().keys() == head.state_dict().keys()
+    for name, value in head.state_dict().items():
+        assert torch.equal(value, loaded.state_dict()[name]), name
+        assert value.dtype == loaded.state_dict()[name].dtype, name
+    runs = []
+    for each in (head, loaded):
+        assert_identical(target, each, prompts([7, 4]), do_sample=True, max_new_tokens=16)
+        runs.append(each.last_stats.to_dict() | {"seconds": None})
+    assert runs[0] == runs[1]
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+TRAINED: dict[str, dict[str, Any]] = {
+    "injected": {"num_layers": 2, "inject_features": True, "block_attention": "bidirectional"},
+    "peagle": {"mask_mode": "peagle", "mask_token_id": 60},
+    "some tokens": {"draft_vocabulary": list(range(0, 61, 2))},
+}
+
+
+@pytest.mark.parametrize("option", TRAINED)
+def test_the_trainer_reaches_every_weight(option: str, tmp_path: Path) -> None:
+    target = tiny_training.tiny_target()
+    head = tiny_training.tiny_head(target, **TRAINED[option])
+    before = {name: value.clone() for name, value in head.named_parameters()}
+    rows = tiny_training.token_rows(tiny_training.LENGTHS * 4)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, max_steps=20, logging_steps=4, bf16=True)
+    trainer.train()
+    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1] < 0.9 * logs[0]
+    assert all(not torch.equal(value, before[name]) for name, value in head.named_parameters())
+
+
+@torch.no_grad()
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+def test_flex_attention_gives_what_sdpa_gives() -> None:
+    head = tiny_training.tiny_head(tiny_training.tiny_target(torch.float64), num_layers=2, inject_features=True)
+    documents = tiny_training.documents_of(*tiny_training.LENGTHS)
+    anchors = torch.tensor([[1, 5, 14, -1], [0, 3, 9, 19], [4, 5, 6, 13]])
+    generator = torch.Generator().manual_seed(2)
+    features = torch.randn(3, 23, head.config.features_width, generator=generator, dtype=torch.float64)
+    embeddings = torch.randn(3, 23, head.config.embedding_size, generator=generator, dtype=torch.float64)
+    hidden = []
+    for flex in (True, False):
+        blocks = build_blocks(documents, anchors, head.draft_length, flex=flex, injected=True)
+        hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
+    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("loss", ["dart", "left_to_right", "dpace", "lk"])
+def test_losses_over_a_draft_vocabulary(loss: str, tmp_path: Path) -> None:
+    """With every token in it nothing changes; with some, they are those of the restricted distributions."""
+    target = tiny_training.tiny_target(torch.float64)
+    rows = tiny_training.token_rows([[24], [12, 12]])
+    head = tiny_training.tiny_head(target)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows, loss=loss)
+    batch = tiny_training.batch_of(rows, head.draft_length, 24)
+    whole = trainer.compute_loss(head, batch)
+    head.reduce_vocabulary(range(tiny_training.VOCABULARY))
+    torch.testing.assert_close(trainer.compute_loss(head, batch), whole, rtol=1e-12, atol=0)
+    # Logits of tokens outside are as good as not there if the target never says them, nor the text.
+    some = torch.arange(0, 50)
+    head.reduce_vocabulary(some)
+    batch["input_ids"] %= 50
+    partial = trainer.compute_loss(head, batch)
+    head.reduce_vocabulary(None)
+    unsaid = torch.zeros(tiny_training.VOCABULARY, dtype=torch.float64).index_fill(0, torch.arange(50, 61), -1e3)
+    hook = target.lm_head.register_forward_hook(lambda module, args, output: output + unsaid)
+    torch.testing.assert_close(trainer.compute_loss(head, batch), partial, rtol=1e-9, atol=1e-12)
+    hook.remove()
+
+
+def test_tau_counts_what_is_never_drafted(tmp_path: Path) -> None:
+    target = tiny_training.tiny_target(torch.float64)
+    head = tiny_training.tiny_head(target)
+    rows = tiny_training.token_rows(tiny_training.LENGTHS * 2)
+    trainer = tiny_training.tiny_trainer(tmp_path, head, target, rows)
+    before = trainer.evaluate(rows)
+    with torch.no_grad():
+        chosen = target(torch.stack([row["input_ids"] for row in rows])).logits.argmax(-1)
+    never = sorted(set(range(tiny_training.VOCABULARY)) - set(chosen.flatten().tolist()))
+    head.reduce_vocabulary(never)
+    after = trainer.evaluate(rows)
+    assert after["eval_tau"] == 1
+    assert 1 <= after["eval_tau_sampled"] < before["eval_tau_sampled"]
+
+
+# ---- draft vocabularies -----------------------------------------------------------------------------------
+
+
+def test_rows_of_the_lm_head_are_copied_once_and_anew_when_they_change() -> None:
+    target = tiny_target("gptj", "eager")  # its LM head has a bias
+    head = tiny_head(target, draft_vocabulary=SOME)
+    hidden = torch.randn(2, 3, head.config.hidden_size, dtype=torch.float64)
+    lm_head = target.get_output_embeddings()
+    torch.nn.init.normal_(lm_head.bias)
+    for _ in range(2):
+        torch.testing.assert_close(head.logits(hidden), lm_head(hidden)[..., SOME], **CLOSE)
+        with torch.no_grad():
+            lm_head.weight.mul_(2)
+    head.reduce_vocabulary(SOME[:4])
+    torch.testing.assert_close(head.logits(hidden), lm_head(hidden)[..., SOME[:4]], **CLOSE)
+    assert head.reduce_vocabulary(None).logits(hidden).shape == (2, 3, VOCABULARY)
+
+
+def test_scores_are_those_of_the_whole_vocabulary_given_the_part(target: Any) -> None:
+    """The same candidates, ranked with the same noise and penalties."""
+    head = head_with(target, "some tokens")
+    inputs, options = prompts([9]), {**MODES["top-p, penalty"], "max_new_tokens": 24}
+    assert_identical(target, head, inputs, **options)
+    part = head.last_stats.to_dict()
+    head.reduce_vocabulary(range(VOCABULARY))
+    assert_identical(target, head, inputs, **options)
+    all_ids = head.last_stats.to_dict()
+    head.reduce_vocabulary(None)
+    assert_identical(target, head, inputs, **options)
+    assert all_ids["accepted_per_depth"] == head.last_stats.to_dict()["accepted_per_depth"]
+    assert part["tokens"] == all_ids["tokens"]
+
+
+def test_stocks_own_loop_takes_a_draft_vocabulary(target: Any) -> None:
+    head = head_with(target, "some tokens, a selector")
+    loop = DartCandidateGenerator.stock_loop(head)
+    for sample in (False, True):
+        options = {"do_sample": sample, "max_new_tokens": 24}
+        ours = target.generate(**prompts([9]), **options, custom_generate=loop)
+        assert ours.shape == (1, 33)
+        if not sample:
+            assert torch.equal(ours, target.generate(**prompts([9]), **options))
+
+
+def test_frequent_tokens_are_counted() -> None:
+    rows = [
+        {"input_ids": torch.tensor([5, 5, 5, 2, 9, 9]), "documents": torch.tensor([0, 0, 1, 1, -1, -1])},
+        {"input_ids": [7, 2, 5]},
+    ]
+    assert frequent_tokens(rows, 3, 12).tolist() == [2, 5, 7]
+    assert frequent_tokens(rows, 3, 12, always=[11]).tolist() == [2, 5, 11]
+    with pytest.raises(ValueError, match="size is 13"):
+        frequent_tokens(rows, 13, 12)
+
+
+# ---- mask slots -------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_peagle_slots_go_the_way_of_real_positions(target: Any) -> None:
+    """Feature vector and token in place of features and next token, as the other engine reads them."""
+    head = head_with(target, "peagle")
+    assert head.mask_slot.weight.shape == (1, head.config.features_width)
+    slot = head.slot_inputs(1, 1)
+    fused = F.linear(head.mask_slot.weight, head.fc.weight)
+    token = target.get_input_embeddings().weight[46:47]
+    assert torch.allclose(slot.residual[0], fused)
+    assert torch.allclose(slot.x[0], torch.cat([head.embedding_norm(token), head.feature_norm(fused)], dim=-1))
+
+
+def test_the_mask_token_is_one_that_no_text_contains(target: Any, tmp_path: Path) -> None:
+    tokenizer = letters("abcdefgh")
+    head = tiny_head(target, mask_mode="peagle", tokenizer=tokenizer)
+    assert head.config.mask_token_id == VOCABULARY - 1
+    for used in ({"tokenizer": tokenizer, "mask_token_id": 3}, {}):
+        with pytest.raises(ValueError, match="mask_token_id") as error:
+            tiny_head(target, mask_mode="peagle", **used)
+        one_sentence(error)
+    tiny_head(target, mask_mode="peagle", mask_token_id=7).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="in use"):
+        DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=tokenizer)
+    with pytest.raises(ValueError, match="placeholder"):
+        unused_token(tokenizer, 8)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|end|>"]})
+    assert unused_token(tokenizer, 10) == 8
+
+
+# ---- what does not go together ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_layers": 6}, "1 to 5"),
+        ({"num_layers": 0}, "1 to 5"),
+        ({"mask_mode": "noise"}, "'learned' or 'peagle'"),
+        ({"mask_mode": "peagle"}, "mask_token_id"),
+        ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),
+        ({"mask_token_id": 3}, "leave it out"),
+        ({"mask_mode": "peagle", "mask_token_id": 3, "inject_features": True}, "inject_features"),
+        ({"mask_mode": "peagle", "mask_token_id": 3, "block_attention": "bidirectional"}, "bidirectional"),
+        ({"draft_vocab_size": 49}, "1 to 48"),
+        ({"draft_vocabulary": []}, "at least one"),
+        ({"draft_vocabulary": [3, 3]}, "different"),
+        ({"draft_vocabulary": [3, 48]}, "0..47"),
+    ],
+    ids=str,
+)
+def test_bad_options_are_one_sentence(target: Any, fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        tiny_head(target, **fields)
+    one_sentence(error)
+
+
+def test_a_damaged_draft_vocabulary_is_refused(target: Any, tmp_path: Path) -> None:
+    head = head_with(target, "some tokens")
+    assert head.draft_vocabulary is not None
+    head.draft_vocabulary[-1] = 1000
+    head.save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="draft vocabulary"):
+        DartHead.from_pretrained(str(tmp_path), target=target)
+
+
+def test_options_are_neutral_by_default() -> None:
+    config = DartConfig()
+    assert (config.num_layers, config.inject_features, config.mask_mode) == (1, False, "learned")
+    assert config.draft_vocab_size is None
+
+
+def test_the_runs_accepted_drafts() -> None:
+    assert EXACT.mean_tau > 1.1
