@@ -37,13 +37,17 @@ class Source(NamedTuple):
 
 
 def group_files(names: Iterable[str]) -> list[list[str]]:
-    """Names of files that follow each other and have one ending, such as a shell makes of a pattern, together."""
+    """Names of plain files of one ending that follow each other, such as a shell makes of `*.txt`, together.
 
-    def ending(name: str) -> str:
+    Files with fields stay on their own: those of another may be others.
+    """
+
+    def together(name: str) -> str:
         path = Path(name).expanduser()
-        return path.suffix if path.is_file() else name
+        plain = path.is_file() and _FORMATS.get(path.suffix, ("", ""))[0] in ("text", "bin")
+        return path.suffix if plain else name
 
-    return [list(group) for _, group in groupby(names, ending)]
+    return [list(group) for _, group in groupby(names, together)]
 
 
 def open_source(
@@ -58,8 +62,8 @@ def open_source(
     """Open a file, a folder, a pattern, or a dataset of the Hub.
 
     Args:
-        names: files of one ending, or one path, pattern or NAME[:CONFIG[:SPLIT]]. Of a folder, all files of the one
-            ending that they have are read.
+        names: as `group_files` gives them: several files, or one path, pattern or NAME[:CONFIG[:SPLIT]]. Of a
+            folder, all files of the one ending that they have are read.
         split: of a Hub dataset whose name gives none.
         eos: the token that ends each document of a .bin file.
         streaming: read on the fly.
