@@ -54,7 +54,7 @@ def small_writer(**options: Any) -> ModelWriter:
         model = Qwen3ForCausalLM(config).double().eval()
     with torch.no_grad():
         model.lm_head.weight[40:] *= 0.1
-        model.lm_head.weight[tokenizer.eos_token_id] *= 1.3
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 16, 17]
     return ModelWriter(model, tokenizer, ChatFormat(tokenizer), **options)
 
 
@@ -267,8 +267,7 @@ class Endpoint(BaseHTTPRequestHandler):
         if self.path == "/v1/completions":
             (ids,) = writer.continue_texts([body["prompt"]], body["max_tokens"], sampling, body["seed"])
             ended = ids[-1] in writer.ends
-            # As vLLM: the ids without the text of the end token.
-            choice = {"text": writer.tokenizer.decode(ids), "token_ids": ids[: len(ids) - ended]}
+            choice = {"text": writer.tokenizer.decode(ids), "token_ids": ids}
             return {"choices": [{**choice, "finish_reason": "stop" if ended else "length"}]}
         if self.path == "/v1/chat/completions":
             ((message, ended),) = writer.reply([(body["messages"], None)], body["max_tokens"], sampling, body["seed"])

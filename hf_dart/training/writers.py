@@ -140,9 +140,8 @@ class ServerWriter:
             ids = choice.get("token_ids")
             if ids is None:
                 ids = self.tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
-            end = self.tokenizer.eos_token_id
-            if choice.get("finish_reason") == "stop" and end is not None and ids[-1:] != [end]:
-                ids = [*ids, end]
+                if choice.get("finish_reason") == "stop" and self.tokenizer.eos_token_id is not None:
+                    ids = [*ids, self.tokenizer.eos_token_id]
             return list(ids)
 
         return self._all(one, len(prompts))
