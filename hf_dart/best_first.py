@@ -7,7 +7,7 @@ node's chance before the node is paid for, so that the size can follow the draft
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, inf
@@ -32,6 +32,9 @@ class RowDraft:
         copied: tokens that followed the same text earlier (`hf_dart.lookup`); where they lie within d, they are
             among the candidates.
         log_chance: log-probability of each copied token behind the one before.
+        rescore: makes of the log-scores [K] at a depth, from 0, those behind the last tokens of a path; None leaves
+            them as they are.
+        history: the last committed tokens, the root included, as many as `rescore` looks at.
     """
 
     root: int
@@ -40,6 +43,8 @@ class RowDraft:
     deepest: int
     copied: Sequence[int] = ()
     log_chance: float = -inf
+    rescore: Callable[[int, Sequence[float], tuple[int, ...]], list[float]] | None = None
+    history: tuple[int, ...] = ()
 
 
 class _Node(NamedTuple):
@@ -91,6 +96,8 @@ def _open_best(draft: RowDraft) -> Iterator[_Node]:
     # score, and among equals by when they were pushed.
     waiting: list[tuple[float, int, int, float, int, list[tuple[float, int]], int]] = []
     pushed = opened = 0
+    # What stands in front of each opened node's children, where scores depend on it.
+    contexts = [draft.history]
 
     def wait(parent: int, above: float, depth: int, children: list[tuple[float, int]], place: int) -> None:
         nonlocal pushed
@@ -98,7 +105,7 @@ def _open_best(draft: RowDraft) -> Iterator[_Node]:
             heappush(waiting, (-above - children[place][0], pushed, parent, above, depth, children, place))
             pushed += 1
 
-    wait(0, 0.0, 1, _children(draft, 0, 0, True), 0)
+    wait(0, 0.0, 1, _children(draft, 0, 0, True, draft.history), 0)
     while waiting:
         negative, _, parent, above, depth, children, place = heappop(waiting)
         column = children[place][1]
@@ -108,13 +115,18 @@ def _open_best(draft: RowDraft) -> Iterator[_Node]:
         yield _Node(token, parent, depth, -negative)
         wait(parent, above, depth, children, place + 1)
         copying = depth <= len(draft.copied) and token == draft.copied[depth - 1]
-        wait(opened, -negative, depth + 1, _children(draft, depth, column, copying), 0)
+        if draft.history:
+            contexts.append((*contexts[parent], token)[-len(draft.history) :])
+        wait(opened, -negative, depth + 1, _children(draft, depth, column, copying, contexts[-1]), 0)
 
 
-def _children(draft: RowDraft, depth: int, column: int, copying: bool) -> list[tuple[float, int]]:
+def _children(
+    draft: RowDraft, depth: int, column: int, copying: bool, context: tuple[int, ...]
+) -> list[tuple[float, int]]:
     """(score, column) of what may follow a node of `depth` in `column`, best first.
 
     `copying`: the node's token is the copied one of its depth (or it is the root), so the copy may go on.
+    `context`: the last tokens of the path to the node.
     """
     if depth >= draft.deepest:
         return []
@@ -123,6 +135,8 @@ def _children(draft: RowDraft, depth: int, column: int, copying: bool) -> list[t
         return [] if copied is None else [(_bounded(draft.log_chance), 0)]
     table = draft.table[depth]
     scores = table[column if len(table) > 1 else 0]
+    if draft.rescore is not None:
+        scores = draft.rescore(depth, scores, context)
     found = []
     for place, (token, score) in enumerate(zip(draft.candidates[depth], scores, strict=True)):
         if token == copied and score < draft.log_chance:

@@ -272,6 +272,11 @@ class TreeConfig:
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
         draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause
             for a while (`generation.pace`) and only copied text is verified.
+        selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
+        ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
+            probabilities are raised to.
+        scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
+            weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -286,6 +291,9 @@ class TreeConfig:
     lookup: int = 24
     node_cost: float = 0.03
     draft_cost: float = 0.2
+    selector: bool = True
+    ngram_weight: float = 0.5
+    scores: str = "survival"
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -293,9 +301,24 @@ class TreeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
-        for name in ("lookup", "node_cost", "draft_cost"):
+        for name in ("lookup", "node_cost", "draft_cost", "ngram_weight"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
+
+        if self.scores not in ("survival", "paper"):
+            raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
+        if self.scores == "paper" and self.nodes is None:
+            raise ValueError("TreeConfig.scores 'paper' does not say what a node is worth; give nodes, such as 60.")
+
+    @classmethod
+    def paper(cls) -> TreeConfig:
+        """The draft trees of the paper (DART, arXiv 2601.19278, section 3.3), for a drafter with an n-gram table.
+
+        59 nodes and the root, 25 candidates per depth, a beam of 20, its scores, and nothing that it does not have.
+        """
+        return cls(
+            nodes=60, top_k=25, beam=20, lookup=0, selector=False, scores="paper", shared_noise=False
+        )
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:

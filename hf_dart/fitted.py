@@ -14,6 +14,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
+from hf_dart.ngram import NgramTable
 from hf_dart.proposal import Drafter, State
 
 if TYPE_CHECKING:
@@ -74,7 +75,13 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, path: str, *, target: Any = None, tokenizer: Any = None, **kwargs: Any
+        cls,
+        path: str,
+        *,
+        target: Any = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | Path | None = None,
+        **kwargs: Any,
     ) -> Self:
         """Load a drafter; with `target=` also check that it fits, move it there and attach it.
 
@@ -83,11 +90,12 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
             target: the model to draft for; without it `bind` has to be called before drafting.
             tokenizer: the target's tokenizer, to be compared with the one the drafter was trained with. Left
                 out, it is looked up beside the target's weights, if they lie on this machine.
+            ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
             kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
 
         Raises:
-            ValueError: the drafter does not fit the target, or the files are not those of one; the message says
-                what differs.
+            ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
+                message says what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
         if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
@@ -117,6 +125,8 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
                 f"The weights in {path} are not those of the {cls.described_as} that its config.json describes (first "
                 f"difference: {wrong[0]}); both files have to come from one save_pretrained."
             )
+        if ngram is not None:
+            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
         return drafter.eval() if target is None else drafter._fit(target, tokenizer, dtype=kwargs.get("dtype"))
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
@@ -145,6 +155,9 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
             # A deep copy or a PEFT wrapper of the same target fits; another model does not.
             check_fit(self.config, target, None)
+
+    def check_ngram(self, table: NgramTable) -> None:
+        table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)
 
     @property
     def shared(self) -> Shared:

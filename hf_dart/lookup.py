@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.proposal import Drafter
+from hf_dart.tree import Beam
 
 _NGRAM = 2  # shortest match
 _LONGEST = 32  # matches are not told apart beyond this length
@@ -117,7 +118,7 @@ class Graft:
             candidates, scores: [B, d, K] of the drafter.
 
         Returns:
-            The same as [B, max(d, L), K + 1]. Added candidates score -inf, but for `boost`; -1 is none.
+            The same as [B, max(d, L), K + 1]. Added candidates score -inf, but for `raised`; -1 is none.
         """
         batch, depth, width = candidates.shape
         length = self._tokens.shape[1]
@@ -129,27 +130,24 @@ class Graft:
         wide[:, :length, width] = torch.where(known, -1, self._tokens)
         return wide, wide_scores
 
-    def boost(self, candidates: Tensor, table: Tensor) -> Tensor:
-        """Raise the transition from each copied token to the next one to its chance.
+    def raised(self, beam: Beam, steps: Tensor) -> Tensor:
+        """Raise the score of each copied token behind the one before it to its chance.
 
         A path that meets the copied text half way goes on with it, too.
 
         Args:
-            candidates: [B, d, K] as `extend` returned them.
-            table: [B, d, K, K] transitions, or a view that broadcasts to them.
-
-        Returns:
-            [B, d, K, K]
+            beam: paths through candidates that `extend` returned.
+            steps: [B, W, K] scores of the candidates at the next depth.
         """
-        length = self._tokens.shape[1]
-        here = candidates[:, :length] == self._tokens[..., None]  # [B, L, K]
-        in_front = torch.ones_like(here)  # the root is in front of the first
-        in_front[:, 1:] = here[:, :-1]
-        step = in_front[..., None] & here[:, :, None]
-        boosted = table.clone()
-        chances = self._log_chances[..., None, None].to(table.dtype)
-        boosted[:, :length] = torch.where(step, table[:, :length].maximum(chances), table[:, :length])
-        return boosted
+        depth = beam.depth
+        if depth >= self._tokens.shape[1]:
+            return steps
+        follows = (beam.candidates[:, depth] == self._tokens[:, depth, None])[:, None]  # [B, 1, K]
+        if depth > 0:  # the root is in front of the first
+            in_front = beam.candidates[:, depth - 1].gather(1, beam.last)  # [B, W]
+            follows = follows & (in_front == self._tokens[:, depth - 1, None])[..., None]
+        chances = self._log_chances[:, depth, None, None].to(steps.dtype)
+        return torch.where(follows, steps.maximum(chances), steps)
 
 
 class LookupDrafter(Drafter[None]):

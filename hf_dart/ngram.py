@@ -10,11 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
+
+if TYPE_CHECKING:
+    import torch
+
+    from hf_dart.ngram_lookup import DeviceNgrams
 
 FORMAT, VERSION = "hf_dart.ngram", "1"
 MOST_COUNTED = 2**32 - 1
@@ -77,6 +82,7 @@ class NgramTable:
 
     def __init__(self, path: Path, check: bool = True) -> None:
         self.path = path
+        self._devices: dict[torch.device, DeviceNgrams] = {}
         try:
             # As torch tensors, since these are views of the mapped file; safetensors' NumPy arrays are copies.
             with safe_open(path, framework="pt") as file:
@@ -132,6 +138,14 @@ class NgramTable:
         """Bytes of all arrays."""
         return self.unigrams.nbytes + sum(array.nbytes for array in (*self.keys, *self.counts))
 
+    def on(self, device: torch.device) -> DeviceNgrams:
+        """The table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
+        from hf_dart.ngram_lookup import DeviceNgrams
+
+        if device not in self._devices:
+            self._devices[device] = DeviceNgrams(self, device)
+        return self._devices[device]
+
     def check_fit(self, tokenizer_hash: str | None, rows: int) -> None:
         """Compare with the tokenizer of a target whose embedding table has so many rows.
 
@@ -148,6 +162,14 @@ class NgramTable:
                 "with `hf-dart ngram build --tokenizer` of this target."
             )
 
+    def count(self, order: int, key: int) -> int:
+        """How often one n-gram occurs."""
+        if order == 1:
+            return int(self.unigrams[key])
+        keys = self.keys[order - 2]
+        place = int(keys.searchsorted(key))
+        return int(self.counts[order - 2][place]) if place < len(keys) and keys[place] == key else 0
+
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
         """What the corpus says of each candidate behind each context.
 
@@ -161,33 +183,8 @@ class NgramTable:
         Returns:
             [R, K] float64; 0 for tokens that the corpus does not have.
         """
-        spec = self.spec
-        real = (candidates >= 0) & (candidates < spec.vocab_size)
-        tokens = np.where(real, candidates, 0)
-        found = np.where(real, self.unigrams[tokens] / max(self.tokens, 1), 0.0)
-        packed = np.zeros(len(contexts), dtype=np.int64)
-        usable = np.ones(len(contexts), dtype=bool)
-        for length in range(1, min(spec.order - 1, contexts.shape[1]) + 1):
-            token = contexts[:, -length]
-            usable &= (token >= 0) & (token < spec.vocab_size)
-            packed |= np.where(usable, token, 0).astype(np.int64) << ((length - 1) * spec.bits)
-            totals = self.unigrams[packed] if length == 1 else self._counted(length, packed)
-            usable &= totals > 0  # where the corpus lacks a context, it lacks all longer ones
-            if not usable.any():
-                break
-            counts = self._counted(length + 1, (packed << spec.bits)[:, None] | tokens)
-            longer = (counts > 0) & usable[:, None] & real
-            found = np.where(longer, np.minimum(counts / np.maximum(totals, 1)[:, None], 1.0), found)
-        return found
-
-    def _counted(self, order: int, keys: Array) -> Array:
-        """Counts [...] of n-grams of one order (2 or more), as int64."""
-        known, counts = self.keys[order - 2], self.counts[order - 2]
-        if not len(known):
-            return np.zeros(keys.shape, dtype=np.int64)
-        places = known.searchsorted(keys)
-        np.minimum(places, len(known) - 1, out=places)
-        return np.where(known[places] == keys, counts[places], 0).astype(np.int64)
+        rows = zip(contexts.tolist(), candidates, strict=True)
+        return np.stack([Candidates(self, row).behind(context) for context, row in rows])
 
     # ---- checks -------------------------------------------------------------------------------------
 
@@ -221,6 +218,58 @@ class NgramTable:
                     raise ValueError(f"{damaged}it has counts of order {order} below the {least} that it kept.")
                 if counts[start:stop].max() > max(self.tokens, 1):
                     raise ValueError(f"{damaged}it has counts of order {order} beyond the tokens of its corpus.")
+
+
+class Candidates:
+    """Tokens whose probabilities are looked up behind several contexts.
+
+    Args:
+        table: where.
+        tokens: [K] token ids; negative is no candidate.
+    """
+
+    def __init__(self, table: NgramTable, tokens: Array) -> None:
+        real = (tokens >= 0) & (tokens < table.spec.vocab_size)
+        self._table = table
+        self._all_real = bool(real.all())
+        self._real = real
+        self._tokens = np.where(real, tokens, 0).astype(np.int64)
+        self._shares = np.where(real, table.unigrams[self._tokens] / max(table.tokens, 1), 0.0)
+
+    def behind(self, context: Sequence[int]) -> Array:
+        """[K] float64, as `NgramTable.probabilities`, behind one context [C]."""
+        from hf_dart.ngram_lookup import compiled
+
+        table, spec, found = self._table, self._table.spec, self._shares.copy()
+        fast = compiled()
+        if fast is not None:
+            front = np.array(context, dtype=np.int64)
+            arrays = (table.unigrams, tuple(table.keys), tuple(table.counts))
+            fast(found, front, self._tokens, self._real, spec.bits, spec.vocab_size, *arrays)
+            return found
+        return self._behind(context, found)
+
+    def _behind(self, context: Sequence[int], found: Array) -> Array:
+        table, bits, packed = self._table, self._table.spec.bits, 0
+        for length in range(1, min(table.spec.order - 1, len(context)) + 1):
+            token = context[-length]
+            if not 0 <= token < table.spec.vocab_size:
+                break
+            packed |= token << ((length - 1) * bits)
+            total = table.count(length, packed)
+            if total == 0:  # where the corpus lacks a context, it lacks all longer ones
+                break
+            keys = table.keys[length - 1]
+            if not len(keys):
+                break
+            wanted = self._tokens | (packed << bits)
+            places = keys.searchsorted(wanted)
+            hit = keys.take(places, mode="clip") == wanted
+            if not self._all_real:
+                hit &= self._real
+            if hit.any():
+                found[hit] = np.minimum(table.counts[length - 1][places[hit]] / total, 1.0)
+        return found
 
 
 def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[NgramSpec, int, tuple[int, ...]]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.stats import DraftStats
+from hf_dart.ngram import NgramTable
 from hf_dart.vocabulary import columns_of
 
 State = TypeVar("State")
@@ -62,6 +63,27 @@ class Drafter(ABC, Generic[State]):
 
     tree_config: TreeConfig
     last_stats: DraftStats | None
+    _ngram: NgramTable | None = None
+
+    @property
+    def ngram(self) -> NgramTable | None:
+        """Counts of a corpus that tell which draft tokens go together (`TreeConfig.ngram_weight`); None for none.
+
+        Setting it raises a `ValueError` if it was counted with another tokenizer than the target's.
+        """
+        return self._ngram
+
+    @ngram.setter
+    def ngram(self, table: NgramTable | None) -> None:
+        if table is not None:
+            self.check_ngram(table)
+        self._ngram = table
+
+    def check_ngram(self, table: NgramTable) -> None:
+        """Raise a `ValueError` that says the mend if the table's token ids are not the target's.
+
+        By default every table will do.
+        """
 
     @property
     @abstractmethod

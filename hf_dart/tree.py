@@ -105,15 +105,18 @@ class Beam:
         """[B, W] column of each path's last token; 0 for the root."""
         return self.columns[-1] if self.columns else torch.zeros_like(self.history[:, -1:])
 
-    def paths(self) -> Tensor:
-        """[B, W, C + depth] the tokens of each path, the committed ones in front."""
+    def paths(self, last: int | None = None) -> Tensor:
+        """[B, W, C + depth] the tokens of each path, the committed ones in front; only the `last` ones if given."""
+        committed = self.history.shape[1]
+        last = committed + self.depth if last is None else last
         row = torch.arange(self.last.shape[1], device=self.last.device).expand_as(self.last)
         drafted = []
-        for depth in reversed(range(self.depth)):
+        for depth in reversed(range(max(self.depth - last, 0), self.depth)):
             column = self.columns[depth].gather(1, row)
             drafted.append(self.candidates[:, depth].gather(1, column))
             row = self.origins[depth].gather(1, row)
-        history = self.history[:, None].expand(-1, self.last.shape[1], -1)
+        history = self.history[:, max(committed + self.depth - last, 0) :]
+        history = history[:, None].expand(-1, self.last.shape[1], -1)
         return torch.cat([history, *(tokens[..., None] for tokens in reversed(drafted))], dim=-1)
 
 

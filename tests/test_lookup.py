@@ -14,7 +14,8 @@ from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead, LookupDrafter, TreeConfig, attach
 from hf_dart.lookup import Graft, RowLookup
-from hf_dart.tree import Transitions, grow_tree
+from hf_dart.scoring import BeamScores, PathScores
+from hf_dart.tree import Beam, grow_tree
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
@@ -92,11 +93,8 @@ def test_a_copy_grows_into_the_tree() -> None:
     depth = len(copied)
     assert wide.shape == (2, max(2, depth), 3)
     assert torch.equal(wide[:, :2, :2], candidates)
-    table = torch.nn.functional.pad(wide_scores[:, :, None].expand(-1, -1, 3, -1), (0, 0))
-    boosted = graft.boost(wide, table)
-    tree = grow_tree(
-        torch.tensor([[8], [4]]), wide, wide_scores, nodes=depth + 4, beam=4, scorer=Transitions(boosted)
-    )
+    scorer = BeamScores(PathScores(TreeConfig(), None), 2, None, graft)
+    tree = grow_tree(torch.tensor([[8], [4]]), wide, wide_scores, nodes=depth + 4, beam=4, scorer=scorer)
     paths = []
     for row in range(2):
         deepest = int(tree.depths[row].argmax())
@@ -106,8 +104,9 @@ def test_a_copy_grows_into_the_tree() -> None:
         assert (tree.tokens[row][real] >= 0).all(), "a place without a candidate became a node"
     assert paths[0] == copied
     assert len(paths[1]) <= 2
-    assert float(boosted[0, 0, 0].max()) == pytest.approx(log_chance, rel=1e-4)
-    assert float(boosted[1, :, :, 2].max()) == -inf
+    raised = scorer(Beam(torch.tensor([[8], [4]]), wide, [], []), wide_scores[:, 0])
+    assert float(raised[0].max()) == pytest.approx(log_chance, rel=1e-4)
+    assert float(raised[1, :, 2].max()) == -inf
 
 
 def test_nothing_to_copy() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -128,24 +128,29 @@ def measure(
     settings: Settings,
     tree_config: TreeConfig | None = None,
     progress: Callable[[str], object] = lambda line: None,
+    methods: Mapping[str, dict[str, Any]] | None = None,
 ) -> list[Measurement]:
     """Run all methods on all prompts, `settings.repeats` times, and compare what they wrote.
+
+    Methods are stock's own, its prompt lookup and the pair's head with `tree_config`, or stock's own and `methods`:
+    options of `generate` by name.
 
     Within each repeat the methods take turns prompt by prompt, and who begins changes, so that a busy moment
     of the machine falls on all of them.
     """
+    if methods is None:
+        methods = {
+            LOOKUP: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
+            OURS: {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})},
+        }
+    drafting: dict[str, dict[str, Any]] = {STOCK: {}, **methods}
     measurements = [
         Measurement(batch, mode, method)
         for batch in settings.batches
         for mode, options in MODES.items()
-        for method in (STOCK, LOOKUP, OURS)
+        for method in drafting
         if method != LOOKUP or (batch == 1 and not options["do_sample"])  # what stock's lookup takes
     ]
-    drafting: dict[str, dict[str, Any]] = {
-        STOCK: {},
-        LOOKUP: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
-        OURS: {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})},
-    }
     groups = {
         batch: [
             pad_left(prompts[start : start + batch], pad_token(pair), pair.model.device)
@@ -164,24 +169,24 @@ def measure(
         for one in measurements:
             one.seconds.append(0.0)
         for batch, mode in {(one.batch, one.mode): None for one in measurements}:
-            methods = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
+            rivals = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
             options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
-            written: dict[str, list[list[int]]] = {one.method: [] for one in methods}
+            written: dict[str, list[list[int]]] = {one.method: [] for one in rivals}
             for number, inputs in enumerate(groups[batch]):
-                first = (repeat + number) % len(methods)
+                first = (repeat + number) % len(rivals)
                 runs = {}
-                for one in methods[first:] + methods[:first]:
+                for one in rivals[first:] + rivals[:first]:
                     reset_peak(pair.model.device)
                     done = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
                     one.add(done, peak_bytes(pair.model.device))
                     runs[one.method] = done
                     written[one.method] += _texts(pair, inputs, done)
-                for one in methods:
+                for one in rivals:
                     if one.method != STOCK:
                         one.verdict += compare(
                             pair.model, inputs, options, settings.seed, runs[STOCK], runs[one.method]
                         )
-            for one in methods:
+            for one in rivals:
                 one.tokens = sum(map(len, written[one.method]))
                 one.repeated = repeated_4grams(written[one.method])
     return measurements

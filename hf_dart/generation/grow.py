@@ -14,6 +14,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.generation.candidates import Ranker, SeenTokens
 from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal
+from hf_dart.scoring import BeamScores, PathScores, RowScores
 from hf_dart.tree import DraftTree, Transitions, grow_tree
 
 
@@ -41,6 +42,7 @@ class TreeGrower:
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
+        self._scores = PathScores(config, drafter.ngram)
 
     def __call__(self, proposal: Proposal | None, gumbel: Tensor | None, deepest: list[int]) -> DraftTree:
         """The trees [B, N] behind the last committed tokens.
@@ -85,7 +87,7 @@ class TreeGrower:
                     known.append(copied[depth] if fresh else -1)
             candidates = torch.tensor(tokens)
             scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
-        table = self._drafter.transitions(proposal, torch.tensor(self._roots()), candidates, scores)
+        table = self._transitions(proposal, torch.tensor(self._roots()), candidates, scores)
         pairs = (scores[:, :, None] if table is None else table).tolist()
         return self._best_first(tokens, pairs, copies, deepest, self._config.draft_cost)
 
@@ -100,10 +102,20 @@ class TreeGrower:
         deepest: list[int],
         draft_cost: float,
     ) -> DraftTree:
+        scores = self._scores
         drafts = [
-            RowDraft(root, row, scored, limit, copied, chance)
-            for root, row, scored, limit, (copied, chance) in zip(
-                self._roots(), tokens, pairs, deepest, copies, strict=True
+            RowDraft(
+                history[-1],
+                row,
+                scored,
+                limit,
+                copied,
+                chance,
+                None if scores.plain else RowScores(scores, row),
+                tuple(history) if scores.context else (),
+            )
+            for history, row, scored, limit, (copied, chance) in zip(
+                self._history(), tokens, pairs, deepest, copies, strict=True
             )
         ]
         device = self._device.type
@@ -121,29 +133,34 @@ class TreeGrower:
         graft = Graft.of(copies, self._device)
         if graft is not None:
             candidates, scores = graft.extend(candidates, scores)
-        roots = torch.tensor(self._roots(), device=self._device)[:, None]
+        history = torch.tensor(self._history(), device=self._device)
         limited = min(deepest) < candidates.shape[1]
         return grow_tree(
-            roots,
+            history,
             candidates,
             scores,
-            nodes=self._config.resolve_nodes(len(roots), self._device.type),
+            nodes=self._config.resolve_nodes(len(history), self._device.type),
             beam=self._config.beam,
             depth_limit=torch.tensor(deepest, device=self._device) if limited else None,
-            scorer=self._scorer(proposal, roots[:, 0], candidates, scores, graft),
+            scorer=self._scorer(proposal, history[:, -1], candidates, scores, graft),
         )
+
+    def _history(self) -> list[list[int]]:
+        """[B][C] as many of the last committed tokens as scores depend on, the root at least; -1 in front of a text."""
+        length = max(self._scores.context, 1)
+        return [[-1] * (length - len(text)) + text[-length:] for text in self._texts]
 
     def _scorer(
         self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, graft: Graft | None
-    ) -> Transitions | None:
-        """What makes a candidate depend on the one in front of it: the drafter's selector, copied text."""
+    ) -> BeamScores | None:
+        """What makes a candidate depend on the path in front of it: a selector, n-grams, copied text."""
         drafted = slice(0, self.depth)
-        table = self._drafter.transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
-        if table is None and graft is None:
+        table = self._transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
+        if table is None and graft is None and self._scores.plain:
             return None
-        width, deeper = candidates.shape[2], candidates.shape[1] - self.depth
-        if table is None:
-            table = scores[:, :, None].expand(-1, -1, width, -1)
-        elif deeper > 0:
-            table = torch.nn.functional.pad(table, (0, 0, 0, 0, 0, deeper), value=-inf)
-        return Transitions(table if graft is None else graft.boost(candidates, table))
+        return BeamScores(self._scores, self.depth, None if table is None else Transitions(table), graft)
+
+    def _transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        if not self._config.selector:
+            return None
+        return self._drafter.transitions(proposal, roots, candidates, scores)

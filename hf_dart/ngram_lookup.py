@@ -1,0 +1,121 @@
+"""`NgramTable.probabilities` elsewhere: compiled by numba, if it is installed, and on a device in torch.
+
+All give the same numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+
+from hf_dart.ngram import NgramTable
+
+
+class DeviceNgrams:
+    """The arrays of a table, copied to a device: 12 bytes of its memory per n-gram.
+
+    Args:
+        table: the table.
+        device: where.
+    """
+
+    def __init__(self, table: NgramTable, device: torch.device) -> None:
+        self.spec, self._tokens = table.spec, max(table.tokens, 1)
+        with safe_open(table.path, framework="pt", device=str(device)) as file:
+            orders = range(2, table.spec.order + 1)
+            self._unigrams = file.get_tensor("counts.1")
+            self._keys = [file.get_tensor(f"keys.{order}") for order in orders]
+            # Few operations take uint32.
+            self._counts = [file.get_tensor(f"counts.{order}").view(torch.int32) for order in orders]
+        self._float = torch.float32 if device.type == "mps" else torch.float64
+
+    def probabilities(self, contexts: Tensor, candidates: Tensor) -> Tensor:
+        """As `NgramTable.probabilities`, without waiting for the device.
+
+        Args:
+            contexts: [..., C] the tokens in front, the last one last; a negative one ends the context.
+            candidates: [..., K] token ids, which may broadcast; negative is no candidate.
+
+        Returns:
+            [..., K] float64.
+        """
+        spec = self.spec
+        real = (candidates >= 0) & (candidates < spec.vocab_size)
+        tokens = torch.where(real, candidates, 0)
+        found = torch.where(real, self._unigrams[tokens].to(self._float) / self._tokens, 0.0)
+        found = found.expand(*contexts.shape[:-1], -1)
+        packed = torch.zeros_like(contexts[..., 0]) if contexts.shape[-1] else None
+        usable: Any = True
+        for length in range(1, min(spec.order - 1, contexts.shape[-1]) + 1):
+            assert packed is not None
+            token = contexts[..., -length]
+            usable = usable & (token >= 0) & (token < spec.vocab_size)
+            packed = packed | (torch.where(usable, token, 0) << ((length - 1) * spec.bits))
+            totals = self._unigrams[packed] if length == 1 else self._counted(length, packed)
+            usable = usable & (totals > 0)
+            counts = self._counted(length + 1, (packed << spec.bits)[..., None] | tokens)
+            share = counts.to(self._float) / totals.clamp(min=1)[..., None]
+            found = torch.where((counts > 0) & usable[..., None] & real, share.clamp(max=1.0), found)
+        return found
+
+    def _counted(self, order: int, keys: Tensor) -> Tensor:
+        """Counts [...] of n-grams of one order (2 or more), as int64."""
+        known, counts = self._keys[order - 2], self._counts[order - 2]
+        if not len(known):
+            return torch.zeros_like(keys)
+        places = torch.searchsorted(known, keys.contiguous()).clamp(max=len(known) - 1)
+        return torch.where(known[places] == keys, counts[places].long() & 0xFFFFFFFF, 0)
+
+
+@cache
+def compiled() -> Callable[..., None] | None:
+    """`Candidates.behind` as machine code, made on first use; None without numba (`pip install 'hf-dart[fast]'`)."""
+    try:
+        import numba
+    except ImportError:
+        return None
+
+    @numba.njit(cache=True)
+    def place_of(keys, low, high, wanted):  # type: ignore[no-untyped-def]
+        while low < high:
+            middle = (low + high) >> 1
+            if keys[middle] < wanted:
+                low = middle + 1
+            else:
+                high = middle
+        return low
+
+    @numba.njit(cache=True)
+    def behind(found, context, tokens, real, bits, vocabulary, unigrams, keys, counts):  # type: ignore[no-untyped-def]
+        packed = 0
+        for length in range(1, min(len(keys), len(context)) + 1):
+            token = context[len(context) - length]
+            if token < 0 or token >= vocabulary:
+                return
+            packed |= token << ((length - 1) * bits)
+            total = 0
+            if length == 1:
+                total = unigrams[packed]
+            else:
+                place = place_of(keys[length - 2], 0, len(keys[length - 2]), packed)
+                if place < len(keys[length - 2]) and keys[length - 2][place] == packed:
+                    total = counts[length - 2][place]
+            if total == 0:
+                return
+            known, often = keys[length - 1], counts[length - 1]
+            first = place_of(known, 0, len(known), packed << bits)
+            last = place_of(known, first, len(known), (packed << bits) | ((1 << bits) - 1))
+            last = min(last + 1, len(known))
+            for candidate in range(len(tokens)):
+                if real[candidate]:
+                    wanted = (packed << bits) | tokens[candidate]
+                    place = place_of(known, first, last, wanted)
+                    if place < last and known[place] == wanted:
+                        found[candidate] = min(often[place] / total, 1.0)
+
+    return behind

@@ -1,0 +1,164 @@
+"""What a candidate is worth behind a path: the drafter's chances and those of an n-gram table in one score.
+
+Scores decide which nodes a tree has, never what the target makes of them: whatever they are, the output is the same.
+Two ways to put them together (`TreeConfig.scores`):
+
+- "survival": p(t) · q(t)^w, q being the table's probability, shared out among the candidates anew so that together
+  they keep what the drafter gave them: an estimate of how likely the target's own token is t.
+- "paper": DART's weighted sum (arXiv 2601.19278, section 3.3), which ranks but is no chance.
+
+Trees that grow on the host ask for one path at a time (`RowScores`), trees that grow in tensors for a beam of them
+(`BeamScores`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.lookup import Graft
+from hf_dart.ngram import Array, Candidates, NgramTable
+from hf_dart.tree import Beam, Transitions
+
+_UNSEEN = 1e-4
+"""Taken for the probability of what the corpus does not have; small enough to tell, and a draft survives it."""
+# DART, section 3.3 and released code: weight of depth i, of the draft's part at depth i, and what a logarithm is kept
+# away from 0 by. The first token, whose context the head has read, is scored without the n-grams.
+_LEVEL, _FADING, _EPSILON = -0.7, 0.9, 1e-10
+
+
+@dataclass(frozen=True)
+class PathScores:
+    """How the parts of a score are put together.
+
+    Attributes:
+        config: `scores` and `ngram_weight` count.
+        table: None for none.
+    """
+
+    config: TreeConfig
+    table: NgramTable | None
+
+    @property
+    def plain(self) -> bool:
+        """Is a score just what the drafter says?"""
+        return self.config.scores == "survival" and self._table is None
+
+    @property
+    def _table(self) -> NgramTable | None:
+        return self.table if self.config.ngram_weight else None
+
+    @property
+    def context(self) -> int:
+        """How many tokens in front of a candidate count."""
+        return 0 if self._table is None else self._table.spec.order - 1
+
+    def uses_table(self, depth: int) -> bool:
+        """Do candidates at this depth, from 0, look into the table?"""
+        return self._table is not None and (self.config.scores == "survival" or depth > 0)
+
+    def on_host(self, depth: int, steps: Sequence[float], shares: Array | None) -> list[float]:
+        """Scores [K] of the candidates behind one path.
+
+        Args:
+            depth: of the candidates, from 0.
+            steps: [K] their log-probabilities by the drafter.
+            shares: [K] their probabilities by the table, where it is used.
+        """
+        alone = np.array(steps)
+        together = _log_sum(alone)
+        if together == -np.inf:
+            return list(steps)
+        weight = self.config.ngram_weight
+        if self.config.scores == "paper":
+            scores = _FADING**depth * np.log(np.exp(alone - together) + _EPSILON)
+            if shares is not None:
+                scores += weight * np.log(shares + _EPSILON)
+            # The epsilon would make a candidate of what is none.
+            return np.where(alone == -np.inf, -np.inf, scores * (depth + 1) ** _LEVEL).tolist()
+        if shares is not None:
+            alone += weight * np.log(shares + _UNSEEN)
+            alone += together - _log_sum(alone)
+        return alone.tolist()
+
+    def on_device(self, depth: int, steps: Tensor, shares: Tensor | None) -> Tensor:
+        """As `on_host`, for paths [B, W]: `steps` and `shares` are [B, W, K]."""
+        together = steps.logsumexp(-1, keepdim=True)
+        weight = self.config.ngram_weight
+        if self.config.scores == "paper":
+            scores = _FADING**depth * ((steps - together).exp() + _EPSILON).log()
+            if shares is not None:
+                scores = scores + weight * (shares + _EPSILON).log().to(steps.dtype)
+            return (scores * (depth + 1) ** _LEVEL).masked_fill(steps == -torch.inf, -torch.inf)
+        if shares is not None:
+            steps = steps + weight * (shares + _UNSEEN).log().to(steps.dtype)
+            steps = steps - steps.logsumexp(-1, keepdim=True) + together
+        return steps
+
+
+class RowScores:
+    """Scores of one row's candidates in one round, asked for path by path.
+
+    Args:
+        scores: how.
+        candidates: [d][K] token ids per depth; -1 is no candidate.
+    """
+
+    def __init__(self, scores: PathScores, candidates: list[list[int]]) -> None:
+        self._scores = scores
+        self._tokens = candidates
+        self._looked_up: dict[int, Candidates] = {}
+
+    def __call__(self, depth: int, steps: Sequence[float], context: Sequence[int]) -> list[float]:
+        """Scores [K] of the candidates at `depth`, from 0, of log-probabilities `steps`, behind `context`."""
+        table = self._scores.table
+        if table is None or not self._scores.uses_table(depth):
+            return self._scores.on_host(depth, steps, None)
+        if depth not in self._looked_up:
+            self._looked_up[depth] = Candidates(table, np.array(self._tokens[depth]))
+        return self._scores.on_host(depth, steps, self._looked_up[depth].behind(context))
+
+
+@dataclass(frozen=True)
+class BeamScores:
+    """The `tree.Scorer` of all rows in one round.
+
+    Attributes:
+        scores: how.
+        drafted: depths that the drafter has candidates for; deeper ones are copied text alone.
+        pairs: [B, d, K, K] transitions of a selector, if there is one.
+        graft: copied text, if there is any.
+    """
+
+    scores: PathScores
+    drafted: int
+    pairs: Transitions | None
+    graft: Graft | None
+
+    def __call__(self, beam: Beam, scores: Tensor) -> Tensor:
+        depth, width = beam.depth, beam.last.shape[1]
+        steps = scores[:, None].expand(-1, width, -1)
+        if depth < self.drafted:
+            if self.pairs is not None:
+                steps = self.pairs(beam, scores)
+            if not self.scores.plain:
+                steps = self.scores.on_device(depth, steps, self._shares(beam))
+        return steps if self.graft is None else self.graft.raised(beam, steps)
+
+    def _shares(self, beam: Beam) -> Tensor | None:
+        table = self.scores.table
+        if table is None or not self.scores.uses_table(beam.depth):
+            return None
+        candidates = beam.candidates[:, beam.depth, None]
+        return table.on(candidates.device).probabilities(beam.paths(self.scores.context), candidates)
+
+
+def _log_sum(values: Array) -> float:
+    """log Σ exp; -inf of nothing but -inf."""
+    largest = values.max()
+    return float(largest if largest == -np.inf else largest + np.log(np.exp(values - largest).sum()))

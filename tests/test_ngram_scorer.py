@@ -1,0 +1,278 @@
+"""Scores with an n-gram table: the same on host and device, as the paper says, and without a trace in the output."""
+
+from __future__ import annotations
+
+from math import exp, inf, log
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from compare import assert_identical, run
+from test_growth import paths
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessorList
+
+from hf_dart import DartHead, NgramTable, TreeConfig
+from hf_dart.cli import main
+from hf_dart.generation.grow import TreeGrower
+from hf_dart.ngram import Candidates
+from hf_dart.ngram_build import build
+from hf_dart.ngram_lookup import compiled
+from hf_dart.pair import PACKAGED_HEAD
+from hf_dart.proposal import Proposal
+
+
+def random_table(path: Path, order: int = 3, vocabulary: int = VOCABULARY, seed: int = 0) -> NgramTable:
+    """Counts of a text in which few tokens follow each other."""
+    random = Random(seed)
+    text = [0]
+    for _ in range(4000):
+        text.append((text[-1] * 5 + min(int(random.expovariate(0.4)), 9)) % vocabulary)
+    return build([text[start : start + 50] for start in range(0, 4000, 50)], path, order=order, vocab_size=vocabulary)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> NgramTable:
+    return random_table(tmp_path_factory.mktemp("table") / "table")
+
+
+# ---- lookups ----------------------------------------------------------------------------------------------
+
+
+def questions(vocabulary: int, width: int, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Contexts [R, C] and candidates [R, K], some of them no tokens of the table."""
+    generator = np.random.default_rng(seed)
+    return generator.integers(-1, vocabulary + 2, (200, width)), generator.integers(-1, vocabulary + 3, (200, 7))
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_devices_give_the_same_probabilities(tmp_path: Path, order: int) -> None:
+    table = random_table(tmp_path / "table", order)
+    pruned = build([[1, 2, 3]], tmp_path / "pruned", order=order, vocab_size=VOCABULARY, min_counts=(9,))
+    for one in (table, pruned):
+        device = one.on(torch.device("cpu"))
+        assert one.on(torch.device("cpu")) is device, "copied once"
+        for width in range(order + 2):
+            contexts, candidates = questions(VOCABULARY, width, width)
+            found = device.probabilities(torch.tensor(contexts), torch.tensor(candidates))
+            assert found.tolist() == one.probabilities(contexts, candidates).tolist()
+
+
+@pytest.mark.parametrize("order", [2, 3, 4])
+def test_numba_gives_the_same_probabilities(tmp_path: Path, order: int) -> None:
+    pytest.importorskip("numba")
+    assert compiled() is not None
+    table = random_table(tmp_path / "table", order)
+    for width in range(order + 2):
+        contexts, candidates = questions(VOCABULARY, width, width)
+        for context, row in zip(contexts.tolist(), candidates, strict=True):
+            one = Candidates(table, row)
+            assert one.behind(context).tolist() == one._behind(context, one._shares.copy()).tolist()
+
+
+@pytest.mark.gpu
+def test_cuda_gives_the_same_probabilities(table: NgramTable) -> None:
+    contexts, candidates = questions(VOCABULARY, 2, 0)
+    device = torch.device("cuda")
+    found = table.on(device).probabilities(
+        torch.tensor(contexts, device=device), torch.tensor(candidates, device=device)
+    )
+    assert found.tolist() == table.probabilities(contexts, candidates).tolist()
+
+
+# ---- scores -----------------------------------------------------------------------------------------------
+
+
+def trees(head: Any, config: TreeConfig, way: str, noisy: bool, deepest: list[int]) -> list[set[tuple[int, ...]]]:
+    """Paths that grow from a random proposal for three rows of text, on the host or in tensors."""
+    generator = torch.Generator().manual_seed(3)
+    random = Random(1)
+    text = [random.randrange(3, 40) for _ in range(9)]
+    texts = [[*text, *text[:4]], [7], [5, 6, 5, 6, 5, 6, 5]]
+    depth = config.depth or 4
+    proposal = Proposal(
+        2 * torch.randn(3, 4, VOCABULARY, dtype=torch.float64, generator=generator),
+        torch.randn(3, 4, head.config.hidden_size, dtype=torch.float64, generator=generator),
+    )
+    proposal = Proposal(proposal.logits[:, :depth], proposal.hidden[:, :depth])
+    gumbel = -torch.empty(3, 4, VOCABULARY).exponential_(1, generator=generator).log() if noisy else None
+    grower = TreeGrower(head, config, LogitsProcessorList(), texts, torch.device("cpu"))
+    for other in {"_on_host", "_on_device"} - {way}:
+        setattr(grower, other, getattr(grower, way))
+    tree = grower(proposal, gumbel, deepest)
+    return [paths(tree, row) for row in range(3)]
+
+
+def head_with(table: NgramTable, rank: int = 0) -> DartHead:
+    head = tiny_head(tiny_target("qwen3"), selector_rank=rank)
+    generator = torch.Generator().manual_seed(5)
+    if rank:
+        with torch.no_grad():
+            for weight in head.selector.parameters():
+                weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
+    head.ngram = table
+    return head
+
+
+@pytest.mark.parametrize("scores", ["survival", "paper"])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+@pytest.mark.parametrize("order", [2, 4])
+def test_host_and_device_grow_the_same_trees(
+    tmp_path: Path, order: int, rank: int, noisy: bool, scores: str
+) -> None:
+    """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
+    head = head_with(random_table(tmp_path / "table", order), rank)
+    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=10**6, lookup=7, scores=scores)
+    found = [trees(head, config, way, noisy, [9, 3, 9]) for way in ("_on_host", "_on_device")]
+    assert found[0] == found[1]
+    alone = trees(head, TreeConfig(nodes=25, depth=4, top_k=5, lookup=7, ngram_weight=0), "_on_host", noisy, [9, 3, 9])
+    assert alone != found[0], "the table counts"
+
+
+@pytest.mark.parametrize("scores", ["survival", "paper"])
+@pytest.mark.parametrize("way", ["_on_host", "_on_device"])
+def test_scores_are_those_of_the_formula(table: NgramTable, way: str, scores: str) -> None:
+    """The best N of all paths, each scored on its own, word for word."""
+    head = head_with(table)
+    nodes, depth, width, weight = 20, 3, 4, 0.7
+    config = TreeConfig(
+        nodes=nodes, depth=depth, top_k=width, beam=10**6, lookup=0, scores=scores, ngram_weight=weight
+    )
+    drafts: list[Tensor] = []
+
+    def remember(proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> None:
+        drafts.extend([candidates, scores])
+
+    head.transitions = remember  # type: ignore[method-assign, assignment]
+    found = trees(head, config, way, False, [9, 9, 9])
+    candidates, alone = (part.tolist() for part in drafts)
+    random = Random(1)
+    text = [random.randrange(3, 40) for _ in range(9)]
+    histories = [[*text, *text[:4]], [7], [5, 6, 5, 6, 5, 6, 5]]
+    for row, history in enumerate(histories):
+        ranked = []
+        growing: list[tuple[tuple[int, ...], float]] = [((), 0.0)]
+        for i in range(depth):
+            tokens, logs = candidates[row][i], alone[row][i]
+            mass = sum(map(exp, logs))
+            grown = []
+            for path, above in growing:
+                context = np.array([[*history, *path][-2:]])
+                shares = table.probabilities(context, np.array([tokens]))[0].tolist()
+                if scores == "paper":
+                    steps = [
+                        (i + 1) ** -0.7
+                        * (0.9**i * log(exp(s) / mass + 1e-10) + (weight * log(q + 1e-10) if i else 0))
+                        for s, q in zip(logs, shares, strict=True)
+                    ]
+                else:
+                    raw = [exp(s) * (q + 1e-4) ** weight for s, q in zip(logs, shares, strict=True)]
+                    steps = [log(r / sum(raw) * mass) for r in raw]
+                grown += [
+                    ((*path, token), above + max(-30, min(step, -1e-4)))
+                    for token, step in zip(tokens, steps, strict=True)
+                ]
+            ranked += grown
+            growing = grown
+        ranked.sort(key=lambda entry: -entry[1])
+        assert found[row] == {path for path, _ in ranked[: nodes - 1]}
+
+
+def test_what_is_no_candidate_stays_none(table: NgramTable) -> None:
+    """All but one candidate cut off by a nucleus: nothing grows from the others, in either way."""
+    head = head_with(table)
+    for config in (TreeConfig.paper(), TreeConfig(nodes=30, top_k=4, lookup=0)):
+        for way in ("_on_host", "_on_device"):
+            grower = TreeGrower(head, config, LogitsProcessorList(), [[1, 2, 3]], torch.device("cpu"))
+            logits = torch.full((1, 4, VOCABULARY), -inf)
+            logits[:, :, 7] = 0
+            for other in {"_on_host", "_on_device"} - {way}:
+                setattr(grower, other, getattr(grower, way))
+            tree = grower(Proposal(logits, torch.zeros(1, 4, 1)), None, [9])
+            assert paths(tree, 0) == {(7,), (7, 7), (7, 7, 7), (7, 7, 7, 7)}
+
+
+def test_the_papers_tree_is_of_given_size() -> None:
+    config = TreeConfig.paper()
+    assert (config.nodes, config.top_k, config.beam, config.ngram_weight) == (60, 25, 20, 0.5)
+    for options, message in (
+        ({"scores": "paper"}, "give nodes"),
+        ({"scores": "other"}, "'survival' or 'paper'"),
+        ({"ngram_weight": -1}, "ngram_weight is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            TreeConfig(**options)
+
+
+# ---- decoding ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_table_changes_no_token(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
+    """And one that was counted from the greedy text gets more of it accepted."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    inputs = prompts([9, 3, 7, 12][:size])
+    options = {**options, "max_new_tokens": 30}
+    written = run(target, inputs, 0, **options).sequences
+    head.ngram = build(written.tolist(), tmp_path / "table", order=4, vocab_size=VOCABULARY)
+    taus = []
+    for tree in (
+        TreeConfig(nodes=12, lookup=0, ngram_weight=0),
+        TreeConfig(nodes=12, lookup=0, ngram_weight=2.0, top_k=VOCABULARY),
+        TreeConfig.paper(),
+        TreeConfig(lookup=8, node_cost=1e-4),
+    ):
+        assert_identical(target, head, inputs, **options, tree_config=tree)
+        assert head.last_stats is not None
+        taus.append(head.last_stats.tau)
+    if not options["do_sample"]:
+        assert taus[1] > taus[0] + 0.3
+        assert taus[2] > taus[0]
+
+
+def test_tables_of_other_tokenizers_are_refused(tmp_path: Path, table: NgramTable) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    large = random_table(tmp_path / "large", vocabulary=200)
+    with pytest.raises(ValueError, match="another tokenizer"):
+        head.ngram = large
+    assert head.ngram is None
+    head.ngram = table
+    head.save_pretrained(tmp_path / "head")
+    again = DartHead.from_pretrained(str(tmp_path / "head"), target=target, ngram=table.path)
+    assert again.ngram is not None
+    assert again.ngram.path == table.path
+    with pytest.raises(ValueError, match="another tokenizer"):
+        DartHead.from_pretrained(str(tmp_path / "head"), target=target, ngram=large)
+    hashed = build([[1, 2]], tmp_path / "hashed", vocab_size=6144)
+    object.__setattr__(hashed, "spec", type(hashed.spec)(3, 6144, "0123456789abcdef"))
+    with pytest.raises(ValueError, match="another tokenizer"):
+        DartHead.from_pretrained(str(PACKAGED_HEAD), ngram=hashed)
+    head.ngram = None
+    assert head.ngram is None
+
+
+# ---- commands ---------------------------------------------------------------------------------------------
+
+
+def test_generate_and_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = str(tmp_path / "table"), tmp_path / "report.json"
+    assert main(["ngram", "build", path, "--text", __file__]) == 0
+    assert main(["generate", "import os\n", "--ngram", path, "--max-new-tokens", "8", "--nodes", "6"]) == 0
+    words = ["drafts", "--ngram", path, "--nodes", "6", "--prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
+    assert main([*words, "--json", str(report)]) == 0
+    shown = capsys.readouterr().out
+    for name in ("chain", "marginal tree", "+ n-gram (paper)", "+ selector + n-gram (calibrated)", "the head's own"):
+        assert f"| {name} | " in shown
+    assert "| yes |" in shown
+    assert "| no |" not in shown
+    assert report.exists()
+    assert main(["generate", "import os\n", "--ngram", __file__]) == 2
+    assert "cannot be read as an n-gram table" in capsys.readouterr().err
