@@ -12,12 +12,13 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dart import DartConfig, DartHead, TreeConfig
+from hf_dart import DartConfig, DartHead, DiffusionDrafter, TreeConfig
 from hf_dart.cli import main
+from hf_dart.drafters.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.training.arguments import HeadArguments
+from hf_dart.training.arguments import DiffusionArguments, HeadArguments
 from hf_dart.training.recipe import read_recipe
 
 TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
@@ -109,6 +110,29 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     assert json.loads((run / "checkpoint-4" / "trainer_state.json").read_text())["global_step"] == 4
 
 
+def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    kind = ["--drafter", "diffusion", "--num_layers", "1"]
+    steps = ["--eval_strategy", "no", "--max_steps"]
+    assert main(["train", str(recipe), *kind, "--denoise-steps", "2", *steps, "2"]) == 0
+    final = run_of(recipe) / "final"
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    drafter = DiffusionDrafter.from_pretrained(str(final), target=target)
+    assert (drafter.draft_length, drafter.feature_layers, drafter.denoise_steps) == (3, [2, 8], 2)
+    assert json.loads((final / "training.json").read_text())["recipe"]["drafter"] == "diffusion"
+
+    assert main(["train", str(recipe), *kind, "--resume_from_checkpoint"]) == 2
+    assert "denoise_steps=2 and this run 1" in capsys.readouterr().err
+    options = yaml.safe_load(recipe.read_text())
+    options |= {"drafter": "diffusion", "head": str(final), "output_dir": str(recipe.parent / "on")}
+    for name in ("draft_length", "feature_layers"):
+        del options[name]
+    recipe.write_text(yaml.safe_dump(options))
+    assert main(["train", str(recipe), *steps, "1", "--unmasking", "left_to_right", "--revealed_share", "1"]) == 0
+    after = DiffusionDrafter.from_pretrained(str(recipe.parent / "on" / "final"), target=target)
+    assert after.unmasking == "left_to_right"
+    assert not torch.equal(after.mask_token.weight, drafter.mask_token.weight)
+
+
 def test_a_selector_is_trained_on_a_given_head(recipe: Path) -> None:
     run = run_of(recipe)
     options = yaml.safe_load(recipe.read_text())
@@ -181,14 +205,24 @@ def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
     """The others are read off the target, its tokenizer and the data."""
     read_off = {"hidden_size", "embedding_size", "feature_size", "vocab_size", "target_model_type", "target_num_layers"}
     read_off |= {"target_revision", "tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
-    options = {one.name for one in fields(HeadArguments)} - {"head"}
+    options = {one.name for one in fields(HeadArguments)} - {"drafter", "head"}
     assert options == set(DartConfig.__annotations__) - read_off
+    options = {one.name for one in fields(DiffusionArguments)} - {"drafter", "head"}
+    read_off = read_off - {"hidden_size"} | {"lm_head_size"}
+    assert options == set(DiffusionConfig.__annotations__) - read_off
 
 
 def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
     shown = capsys.readouterr().out
     assert all(name in shown for name in ("--train_data", "--draft_length", "--loss", "--target", "RECIPE"))
+    assert "--revealed_share" not in shown
+    assert main(["train", "--drafter", "diffusion", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("--train_data", "--revealed_share", "--denoise_steps"))
+    assert "--selector_rank" not in shown
+    assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
+    assert "drafter is 'ngram'; give one of dart, diffusion." in capsys.readouterr().err
 
 
 def test_flags_override_a_recipe(recipe: Path) -> None:

@@ -22,7 +22,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training.run import run
 
     if {"-h", "--help"} & set(arguments.options):
-        recipe.parser().print_help()
+        recipe.parser(recipe.drafter_of(arguments.options)).print_help()
         return 0
     try:
         options = recipe.read_recipe(arguments.options)

@@ -43,16 +43,16 @@ class TargetArguments:
 
 
 @dataclass
-class HeadArguments:
-    """A new head, shaped by the fields of `DartConfig`, or one to train on."""
+class DrafterArguments:
+    """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    head: str | None = field(default=None, metadata={"help": "train this head on: a folder or a Hub id"})
+    drafter: Literal["dart", "diffusion"] = field(
+        default="dart", metadata={"help": "its kind; --drafter diffusion --help lists the options of that one"}
+    )
+    head: str | None = field(default=None, metadata={"help": "train this one on: a folder or a Hub id"})
     draft_length: int | None = field(default=None, metadata={"help": "d, tokens guessed at a time"})
     feature_layers: list[int] | None = field(default=None, metadata={"help": "hidden_states of the target to read"})
-    num_layers: int | None = field(default=None, metadata={"help": "decoder layers of the head"})
-    block_attention: Literal["causal", "bidirectional"] | None = field(
-        default=None, metadata={"help": "what the mask slots of a draft see of each other"}
-    )
+    num_layers: int | None = field(default=None, metadata={"help": "decoder layers of the drafter"})
     num_attention_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
     num_key_value_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
     head_dim: int | None = field(default=None, metadata={"help": "default: as the target"})
@@ -61,16 +61,15 @@ class HeadArguments:
     rope_theta: float | None = field(default=None, metadata={"help": "default: as the target"})
     initializer_range: float | None = field(default=None, metadata={"help": "standard deviation of new weights"})
     target_name: str | None = field(default=None, metadata={"help": "kept in the config; default: the target's name"})
-    tree: str | None = field(default=None, metadata={"help": "fields of the TreeConfig that suits the head, as JSON"})
-    selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
+    tree: str | None = field(default=None, metadata={"help": "fields of the TreeConfig that suits it, as JSON"})
 
     def config(self) -> dict[str, Any]:
-        """The fields of `DartConfig` that were given.
+        """The fields of the config that were given.
 
         Raises:
             ValueError: `tree` is no JSON object.
         """
-        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name != "head"}
+        given = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("drafter", "head")}
         if self.tree is not None:
             given["tree"] = _json_object("tree", self.tree, '{"nodes": 16}')
         return {name: value for name, value in given.items() if value is not None}
@@ -81,6 +80,31 @@ def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
         return {} if text is None else dict(json.loads(text))
     except (TypeError, ValueError) as error:
         raise ValueError(f"{name} is {text!r}; give a JSON object such as {example}.") from error
+
+
+@dataclass
+class HeadArguments(DrafterArguments):
+    """A [`DartHead`]."""
+
+    block_attention: Literal["causal", "bidirectional"] | None = field(
+        default=None, metadata={"help": "what the mask slots of a draft see of each other"}
+    )
+    selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
+
+
+@dataclass
+class DiffusionArguments(DrafterArguments):
+    """A [`DiffusionDrafter`]."""
+
+    denoise_steps: int | None = field(default=None, metadata={"help": "T, reverse steps per draft"})
+    unmasking: Literal["confidence", "left_to_right"] | None = field(
+        default=None, metadata={"help": "which slots a reverse step reveals"}
+    )
+    context_window: int | None = field(default=None, metadata={"help": "W, how many tokens back a position sees"})
+    hidden_size: int | None = field(default=None, metadata={"help": "default: as the target"})
+    share_embeddings: bool | None = field(
+        default=None, metadata={"help": "read and write tokens through the target's embeddings (default) or its own"}
+    )
 
 
 @dataclass

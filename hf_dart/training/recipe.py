@@ -13,7 +13,14 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_dart.pair import sentence
-from hf_dart.training.arguments import DartTrainingArguments, HeadArguments, TargetArguments
+from hf_dart.training.arguments import (
+    DartTrainingArguments,
+    DiffusionArguments,
+    DrafterArguments,
+    HeadArguments,
+    TargetArguments,
+)
+from hf_dart.training.diffusion import DiffusionTrainingArguments
 from hf_dart.training.sources import DataArguments
 
 
@@ -27,13 +34,16 @@ class Recipe:
     """
 
     target: TargetArguments
-    head: HeadArguments
+    head: DrafterArguments
     data: DataArguments
     training: DartTrainingArguments
     given: dict[str, Any]
 
 
-_GROUPS = (TargetArguments, HeadArguments, DataArguments, DartTrainingArguments)
+_GROUPS = {
+    "dart": (TargetArguments, HeadArguments, DataArguments, DartTrainingArguments),
+    "diffusion": (TargetArguments, DiffusionArguments, DataArguments, DiffusionTrainingArguments),
+}
 
 
 class _Parser(HfArgumentParser):
@@ -41,12 +51,12 @@ class _Parser(HfArgumentParser):
         raise ValueError(f"{message}.")
 
 
-def parser() -> HfArgumentParser:
-    """A flag for every option."""
+def parser(drafter: str = "dart") -> HfArgumentParser:
+    """A flag for every option of that kind of drafter."""
     description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
     # No abbreviations: what is misspelled must not become another option.
     made = _Parser(
-        _GROUPS, prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
+        _GROUPS[drafter], prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
     )
     made.description = description
     return made
@@ -64,9 +74,10 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     flags = list(words)
     if flags and not flags[0].startswith("-"):
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
-    known = {one.name for group in _GROUPS for one in fields(group) if one.init}
+    kind = drafter_of(flags)
+    known = {one.name for group in _GROUPS[kind] for one in fields(group) if one.init}
     names = [_option(word, known) for word in flags if word.startswith("--")]
-    reader = parser()
+    reader = parser(kind)
     space, rest = reader.parse_known_args(flags)
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
@@ -75,6 +86,20 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")
     return Recipe(target, head, data, training, given)
+
+
+def drafter_of(flags: Sequence[str]) -> str:
+    """The kind of drafter that a command line asks for.
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    reader = _Parser(add_help=False, allow_abbrev=False)
+    reader.add_argument("--drafter", default="dart")
+    kind = reader.parse_known_args(list(flags))[0].drafter
+    if kind not in _GROUPS:
+        raise ValueError(f"drafter is {kind!r}; give one of {', '.join(_GROUPS)}.")
+    return kind
 
 
 def _read(file: Path) -> dict[str, Any]:

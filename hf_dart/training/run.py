@@ -10,10 +10,12 @@ from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.configuration import DartConfig, cached_commit
+from hf_dart.configuration import cached_commit
+from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.head import DartHead
 from hf_dart.pair import load_target
-from hf_dart.training.arguments import HeadArguments, TargetArguments
+from hf_dart.training.arguments import DrafterArguments, TargetArguments
+from hf_dart.training.diffusion import DiffusionTrainer
 from hf_dart.training.recipe import Recipe
 from hf_dart.training.record import last_evaluation
 from hf_dart.training.sources import load_rows
@@ -22,8 +24,12 @@ from hf_dart.training.trainer import DartTrainer
 FINAL = "final"
 """Folder of a run that holds the trained head."""
 
+_KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
+    "dart": (DartHead, DartTrainer),
+    "diffusion": (DiffusionDrafter, DiffusionTrainer),
+}
 # What a head that was trained before may be given anew.
-_CHANGEABLE = ("selector_rank", "tree", "target_name")
+_CHANGEABLE = ("selector_rank", "tree", "target_name", "denoise_steps", "unmasking")
 
 
 def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
@@ -49,7 +55,7 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     if checkpoint is not None:
         _check_same_head(checkpoint, head)
-    trainer = DartTrainer(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
     trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
         folder = Path(args.output_dir)
@@ -116,17 +122,18 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     )
 
 
-def _head(arguments: HeadArguments, model: Any, tokenizer: Any, selector_only: bool) -> DartHead:
-    """A new head, or the given one, with weights in float32."""
+def _head(arguments: DrafterArguments, model: Any, tokenizer: Any, selector_only: bool) -> Any:
+    """A new drafter, or the given one, with weights in float32."""
     config = arguments.config()
+    kind = _KINDS[arguments.drafter][0]
     if arguments.head is None:
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
-        return DartHead.from_target(model, tokenizer=tokenizer, **config).float()
+        return kind.from_target(model, tokenizer=tokenizer, **config).float()
     fixed = [name for name in config if name not in _CHANGEABLE]
     if fixed:
         raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
-    head = DartHead.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
+    head: Any = kind.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
     rank = config.pop("selector_rank", None)
     if rank is not None and head.selector is None:
         head.add_selector(rank)
@@ -138,10 +145,11 @@ def _head(arguments: HeadArguments, model: Any, tokenizer: Any, selector_only: b
     return head
 
 
-def _check_same_head(checkpoint: str, head: DartHead) -> None:
+def _check_same_head(checkpoint: str, head: Any) -> None:
     """Weights would load into some heads that mean something else by them."""
-    saved, made = DartConfig.from_pretrained(checkpoint), head.config
-    for name in DartConfig.__annotations__:
+    made = head.config
+    saved = type(made).from_pretrained(checkpoint)
+    for name in type(made).__annotations__:
         if getattr(saved, name) != getattr(made, name):
             raise ValueError(
                 f"{checkpoint} has {name}={getattr(saved, name)!r} and this run {getattr(made, name)!r}; resume with "
