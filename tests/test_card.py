@@ -139,6 +139,22 @@ def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monk
     assert cached_commit(str(tmp_path), "v1") is None
 
 
+def test_options_of_the_head_are_told(tmp_path: Path) -> None:
+    options: dict[str, dict[str, Any]] = {
+        "also as keys and values of every layer": {"inject_features": True},
+        "mask slots as P-EAGLE's, token 9": {"mask_mode": "peagle", "mask_token_id": 9},
+        "| vocabulary | the 3 tokens it was given |": {"draft_vocabulary": [4, 5, 6]},
+        "copies of the target's from layer 2 on": {"copy_layer": 2},
+        "| layers | 2 decoder layers: ": {"num_layers": 2},
+        "| chat template | `0a1b`, thinking off |": {"chat_template_hash": "0a1b", "enable_thinking": False},
+    }
+    for said, fields in options.items():
+        tiny_head(tiny_target(), **fields).save_pretrained(tmp_path)
+        card = render_card(HeadFacts.read(tmp_path))
+        assert [one for one in options if one in card] == [said]
+        assert "in float32," in card
+
+
 def test_a_folder_is_no_base_model(tmp_path: Path) -> None:
     for name, relation in (("py8m", None), ("them/py8m", "adapter")):
         config = DartHead.from_pretrained(str(PACKAGED_HEAD)).config

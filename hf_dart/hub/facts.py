@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,9 @@ class HeadFacts:
         told = training is not None or training_file.is_file()
         record = _json(training_file, "the trainer", "steps") if told else None
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
-        if report is not None and report["head_parameters"] != parameters:
+        # Layers copied from the target are counted there and not stored here.
+        whole = config.copied_layer is None
+        if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
                 f"{parameters}; give the bench of this head."
@@ -126,15 +129,13 @@ def _weights(folder: Path) -> tuple[int, int, str]:
             with safe_open(file, framework="pt") as weights:
                 for name in weights.keys():  # noqa: SIM118 (not a mapping)
                     tensor = weights.get_slice(name)
-                    dtypes.add(tensor.get_dtype())
-                    count = 1
-                    for length in tensor.get_shape():
-                        count *= length
-                    parameters += count
+                    if tensor.get_dtype() not in _DTYPES:
+                        continue  # ids of the draft vocabulary are no parameters
+                    dtypes.add(_DTYPES[tensor.get_dtype()])
+                    parameters += prod(tensor.get_shape())
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or damaged ({error}); save the head again.") from error
-    names = sorted(_DTYPES.get(dtype, dtype) for dtype in dtypes)
-    return parameters, sum(file.stat().st_size for file in files), " and ".join(names)
+    return parameters, sum(file.stat().st_size for file in files), " and ".join(sorted(dtypes))
 
 
 def _json(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
