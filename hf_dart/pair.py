@@ -46,21 +46,37 @@ def load_pair(
         raise UserError(f"A head and its target belong together: give {missing} too, or leave {given} out.")
     from transformers.utils import logging
 
-    from hf_dart.drafters import load_drafter
-
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map)
-    head_path = head or str(PACKAGED_HEAD)
-    _check_path("head", head_path)
-    try:
-        drafter = load_drafter(head_path, target=model, tokenizer=tokenizer)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"Cannot load the head {head_path!r}: {sentence(error)}") from error
+    drafter = load_head(head or str(PACKAGED_HEAD), model, tokenizer)
     names = [given or f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]
     # A folder's path says nothing on another machine; its name may.
     names = [Path(name).resolve().name if Path(name).is_dir() else name for name in names]
     return Pair(model, drafter, tokenizer, *names)
+
+
+def load_head(path: str, model: Any, tokenizer: Any) -> Any:
+    """Load a head for a target and attach it; errors as for `load_pair`."""
+    from hf_dart.drafters import load_drafter
+
+    _check_path("head", path)
+    try:
+        return load_drafter(path, target=model, tokenizer=tokenizer)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise UserError(f"Cannot load the head {path!r}: {sentence(error)}") from error
+
+
+def load_tokenizer(target: str | None = None) -> Any:
+    """Load a target's tokenizer alone; arguments and errors as for `load_pair`."""
+    from transformers import AutoTokenizer
+
+    path = target or str(PACKAGED_TARGET)
+    _check_path("target", path)
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+        raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
 
 
 def load_target(

@@ -14,14 +14,20 @@ from hf_dart.pair import DTYPES, Pair, UserError, load_pair, sentence
 
 def pair_options() -> argparse.ArgumentParser:
     """A parent parser: which target and head, and how they run."""
-    pair = argparse.ArgumentParser(add_help=False)
-    pair.add_argument("--target", help="the model: a folder or a Hub id (default: the packaged one)")
+    pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
     pair.add_argument("--head", help="its draft head: a folder or a Hub id (default: the packaged one)")
     pair.add_argument("--ngram", type=Path, metavar="FILE", help="n-gram table of the target's tokenizer")
-    pair.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
-    pair.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
-    pair.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
     return pair
+
+
+def target_options() -> argparse.ArgumentParser:
+    """A parent parser: which target, and how it runs."""
+    target = argparse.ArgumentParser(add_help=False)
+    target.add_argument("--target", help="the model: a folder or a Hub id (default: the packaged one)")
+    target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
+    target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
+    target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
+    return target
 
 
 def tree_options() -> argparse.ArgumentParser:

@@ -57,6 +57,11 @@ class ChatFormat:
         if not self.tokenizer.is_fast:
             raise ValueError("Finding the assistant's tokens needs a fast tokenizer; load it with use_fast=True.")
 
+    @property
+    def template_text(self) -> str:
+        """The template that is used."""
+        return self.tokenizer.get_chat_template(self.template)
+
     def render(self, messages: list[Message], prompt: bool = False, tools: Any = None) -> str:
         """The text of `messages`, with `prompt` up to where the assistant begins to write.
 

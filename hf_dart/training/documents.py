@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import glob
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,8 +36,22 @@ class Source(NamedTuple):
     columns: list[str]
 
 
+def group_files(names: Iterable[str]) -> list[list[str]]:
+    """Names of plain files of one ending that follow each other, such as a shell makes of `*.txt`, together.
+
+    Files with fields stay on their own: those of another may be others.
+    """
+
+    def together(name: str) -> str:
+        path = Path(name).expanduser()
+        plain = path.is_file() and _FORMATS.get(path.suffix, ("", ""))[0] in ("text", "bin")
+        return path.suffix if plain else name
+
+    return [list(group) for _, group in groupby(names, together)]
+
+
 def open_source(
-    name: str,
+    names: Sequence[str],
     *,
     split: str = "train",
     eos: int | None = None,
@@ -47,7 +62,8 @@ def open_source(
     """Open a file, a folder, a pattern, or a dataset of the Hub.
 
     Args:
-        name: a path, or NAME[:CONFIG[:SPLIT]]. Of a folder, all files of the one ending that they have are read.
+        names: as `group_files` gives them: several files, or one path, pattern or NAME[:CONFIG[:SPLIT]]. Of a
+            folder, all files of the one ending that they have are read.
         split: of a Hub dataset whose name gives none.
         eos: the token that ends each document of a .bin file.
         streaming: read on the fly.
@@ -62,14 +78,15 @@ def open_source(
     except ImportError as error:
         raise ValueError("Reading training data needs the datasets library; pip install 'hf-dart[train]'.") from error
 
-    path = Path(name).expanduser()
+    name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
+    path = Path(names[0]).expanduser()
     if (path / "state.json").is_file():  # of save_to_disk
         documents = datasets.load_from_disk(str(path))
         if not isinstance(documents, datasets.Dataset):
             raise ValueError(f"{name} holds several splits; give the folder of one of them.")
         documents = documents.to_iterable_dataset() if streaming else documents
         return _first_seen(name, documents)
-    files = _local_files(name)
+    files = [Path(one).expanduser() for one in names] if len(names) > 1 else _local_files(name)
     if files is None:
         return _first_seen(name, _load(datasets, name, streaming, cache_dir, split))
     ending = files[0].suffix

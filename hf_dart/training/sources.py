@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -13,8 +14,8 @@ import numpy as np
 
 from hf_dart.fit import template_hash, vocabulary_hash
 from hf_dart.pair import sentence
-from hf_dart.training.chat import ChatFormat, as_messages
-from hf_dart.training.documents import Source, open_source
+from hf_dart.training.chat import ChatFormat, Message, as_messages
+from hf_dart.training.documents import Source, group_files, open_source
 from hf_dart.training.packing import Document, Packer
 from hf_dart.version import __version__
 
@@ -115,30 +116,30 @@ def load_rows(
         )
     if arguments.max_length <= draft_length:
         raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
-    template = read_template(arguments.chat_template)
     train, held_out = [], []
-    kinds = set()
-    for name in arguments.train_data:
-        source = _open(arguments, name, "train", tokenizer)
-        encoder = _encoder(arguments, source, tokenizer, template, draft_length)
-        kinds.add(encoder.kind)
+    encoders = []
+    # Shares are one per name.
+    alone = arguments.shares is not None
+    for names in [[name] for name in arguments.train_data] if alone else group_files(arguments.train_data):
+        source, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
+        encoders.append(encoder)
         documents = source.documents
         if arguments.eval_documents:
             if not arguments.streaming and len(documents) <= arguments.eval_documents:
                 raise ValueError(
-                    f"{name} has {len(documents)} documents; with eval_documents={arguments.eval_documents} none is "
-                    "left to train on."
+                    f"{source.name} has {len(documents)} documents; with eval_documents="
+                    f"{arguments.eval_documents} none is left to train on."
                 )
             held_out.append(_rows(arguments, source, documents.take(arguments.eval_documents), encoder))
             documents = documents.skip(arguments.eval_documents)
         train.append(_rows(arguments, source, documents, encoder, shuffled=arguments.streaming))
-    for name in arguments.eval_data:
-        source = _open(arguments, name, "validation", tokenizer)
-        encoder = _encoder(arguments, source, tokenizer, template, draft_length)
+    for names in group_files(arguments.eval_data):
+        source, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
         held_out.append(_rows(arguments, source, source.documents, encoder))
-    if config is not None and "messages" in kinds:
-        config.chat_template_hash = template_hash(tokenizer.get_chat_template(template))
-        config.enable_thinking = arguments.enable_thinking
+    chat = next((encoder.chat for encoder in encoders if encoder.chat is not None), None)
+    if config is not None and chat is not None:
+        config.chat_template_hash = template_hash(chat.template_text)
+        config.enable_thinking = chat.enable_thinking
     if arguments.shares is not None and len(train) > 1:
         total = sum(arguments.shares)
         rows = datasets.interleave_datasets(
@@ -234,8 +235,19 @@ class Encoder:
 
     def _encode_messages(self, examples: dict[str, list[Any]]) -> list[Document]:
         assert self.chat is not None
-        tools = examples.get("tools", [None] * len(examples[self.name]))
         documents = []
+        for messages, tools in self.conversations(examples):
+            documents += self.chat.encode(messages, tools, marked=not self.all_tokens)
+        return documents
+
+    def conversations(self, examples: dict[str, list[Any]]) -> list[tuple[list[Message], Any]]:
+        """The messages and tools of a batch.
+
+        Raises:
+            ValueError: the field holds something else.
+        """
+        tools = examples.get("tools", [None] * len(examples[self.name]))
+        found = []
         for turns, row_tools in zip(examples[self.name], tools, strict=True):
             if isinstance(turns, str) or not all(isinstance(turn, dict) for turn in turns or []):
                 raise ValueError(
@@ -245,30 +257,31 @@ class Encoder:
             if turns:
                 if isinstance(row_tools, str):  # as many datasets keep them
                     row_tools = json.loads(row_tools)
-                documents += self.chat.encode(as_messages(turns), row_tools or None, marked=not self.all_tokens)
-        return documents
+                found.append((as_messages(turns), row_tools or None))
+        return found
 
 
-def _open(arguments: DataArguments, name: str, split: str, tokenizer: Any) -> Source:
-    return open_source(
-        name,
+def open_encoded(
+    arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
+) -> tuple[Source, Encoder]:
+    """A source, and what makes rows of its documents; arguments and errors as for `load_rows` and `open_source`."""
+    source = open_source(
+        names,
         split=split,
         eos=tokenizer.eos_token_id,
         streaming=arguments.streaming,
         sample_by=arguments.sample_by,
         cache_dir=arguments.cache_dir,
     )
-
-
-def _encoder(
-    arguments: DataArguments, source: Source, tokenizer: Any, template: str | None, draft_length: int
-) -> Encoder:
-    kind, name = find_field(source, arguments.text_field, arguments.messages_field)
-    return Encoder(
+    kind, field_name = find_field(source, arguments.text_field, arguments.messages_field)
+    chat = None
+    if kind == "messages":
+        chat = ChatFormat(tokenizer, read_template(arguments.chat_template), arguments.enable_thinking)
+    return source, Encoder(
         kind=kind,
-        name=name,
+        name=field_name,
         tokenizer=tokenizer,
-        chat=ChatFormat(tokenizer, template, arguments.enable_thinking) if kind == "messages" else None,
+        chat=chat,
         all_tokens=arguments.train_on == "all",
         pack=Packer(arguments.max_length, draft_length, arguments.packing),
         source=source.name,
@@ -334,7 +347,7 @@ def _fingerprint(documents: Any, encoder: Encoder) -> str | None:
     backend = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
     backend.update(truncation=None, padding=None)
     chat = encoder.chat
-    template = None if chat is None else (chat.tokenizer.get_chat_template(chat.template), chat.enable_thinking)
+    template = None if chat is None else (chat.template_text, chat.enable_thinking)
     rest = (encoder.kind, encoder.name, encoder.all_tokens, asdict(encoder.pack), encoder.tokenizer.eos_token_id)
     content = json.dumps([__version__, documents._fingerprint, backend, template, rest])
     return hashlib.sha256(content.encode()).hexdigest()[:16]

@@ -1,0 +1,174 @@
+"""`hf-dart regenerate`: a data set in the target's own words, to train heads on."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from hf_dart.commands.common import positive, set_threads, share, target_options, temperature
+from hf_dart.pair import UserError, load_head, load_target, load_tokenizer, sentence
+
+_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "regenerate",
+        parents=[target_options()],
+        help="a data set in the target's own words, to train heads on",
+        description="Assistants' messages are written anew, other text is continued from its beginnings. Interrupted, "
+        "the same command goes on where it stopped. Several processes (accelerate launch -m hf_dart.cli regenerate "
+        "...) share the work.",
+    )
+    data = parser.add_argument_group("data")
+    data.add_argument("data", nargs="+", help="files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
+    data.add_argument("--text-field", metavar="NAME", help="the field that holds the text (default: text)")
+    data.add_argument("--messages-field", metavar="NAME", help="that holds conversations (default: messages)")
+    data.add_argument("--streaming", action="store_true", help="read in order while writing; else shuffled")
+    data.add_argument("--cache-dir", metavar="FOLDER", help="of the datasets library")
+    data.add_argument("--chat-template", metavar="FILE", help="instead of the tokenizer's")
+    data.add_argument("--thinking", action=argparse.BooleanOptionalAction, help="handed to the chat template")
+
+    writing = parser.add_argument_group("writing")
+    writing.add_argument("--head", help="a draft head for the target: the same text, sooner")
+    writing.add_argument("--server", metavar="URL", help="let a server write (OpenAI-style, such as vLLM's)")
+    writing.add_argument("--model", metavar="NAME", help="the target's name there (default: --target)")
+    writing.add_argument("--temperature", type=temperature, help="0, the default, is greedy")
+    writing.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
+    writing.add_argument("--top-k", type=positive, help="sample from so many tokens")
+    writing.add_argument("--min-p", type=share, help="sample from tokens of at least this share of the likeliest one's")
+    writing.add_argument("--repetition-penalty", type=float, help="default: 1, none")
+    writing.add_argument(
+        "--mixture", nargs="+", metavar="WAY", help="several ways by their shares: '0.4 temperature=1' '0.6'"
+    )
+    writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
+    writing.add_argument("--new-tokens", type=positive, default=1024, help="at most, per reply (default: %(default)s)")
+    writing.add_argument(
+        "--prefix", type=positive, nargs=2, default=(32, 128), metavar=("LEAST", "MOST"), help="of text: tokens kept"
+    )
+
+    parser.add_argument("--output", type=Path, required=True, metavar="FOLDER", help="what train_data then names")
+    parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
+    parser.add_argument("--rows", type=positive, help="write so many, in whole batches (default: all)")
+    parser.add_argument("--minutes", type=float, help="begin no batch after that")
+    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    began = monotonic()
+    if arguments.server and (arguments.head or arguments.dtype or arguments.device_map):
+        raise UserError("A server writes on its own; leave out --head, --dtype and --device-map.")
+    if arguments.model and not arguments.server:
+        raise UserError("--model is the target's name on a server; give --server, or --target instead.")
+    rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
+    set_threads(arguments.threads)
+    tokenizer = load_tokenizer(arguments.target)
+    import datasets
+
+    from hf_dart.fit import vocabulary_hash
+    from hf_dart.machine import versions
+    from hf_dart.training.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
+    from hf_dart.training.sources import DataArguments
+
+    datasets.disable_progress_bars()
+    try:
+        settings = RegenerateSettings(
+            length=arguments.length,
+            new_tokens=arguments.new_tokens,
+            prefix=tuple(arguments.prefix),
+            mixture=_mixture(arguments),
+            batch_size=arguments.batch_size,
+            seed=arguments.seed,
+        )
+        data = DataArguments(
+            train_data=arguments.data,
+            text_field=arguments.text_field,
+            messages_field=arguments.messages_field,
+            streaming=arguments.streaming,
+            cache_dir=arguments.cache_dir,
+            chat_template=arguments.chat_template,
+            enable_thinking=arguments.thinking,
+            train_on="all",
+        )
+        sources = open_sources(data, tokenizer, arguments.seed)
+        writer, made_by = _writer(arguments, tokenizer, sources)
+        text = {**made_by, "tokenizer": vocabulary_hash(tokenizer), "processes": processes}
+        head = Path(arguments.head).name if arguments.head else None
+        begin(
+            arguments.output,
+            {**text, **describe(data, sources, settings)},
+            {**versions(("torch", "transformers", "datasets")), "head": head},
+        )
+        regenerate(
+            sources,
+            writer,
+            settings,
+            arguments.output,
+            rank=rank,
+            processes=processes,
+            rows=arguments.rows,
+            stop=lambda: arguments.minutes is not None and monotonic() - began > 60 * arguments.minutes,
+            report=_Report(rank, began),
+        )
+    except (ValueError, ConnectionError) as error:
+        raise UserError(sentence(error)) from error
+    return 0
+
+
+class _Report:
+    """A line on standard error for every batch."""
+
+    def __init__(self, rank: int, began: float) -> None:
+        self.rank, self.began, self.rows = rank, began, 0
+
+    def __call__(self, batches: int, records: list[dict[str, Any]]) -> None:
+        self.rows += len(records)
+        rate = self.rows / (monotonic() - self.began)
+        print(f"process {self.rank}: {batches} batches; now {self.rows} rows, {rate:.2f} a second", file=sys.stderr)
+
+
+def _mixture(arguments: argparse.Namespace) -> Any:
+    from hf_dart.training.sampling import Sampling
+
+    given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
+    if arguments.mixture is None:
+        return (Sampling(**given),)
+    if given:
+        first = next(iter(given)).replace("_", "-")
+        raise UserError(f"--{first} is for one way to write; put it into --mixture, or leave that out.")
+    return tuple(Sampling.parse(way) for way in arguments.mixture)
+
+
+def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tuple[Any, dict[str, Any]]:
+    """Who writes, and what of that the text depends on."""
+    from hf_dart.training.writers import ModelWriter, ServerWriter
+
+    name = arguments.target or "packaged target"
+    if arguments.server:
+        served = arguments.model or name
+        key = os.environ.get("OPENAI_API_KEY")
+        writer = ServerWriter(
+            arguments.server, served, tokenizer, key, arguments.thinking, requests=arguments.batch_size
+        )
+        return writer, {"target": name, "served_as": served}
+    import torch
+
+    from hf_dart.configuration import cached_commit
+
+    device_map = arguments.device_map
+    if device_map is None and torch.cuda.is_available():
+        device_map = {"": int(os.environ.get("LOCAL_RANK", 0))}
+    model, _ = load_target(arguments.target, arguments.dtype, device_map)
+    head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
+    chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
+    made_by = {
+        "target": Path(name).resolve().name if Path(name).is_dir() else name,
+        "target_revision": cached_commit(arguments.target or ""),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    return ModelWriter(model, tokenizer, chat, head), made_by

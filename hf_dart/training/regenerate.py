@@ -1,0 +1,332 @@
+"""Text in the target's own words: the responses of a data set, written anew.
+
+A head drafts behind the target's text, not behind that of a corpus. Conversations keep their users' messages and get
+new replies, turn by turn; of other text, the beginnings are continued.
+
+The work is cut into batches by the data and the settings alone, and what is random about a batch goes by its number:
+the output does not depend on how often the work was interrupted, nor its rows on how many processes shared it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from hf_dart.training.chat import Message
+from hf_dart.training.documents import group_files
+from hf_dart.training.sampling import Sampling
+from hf_dart.training.sources import DataArguments, Encoder, open_encoded
+from hf_dart.training.writers import Writer
+
+_WINDOW = 16  # batches whose conversations are sorted by length, so that those of a batch are alike
+
+Conversation = tuple[list[Message], Any]
+
+
+@dataclass(frozen=True)
+class RegenerateSettings:
+    """What is written.
+
+    Args:
+        length: tokens of a piece of text, prefix included; conversations longer than that get no more replies.
+        new_tokens: the most tokens of a reply.
+        prefix: from how many to how many tokens of a piece of text are kept; one number is drawn per batch.
+        mixture: how batches are written; which of these is drawn per batch, by their shares.
+        batch_size: rows written at a time.
+        seed: of all that is drawn.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    length: int = 2048
+    new_tokens: int = 1024
+    prefix: tuple[int, int] = (32, 128)
+    mixture: tuple[Sampling, ...] = (Sampling(),)
+    batch_size: int = 32
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("length", "new_tokens", "batch_size"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
+        if not 1 <= self.prefix[0] <= self.prefix[1] < self.length:
+            raise ValueError(
+                f"prefix is {self.prefix[0]} to {self.prefix[1]}; give two numbers from 1 to below the length, "
+                f"{self.length}, the smaller one first."
+            )
+        if not self.mixture:
+            raise ValueError("mixture is empty; give at least one way to write.")
+
+
+class Batch(NamedTuple):
+    """What is written at a time: pieces of text as token ids, or conversations, each with its number."""
+
+    number: int
+    rows: Sequence[tuple[int, Any]]
+    encoder: Encoder
+
+
+def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -> Iterator[Batch]:
+    """All batches of the sources (documents of `datasets`, and their encoder), in the order of their numbers."""
+    row = index = 0
+    random = np.random.default_rng(settings.seed)
+    for documents, encoder in sources:
+        find = _conversations if encoder.kind == "messages" else _pieces
+        contents = find(documents, encoder, settings)
+        while window := list(islice(contents, _WINDOW * settings.batch_size)):
+            rows = list(enumerate(window, start=row))
+            row += len(rows)
+            if encoder.kind == "messages":
+                rows.sort(key=lambda entry: len(json.dumps(entry[1])))
+            # Else a run with an end in sight would write short ones only.
+            for start in random.permutation(range(0, len(rows), settings.batch_size)).tolist():
+                yield Batch(index, rows[start : start + settings.batch_size], encoder)
+                index += 1
+
+
+def _pieces(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[list[int]]:
+    eos = encoder.tokenizer.eos_token_id
+    for examples in documents.iter(100):
+        for ids, _ in encoder.encode(examples):
+            text = ids[:-1] if len(ids) and ids[-1] == eos else ids
+            for start in range(0, len(text), settings.length):
+                yield text[start : start + settings.length].tolist()
+
+
+def _conversations(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[Conversation]:
+    """Conversations up to the first use of a tool, whose result would not fit another call."""
+    for examples in documents.iter(100):
+        for messages, tools in encoder.conversations(examples):
+            uses = (at for at, message in enumerate(messages) if message["role"] == "tool" or "tool_calls" in message)
+            kept = messages[: next(uses, len(messages))]
+            if any(message["role"] == "user" for message in kept):
+                yield kept, tools
+
+
+def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> list[dict[str, Any]]:
+    """The records of a batch.
+
+    Text: `text`, `input_ids`, `prompt_tokens` (how many of them were given). Conversations: `messages`, `tools`. Both:
+    `row`, its number, and `sampling`, the number of the entry of the mixture.
+    """
+    random = np.random.default_rng([settings.seed, batch.number])
+    shares = np.array([sampling.share for sampling in settings.mixture])
+    way = int(random.choice(len(shares), p=shares / shares.sum()))
+    prefix = int(random.integers(settings.prefix[0], settings.prefix[1] + 1))
+    seed = int(random.integers(2**31))
+    rows = [content for _, content in batch.rows]
+    sampling = settings.mixture[way]
+    if batch.encoder.kind == "messages":
+        records = _rewrite(rows, batch.encoder, writer, sampling, settings, seed)
+    else:
+        records = _continue(rows, batch.encoder, writer, sampling, settings, prefix, seed)
+    numbered = zip(batch.rows, records, strict=True)
+    return [{**record, "row": number, "sampling": way} for (number, _), record in numbered if record is not None]
+
+
+def _continue(
+    pieces: list[list[int]],
+    encoder: Encoder,
+    writer: Writer,
+    sampling: Sampling,
+    settings: RegenerateSettings,
+    prefix: int,
+    seed: int,
+) -> list[dict[str, Any] | None]:
+    # One prefix length per batch: nothing is padded but prefixes of shorter documents.
+    prompts = [piece[:prefix] for piece in pieces]
+    new_tokens = min(settings.length - prefix, settings.new_tokens)
+    records: list[dict[str, Any] | None] = []
+    for prompt, new in zip(prompts, writer.continue_texts(prompts, new_tokens, sampling, seed), strict=True):
+        ids = [*prompt, *new]
+        text = encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        records.append({"text": text, "input_ids": ids, "prompt_tokens": len(prompt)})
+    return records
+
+
+def _rewrite(
+    conversations: list[Conversation],
+    encoder: Encoder,
+    writer: Writer,
+    sampling: Sampling,
+    settings: RegenerateSettings,
+    seed: int,
+) -> list[dict[str, Any] | None]:
+    """Every assistant's message anew, behind the new ones before it; one that does not come to an end is the last."""
+    assert encoder.chat is not None
+    histories: list[list[Message]] = [[] for _ in conversations]
+    rest = [list(messages) for messages, _ in conversations]
+    written = [0] * len(conversations)
+    active = list(range(len(conversations)))
+    turn = 0
+    while active:
+        ready = []
+        for at in active:
+            history = histories[at]
+            while rest[at] and (rest[at][0]["role"] != "assistant" or not history):
+                history.append(rest[at].pop(0))
+            if rest[at]:
+                rest[at].pop(0)
+            if history[-1]["role"] == "assistant":
+                continue
+            prompt = encoder.chat.render(history, prompt=True, tools=conversations[at][1])
+            ids = encoder.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+            if len(ids) < settings.length:
+                ready.append(at)
+        if not ready:
+            break
+        asked = [(histories[at], conversations[at][1]) for at in ready]
+        replies = writer.reply(asked, settings.new_tokens, sampling, seed + turn * len(conversations))
+        for at, reply in zip(ready, replies, strict=True):
+            histories[at].append(reply.message)
+            written[at] = len(histories[at])
+        active = [at for at, reply in zip(ready, replies, strict=True) if reply.finished and rest[at]]
+        turn += 1
+    return [
+        {"messages": history[:count], **({"tools": tools} if tools else {})} if count else None
+        for history, count, (_, tools) in zip(histories, written, conversations, strict=True)
+    ]
+
+
+class Shard:
+    """What one process writes: a file of JSON lines, and beside it how much of it is whole.
+
+    Args:
+        folder: of the output.
+        rank, processes: of all that write there.
+
+    Raises:
+        ValueError: the file is shorter than what was written to it.
+    """
+
+    def __init__(self, folder: Path, rank: int = 0, processes: int = 1) -> None:
+        self.path = folder / f"part-{rank:05}-of-{processes:05}.jsonl"
+        self._progress = self.path.with_suffix(".progress")
+        self.batches = self._bytes = 0
+        if self._progress.is_file():
+            progress = json.loads(self._progress.read_text())
+            self.batches, self._bytes = progress["batches"], progress["bytes"]
+        size = self.path.stat().st_size if self.path.is_file() else 0
+        if size < self._bytes:
+            raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it anew.")
+        if size > self._bytes:
+            os.truncate(self.path, self._bytes)  # of a batch that was interrupted
+
+    def append(self, records: list[dict[str, Any]]) -> None:
+        """Write a batch; it counts when all of it is on the disk."""
+        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        with self.path.open("ab") as file:
+            file.write(lines)
+            file.flush()
+            os.fsync(file.fileno())
+        self.batches += 1
+        self._bytes += len(lines)
+        _replace(self._progress, {"batches": self.batches, "bytes": self._bytes})
+
+
+def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
+    """Write down how the text is made, or check that what lies there was made so.
+
+    Args:
+        folder: of the output; made if need be.
+        settings: all that the text depends on.
+        about: what else is worth knowing: versions, the head.
+
+    Raises:
+        ValueError: the folder was begun with other settings.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "settings.json"
+    settings = json.loads(json.dumps(settings))
+    if file.is_file():
+        before = json.loads(file.read_text(encoding="utf8"))["settings"]
+        for name in sorted({*before, *settings}):
+            if before.get(name) != settings.get(name):
+                raise ValueError(
+                    f"{folder} was begun with other settings: {name} differs from {file}; give the same, or another "
+                    "folder."
+                )
+    else:
+        _replace(file, {"settings": settings, "about": about})
+
+
+def _replace(file: Path, content: dict[str, Any]) -> None:
+    """Write a small JSON file, wholly or not at all."""
+    new = file.with_name(f"{file.name}.{os.getpid()}")
+    with new.open("w", encoding="utf8") as stream:
+        json.dump(content, stream, indent=2)
+        stream.write("\n")
+        stream.flush()
+        os.fsync(stream.fileno())
+    os.replace(new, file)
+
+
+def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
+    """Documents, shuffled unless they are streamed, and encoder of each source; errors as for `load_rows`."""
+    sources = []
+    for names in group_files(arguments.train_data):
+        source, encoder = open_encoded(arguments, names, "train", tokenizer, 1)
+        documents = source.documents if arguments.streaming else source.documents.shuffle(seed=seed)
+        sources.append((documents, encoder))
+    return sources
+
+
+def describe(
+    arguments: DataArguments, sources: list[tuple[Any, Encoder]], settings: RegenerateSettings
+) -> dict[str, Any]:
+    """What of the data and the settings the text depends on, for `begin`."""
+    counts = [None if arguments.streaming else len(documents) for documents, _ in sources]
+    chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
+    return {
+        "sources": list(arguments.train_data),
+        "documents": counts,
+        "chat_template": None if chat is None else chat.template_text,
+        "enable_thinking": arguments.enable_thinking,
+        **asdict(settings),
+    }
+
+
+def regenerate(
+    sources: list[tuple[Any, Encoder]],
+    writer: Writer,
+    settings: RegenerateSettings,
+    folder: Path,
+    *,
+    rank: int = 0,
+    processes: int = 1,
+    rows: int | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    report: Callable[[int, list[dict[str, Any]]], None] = lambda batches, records: None,
+) -> None:
+    """Write this process's batches, every `processes`-th, behind those that it has written before.
+
+    Args:
+        sources: as `open_sources` gives them.
+        writer: who writes.
+        settings: what is written.
+        folder: of the output, as `begin` leaves it.
+        rank, processes: which part of the batches is this process's.
+        rows: how many of all rows are written, in whole batches; None for all.
+        stop: asked before each batch.
+        report: called behind each batch with how many this process has and the new records.
+
+    Raises:
+        ValueError, ConnectionError: as for the writer.
+    """
+    shard = Shard(folder, rank, processes)
+    batches = None if rows is None else -(-rows // settings.batch_size)
+    own = (batch for batch in islice(plan(sources, settings), batches) if batch.number % processes == rank)
+    for batch in islice(own, shard.batches, None):
+        if stop():
+            return
+        records = write_batch(batch, writer, settings)
+        shard.append(records)
+        report(shard.batches, records)

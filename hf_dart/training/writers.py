@@ -1,0 +1,208 @@
+"""Who writes the new text: a model here, or a server."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from transformers import GenerationConfig
+
+from hf_dart.pair import sentence
+from hf_dart.training.chat import ChatFormat, Message
+from hf_dart.training.sampling import Sampling
+
+
+class Reply(NamedTuple):
+    """An assistant's message, and whether it came to its end."""
+
+    message: Message
+    finished: bool
+
+
+class Writer(Protocol):
+    """Writes for a whole batch; the same text for the same arguments, as far as its machine allows."""
+
+    def continue_texts(
+        self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[list[int]]:
+        """New token ids for each prompt, an end token included where one was written."""
+
+    def reply(
+        self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[Reply]:
+        """The next message of each conversation, given as messages and tools."""
+
+
+@dataclass
+class ModelWriter:
+    """A target that `generate` is called of.
+
+    Args:
+        model: the target.
+        tokenizer: its tokenizer.
+        chat: how conversations become text; None where there are none.
+        head: drafts for it, attached; the text is the same.
+    """
+
+    model: Any
+    tokenizer: Any
+    chat: ChatFormat | None = None
+    head: Any = None
+
+    def continue_texts(
+        self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[list[int]]:
+        width = max(map(len, prompts))
+        pad = self.tokenizer.pad_token_id
+        pad = min(self.ends, default=0) if pad is None else pad
+        config = GenerationConfig(
+            max_new_tokens=new_tokens,
+            eos_token_id=sorted(self.ends) or None,
+            pad_token_id=pad,
+            **sampling.for_generate(),
+        )
+        ids = torch.tensor([[pad] * (width - len(prompt)) + list(prompt) for prompt in prompts])
+        mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+        device = self.model.device
+        drafting = {} if self.head is None else {"assistant": self.head}
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            sequences = self.model.generate(
+                ids.to(device), attention_mask=mask.to(device), generation_config=config, **drafting
+            )
+        written = []
+        for row in sequences[:, width:].tolist():
+            end = next((at + 1 for at, token in enumerate(row) if token in self.ends), len(row))
+            written.append(row[:end])
+        return written
+
+    def reply(
+        self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[Reply]:
+        assert self.chat is not None
+        texts = [self.chat.render(messages, prompt=True, tools=tools) for messages, tools in conversations]
+        prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+        replies = []
+        for ids in self.continue_texts(prompts, new_tokens, sampling, seed):
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            replies.append(Reply({"role": "assistant", "content": text}, ids[-1] in self.ends))
+        return replies
+
+    @property
+    def ends(self) -> set[int]:
+        """The tokens that end a text of the target."""
+        ends = self.model.generation_config.eos_token_id
+        ends = self.tokenizer.eos_token_id if ends is None else ends
+        return {*ends} if isinstance(ends, (list, tuple)) else {ends} - {None}
+
+
+@dataclass
+class ServerWriter:
+    """A server with OpenAI-style endpoints `/v1/completions` and `/v1/chat/completions`, such as vLLM's.
+
+    Args:
+        url: of the server, with or without `/v1`.
+        model: the name under which it serves the target.
+        tokenizer: the target's.
+        key: sent as bearer token.
+        enable_thinking: handed to the server's chat template; None leaves it out.
+        requests: that are under way at a time.
+        tries: of each request; behind a failed one comes a pause, twice as long each time.
+        timeout: seconds of one request.
+        pause: seconds behind the first failure.
+    """
+
+    url: str
+    model: str
+    tokenizer: Any
+    key: str | None = None
+    enable_thinking: bool | None = None
+    requests: int = 64
+    tries: int = 6
+    timeout: float = 600.0
+    pause: float = 1.0
+
+    def continue_texts(
+        self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[list[int]]:
+        def one(at: int) -> list[int]:
+            # vLLM gives the ids that it wrote; of other servers' text they may be others.
+            content = {"prompt": list(prompts[at]), "return_token_ids": True}
+            choice = self._ask("completions", content, new_tokens, sampling, seed + at)
+            ids = choice.get("token_ids")
+            if ids is None:
+                ids = self.tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
+                if choice.get("finish_reason") == "stop" and self.tokenizer.eos_token_id is not None:
+                    ids = [*ids, self.tokenizer.eos_token_id]
+            return list(ids)
+
+        return self._all(one, len(prompts))
+
+    def reply(
+        self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
+    ) -> list[Reply]:
+        def one(at: int) -> Reply:
+            messages, tools = conversations[at]
+            content: dict[str, Any] = {"messages": messages}
+            if tools:
+                content["tools"] = tools
+            if self.enable_thinking is not None:
+                content["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
+            choice = self._ask("chat/completions", content, new_tokens, sampling, seed + at)
+            answer = choice["message"]
+            message = {"role": "assistant", "content": answer.get("content") or ""}
+            if answer.get("reasoning_content"):
+                message["reasoning_content"] = answer["reasoning_content"]
+            return Reply(message, choice.get("finish_reason") == "stop")
+
+        return self._all(one, len(conversations))
+
+    def _all(self, one: Callable[[int], Any], count: int) -> list[Any]:
+        with ThreadPoolExecutor(self.requests) as pool:
+            return list(pool.map(one, range(count)))
+
+    def _ask(
+        self, endpoint: str, content: dict[str, Any], new_tokens: int, sampling: Sampling, seed: int
+    ) -> dict[str, Any]:
+        """The first choice of the server's answer.
+
+        Raises:
+            ValueError: it refuses the request, or answers with something else than choices.
+            ConnectionError: it does not answer.
+        """
+        address = f"{self.url.rstrip('/').removesuffix('/v1')}/v1/{endpoint}"
+        body = {"model": self.model, "max_tokens": new_tokens, "seed": seed, **content, **sampling.for_server()}
+        headers = {"Content-Type": "application/json"}
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        for attempt in range(self.tries):
+            if attempt:
+                time.sleep(self.pause * 2 ** (attempt - 1))
+            try:
+                with urllib.request.urlopen(request, timeout=self.timeout) as response:
+                    answer = json.load(response)
+                choice = answer["choices"][0]
+                choice["message" if "chat" in endpoint else "text"]
+                return choice
+            except urllib.error.HTTPError as error:
+                if error.code < 500 and error.code != 429:
+                    said = error.read(500).decode(errors="replace")
+                    raise ValueError(f"The server refuses a request to {address}: {error.code}, {said}") from error
+                last: Exception = error
+            except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+                raise ValueError(f"{address} does not answer as an OpenAI-style server does; mend the URL.") from error
+            except (OSError, http.client.HTTPException) as error:  # no connection, a broken one, no answer in time
+                last = error
+        raise ConnectionError(
+            f"{address} did not answer in {self.tries} tries ({sentence(last)}); when the server runs, give the same "
+            "command again, and it goes on where it stopped."
+        )

@@ -1,0 +1,192 @@
+"""Conversations: which tokens are the assistant's, and that only they are trained on."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
+from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
+from torch import Tensor
+
+from hf_dart import DartConfig, DartHead
+from hf_dart.fit import template_hash
+from hf_dart.training import DataArguments, load_rows
+from hf_dart.training.blocks import draw_anchors, labels_behind, target_positions
+from hf_dart.training.chat import ChatFormat, as_messages
+from hf_dart.training.losses import NO_LABEL
+
+datasets.disable_progress_bars()
+REPLIES = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
+Runs = list[str]
+
+
+def runs_of(ids: np.ndarray, mask: np.ndarray, tokenizer: Any) -> Runs:
+    """The text of each run of marked tokens."""
+    edges = [0, *(np.flatnonzero(np.diff(mask.astype(int))) + 1).tolist(), len(ids)]
+    return [tokenizer.decode(ids[begin:end]) for begin, end in pairwise(edges) if mask[begin]]
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED])
+def test_the_assistants_tokens_are_its_replies_and_their_ends(template: str) -> None:
+    tokenizer = chat_tokenizer(template)
+    chat = ChatFormat(tokenizer)
+    ((ids, mask),) = chat.encode(CONVERSATION)
+    assert ids.tolist() == tokenizer(chat.render(CONVERSATION), add_special_tokens=False)["input_ids"]
+    assert runs_of(ids, mask, tokenizer) == [reply + tokenizer.eos_token for reply in REPLIES]
+    ((same, nothing),) = chat.encode(CONVERSATION, marked=False)
+    assert (same == ids).all()
+    assert not nothing.any()
+
+
+@pytest.mark.parametrize("enable_thinking", [None, True, False])
+def test_a_template_that_drops_thoughts_gives_a_document_for_each_turn(enable_thinking: bool | None) -> None:
+    tokenizer = chat_tokenizer(THINKING)
+    thought = "" if enable_thinking is False else "<think>\nHm.\n</think>\n\n"
+    messages = [{**m, "content": thought + m["content"]} if m["role"] == "assistant" else m for m in CONVERSATION]
+    documents = ChatFormat(tokenizer, enable_thinking=enable_thinking).encode(messages)
+    assert [runs_of(*document, tokenizer) for document in documents] == [
+        [thought + reply + tokenizer.eos_token] for reply in REPLIES
+    ]
+    # The second is rendered as the model meets it: without the thought of the first turn.
+    assert tokenizer.decode(documents[1][0]).count("<think>") == 1
+
+
+def test_what_cannot_be_told_apart_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"mark them in the template with \{% generation %\}"):
+        ChatFormat(chat_tokenizer(OTHER_PROMPT)).encode(CONVERSATION)
+    with pytest.raises(ValueError, match="has no chat template; give one with chat_template"):
+        ChatFormat(chat_tokenizer(None))
+    picky = "{% if messages[0].role != 'user' %}{{ raise_exception('Users speak first') }}{% endif %}" + PLAIN
+    with pytest.raises(ValueError, match=r"roles system, user \(Users speak first\); leave such"):
+        ChatFormat(chat_tokenizer(), picky).encode(CONVERSATION)
+    slow = chat_tokenizer()
+    slow.__class__ = type("Slow", (type(slow),), {"is_fast": False})
+    with pytest.raises(ValueError, match="needs a fast tokenizer"):
+        ChatFormat(slow)
+
+
+def test_sharegpt_messages_are_understood() -> None:
+    turns = [{"from": "human", "value": "Hi.", "role": None}, {"from": "gpt", "value": "Hello."}]
+    assert as_messages(turns) == [{"role": "user", "content": "Hi."}, {"role": "assistant", "content": "Hello."}]
+    with pytest.raises(ValueError, match=r"has the fields .*'speaker'"):
+        as_messages([{"speaker": "a", "content": "b"}])
+
+
+def test_an_assistant_that_speaks_first_was_given_that_text() -> None:
+    tokenizer = chat_tokenizer()
+    messages = [{"role": "assistant", "content": "Welcome."}, *CONVERSATION[1:3]]
+    ((ids, mask),) = ChatFormat(tokenizer).encode(messages)
+    assert runs_of(ids, mask, tokenizer) == [REPLIES[0] + tokenizer.eos_token]
+
+
+@pytest.mark.parametrize("draft_length", [1, 2, 5])
+def test_anchors_stand_where_the_first_drafted_token_counts(draft_length: int) -> None:
+    generator = torch.Generator().manual_seed(1)
+    mask = torch.rand(6, 40, generator=generator) < 0.5
+    documents = torch.arange(40).div(15, rounding_mode="floor").repeat(6, 1)
+    documents[:, 37:] = -1
+    anchors = draw_anchors(documents, 40, draft_length, loss_mask=mask)
+    for row in range(6):
+        wanted = [
+            n
+            for n in range(40 - draft_length)
+            if 0 <= documents[row, n] == documents[row, n + draft_length]
+            and n + 2 < 40
+            and documents[row, n + 2] == documents[row, n]
+            and mask[row, n + 2]
+        ]
+        assert anchors[row][anchors[row] >= 0].tolist() == wanted
+
+
+def test_labels_end_with_the_assistants_tokens() -> None:
+    ids = torch.arange(10, 22)[None]
+    documents = torch.zeros_like(ids)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
+    anchors = torch.tensor([2, 6])
+    rows = torch.zeros(2, 1, dtype=torch.long)
+    labels = labels_behind(ids, documents, rows, target_positions(anchors, 4), mask)
+    # The second reply is not behind the first one's end, though the draft reaches it.
+    assert labels.tolist() == [[14, 15, NO_LABEL, NO_LABEL], [18, 19, 20, 21]]
+
+
+def write_chats(path: Path, count: int = 12) -> str:
+    rows = [
+        {"messages": [*CONVERSATION[:-1], {"role": "assistant", "content": f"x = {n}\n" * 9}]} for n in range(count)
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_rows_of_conversations(tmp_path: Path, streaming: bool) -> None:
+    source, cache = write_chats(tmp_path / "chats.jsonl"), str(tmp_path / "cache")
+    tokenizer = chat_tokenizer(THINKING)
+    shared: dict[str, Any] = {"max_length": 160, "cache_dir": cache, "streaming": streaming}
+    config = DartConfig()
+    arguments = DataArguments([source], enable_thinking=False, **shared)
+    rows, _ = load_rows(arguments, tokenizer, 4, config)
+    written = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in rows]
+    assert sum(text.count("def multiply") for text in written) == 0
+    assert sum(text.count(REPLIES[0]) for text in written) == 12
+    assert not any("Add two" in text or "<user>" in text for text in written)
+    assert (config.chat_template_hash, config.enable_thinking) == (template_hash(THINKING), False)
+
+    file = tmp_path / "plain.jinja"
+    file.write_text(PLAIN)
+    load_rows(DataArguments([source], chat_template=str(file), **shared), tokenizer, 4, config)
+    assert (config.chat_template_hash, config.enable_thinking) == (template_hash(PLAIN), None)
+    (everything, *_), _ = load_rows(DataArguments([source], train_on="all", **shared), tokenizer, 4)
+    assert (everything["loss_mask"] == (everything["documents"] >= 0)).all()
+    with pytest.raises(ValueError, match="There is no chat template"):
+        load_rows(DataArguments([source], chat_template="missing.jinja", **shared), tokenizer, 4)
+
+    unanswered = tmp_path / "unanswered.jsonl"
+    unanswered.write_text(json.dumps({"messages": CONVERSATION[:2]}) + "\n")
+    with pytest.raises(ValueError, match="no tokens of an assistant to train on; check the roles"):
+        load_rows(DataArguments([str(unanswered)], **shared), tokenizer, 4)
+
+
+def test_another_chat_template_than_the_heads_is_told(tmp_path: Path) -> None:
+    target, tokenizer = tiny_target(), chat_tokenizer()
+    head = tiny_head(target, chat_template_hash=template_hash(PLAIN), enable_thinking=False)
+    head.save_pretrained(tmp_path)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loaded = DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=tokenizer)
+    assert loaded.config.enable_thinking is False
+    tokenizer.chat_template = MARKED
+    with pytest.warns(UserWarning, match="another chat template"):
+        DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=tokenizer)
+
+
+def test_tokens_that_are_not_the_assistants_move_no_weight(tmp_path: Path) -> None:
+    """What stands behind the last marked token, in the reach of no label, is for the loss as if it were not there."""
+    target = tiny_target()
+    ids = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
+    documents = torch.zeros_like(ids)
+    mask = torch.zeros_like(ids, dtype=torch.bool)
+    mask[:, 6:10] = True
+
+    def loss_of(ids: Tensor) -> float:
+        rows = [
+            dict(zip(("input_ids", "documents", "loss_mask"), row, strict=True))
+            for row in zip(ids, documents, mask, strict=True)
+        ]
+        trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, loss="left_to_right", anchors_per_row=24)
+        batch = trainer.data_collator(rows)
+        assert trainer.draw(batch, torch.Generator()) == 2 * 4
+        with torch.no_grad():
+            return trainer.compute_loss(trainer.head, batch).item()
+
+    behind, before = ids.clone(), ids.clone()
+    behind[:, 10:] = (behind[:, 10:] + 1) % VOCABULARY
+    before[:, :6] = (before[:, :6] + 1) % VOCABULARY
+    assert loss_of(ids) == loss_of(behind) != loss_of(before)

@@ -1,0 +1,384 @@
+"""`hf-dart regenerate`: the target's own words, however often and by however many processes they are written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+import torch
+from chats import CONVERSATION, chat_tokenizer
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from hf_dart import DartHead, attach
+from hf_dart.cli import main
+from hf_dart.training import DataArguments, load_rows
+from hf_dart.training.chat import ChatFormat
+from hf_dart.training.regenerate import RegenerateSettings, Shard, begin, open_sources, plan, regenerate
+from hf_dart.training.sampling import Sampling
+from hf_dart.training.writers import ModelWriter, ServerWriter
+
+datasets.disable_progress_bars()
+MIXTURE = (Sampling(0.4, temperature=1.0), Sampling(0.3, repetition_penalty=1.1), Sampling(0.3))
+SETTINGS = RegenerateSettings(length=24, new_tokens=12, prefix=(4, 9), mixture=MIXTURE, batch_size=4, seed=2)
+TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 4 + 1) for i in range(14)]
+
+
+def small_writer(**options: Any) -> ModelWriter:
+    """A random target with the packaged tokenizer's vocabulary, of which it uses little."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tokenizer = chat_tokenizer()
+        config = Qwen3Config(
+            vocab_size=len(tokenizer),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=1,
+            head_dim=8,
+            initializer_range=0.4,
+            tie_word_embeddings=False,
+            eos_token_id=tokenizer.eos_token_id,
+            pad_token_id=tokenizer.pad_token_id,
+        )
+        model = Qwen3ForCausalLM(config).double().eval()
+    with torch.no_grad():
+        model.lm_head.weight[40:] *= 0.1
+    model.generation_config.eos_token_id = [tokenizer.eos_token_id, 16, 17]
+    return ModelWriter(model, tokenizer, ChatFormat(tokenizer), **options)
+
+
+def text_file(folder: Path) -> str:
+    path = folder / "texts.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return str(path)
+
+
+def sources_of(folder: Path, *names: str) -> Any:
+    arguments = DataArguments(list(names), cache_dir=str(folder / "cache"), train_on="all")
+    return open_sources(arguments, chat_tokenizer(), seed=3)
+
+
+def records_in(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for part in sorted(folder.glob("*.jsonl")) for line in part.read_text().splitlines()]
+
+
+def run(folder: Path, sources: Any, writer: Any, settings: RegenerateSettings = SETTINGS, **options: Any) -> Path:
+    begin(folder, {}, {})
+    regenerate(sources, writer, settings, folder, **options)
+    return folder
+
+
+def test_texts_are_continued_and_read_back(tmp_path: Path) -> None:
+    writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
+    out = run(tmp_path / "out", sources, writer)
+    records = records_in(out)
+    (documents, encoder), *_ = sources
+    pieces = []
+    for text in documents["text"]:
+        ids = encoder.tokenizer(text)["input_ids"]
+        pieces += [ids[at : at + 24] for at in range(0, len(ids), 24)]
+    assert sorted(record["row"] for record in records) == list(range(len(pieces)))
+    for record in records:
+        given = record["prompt_tokens"]
+        assert given <= 9
+        assert record["input_ids"][:given] == pieces[record["row"]][:given]
+        assert given < len(record["input_ids"]) <= 24
+    assert len({record["sampling"] for record in records}) == 3
+
+    rows, _ = load_rows(
+        DataArguments([str(out)], max_length=24, cache_dir=str(tmp_path / "cache")), encoder.tokenizer, 3
+    )
+    trained = sum(int(row["loss_mask"].sum()) for row in rows)
+    assert 0 < trained <= sum(len(record["input_ids"]) - record["prompt_tokens"] for record in records)
+
+
+def test_greedy_text_is_what_generate_writes(tmp_path: Path) -> None:
+    writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
+    settings = RegenerateSettings(length=24, prefix=(4, 9), batch_size=4)
+    for record in records_in(run(tmp_path / "out", sources, writer, settings)):
+        prompt = record["input_ids"][: record["prompt_tokens"]]
+        alone = writer.model.generate(torch.tensor([prompt]), max_new_tokens=24 - len(prompt), do_sample=False)
+        length = len(record["input_ids"])
+        assert alone[0, :length].tolist() == record["input_ids"]
+        assert length == alone.shape[1] or record["input_ids"][-1] in writer.ends or length >= 24 - 9 + len(prompt)
+
+
+def test_with_a_head_the_text_is_the_same(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, text_file(tmp_path))
+    plain = run(tmp_path / "plain", sources, small_writer(), rows=12)
+    writer = small_writer()
+    fields = {"draft_length": 3, "feature_layers": [1, 2], "initializer_range": 0.3, "tree": {"nodes": 6}}
+    writer.head = DartHead.from_target(writer.model, **fields)
+    attach(writer.model)
+    drafted = run(tmp_path / "drafted", sources, writer, rows=12)
+    assert records_in(plain) == records_in(drafted)
+    assert len(records_in(plain)) == 12
+
+
+def killed_run(folder: str, source: str, batches: str) -> None:
+    """Writes until the bytes of a batch are on the disk, and dies before it counts."""
+    sources = sources_of(Path(folder).parent, source)
+    synced, count = os.fsync, 2 * int(batches)
+
+    def fsync(file: int) -> None:
+        nonlocal count
+        synced(file)
+        count -= 1
+        if count < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    os.fsync = fsync
+    regenerate(sources, small_writer(), SETTINGS, Path(folder))
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    source = text_file(tmp_path)
+    sources = sources_of(tmp_path, source)
+    whole = run(tmp_path / "whole", sources, small_writer())
+    out = tmp_path / "out"
+    begin(out, {}, {})
+    done = subprocess.run([sys.executable, __file__, str(out), source, "2"], check=False, capture_output=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
+    (part,) = out.glob("*.jsonl")
+    assert len(part.read_text().splitlines()) == 12  # three batches, one of which does not count
+    with part.open("a") as file:
+        file.write('{"text": "torn')
+    assert Shard(out).batches == 2
+
+    class Interrupted(Exception):
+        pass
+
+    def interrupt(batches: int, records: Any) -> None:
+        if batches == 4:
+            raise Interrupted
+
+    with pytest.raises(Interrupted):
+        regenerate(sources, small_writer(), SETTINGS, out, report=interrupt)
+    asked: list[int] = []
+    regenerate(
+        sources, small_writer(), SETTINGS, out, stop=lambda: len(asked) == 1, report=lambda n, _: asked.append(n)
+    )
+    assert asked == [5]
+    regenerate(sources, small_writer(), SETTINGS, out)
+    assert part.read_bytes() == (whole / part.name).read_bytes()
+    regenerate(sources, small_writer(), SETTINGS, out, report=lambda n, _: asked.append(n))
+    assert asked == [5]  # nothing was left to do
+
+    part.write_text("")
+    with pytest.raises(ValueError, match=r"has lost its end; remove it and part-00000-of-00001.progress"):
+        Shard(out)
+
+
+def test_processes_share_the_batches(tmp_path: Path) -> None:
+    sources, writer = sources_of(tmp_path, text_file(tmp_path)), small_writer()
+    alone = records_in(run(tmp_path / "alone", sources, writer))
+    for rank in (2, 0, 1):
+        run(tmp_path / "shared", sources, writer, rank=rank, processes=3)
+    shared = records_in(tmp_path / "shared")
+    assert sorted(shared, key=lambda record: record["row"]) == sorted(alone, key=lambda record: record["row"])
+
+
+def test_other_settings_do_not_mix(tmp_path: Path) -> None:
+    begin(tmp_path, {"seed": 0, "prefix": (1, 2)}, {"torch": "a"})
+    begin(tmp_path, {"seed": 0, "prefix": (1, 2)}, {"torch": "b"})
+    with pytest.raises(ValueError, match=r"other settings: seed differs from .*settings.json; give the same"):
+        begin(tmp_path, {"seed": 1, "prefix": (1, 2)}, {})
+
+
+def chat_file(folder: Path) -> str:
+    path = folder / "chats.jsonl"
+    tool = [{"role": "assistant", "content": "", "tool_calls": [{"name": "f"}]}, {"role": "tool", "content": "1"}]
+    conversations = [
+        CONVERSATION,
+        CONVERSATION[:2],  # a prompt alone is answered
+        [{"role": "assistant", "content": "Hello."}, *CONVERSATION[1:]],
+        [*CONVERSATION[:3], {"role": "user", "content": "Try it."}, *tool],
+        CONVERSATION[:1],  # nothing to answer
+        [CONVERSATION[0], {"role": "user", "content": "long " * 200}],  # no room for a reply
+    ]
+    path.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    return str(path)
+
+
+def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
+    writer, sources = small_writer(), sources_of(tmp_path, chat_file(tmp_path))
+    settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=8)
+    (records,) = [records_in(run(tmp_path / "out", sources, writer, settings))]
+    assert len(records) == 4
+    replies = finished = 0
+    for record in records:
+        messages = [{name: value for name, value in m.items() if value is not None} for m in record["messages"]]
+        assert messages[-1]["role"] == "assistant"
+        for at, message in enumerate(messages):
+            if message["role"] != "assistant" or at == 0:
+                assert message["content"] in {"Hello.", "Try it.", *(m["content"] for m in CONVERSATION)}
+                continue
+            assert writer.chat is not None
+            prompt = writer.tokenizer(writer.chat.render(messages[:at], prompt=True), return_tensors="pt")["input_ids"]
+            written = writer.model.generate(prompt, max_new_tokens=12, do_sample=False)[0, prompt.shape[1] :]
+            assert message["content"] == writer.tokenizer.decode(written, skip_special_tokens=True)
+            replies += 1
+            ended = int(written[-1]) in writer.ends
+            finished += ended
+            assert ended or at == len(messages) - 1
+    assert replies > len(records)  # some had a second turn
+    assert 0 < finished < replies
+
+    rows, _ = load_rows(
+        DataArguments([str(tmp_path / "out")], max_length=120, cache_dir=str(tmp_path / "cache")), writer.tokenizer, 3
+    )
+    assert len(rows) > 0
+
+
+class Endpoint(BaseHTTPRequestHandler):
+    """OpenAI-style endpoints in front of a `ModelWriter`, with a fault now and then."""
+
+    def do_POST(self) -> None:
+        server: Any = self.server
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        with server.lock:
+            server.seen.append(body)
+            fault = server.faults.pop(0) if server.faults else None
+            if fault == "drop":
+                self.close_connection = True
+                return
+            if fault is None:
+                answer = self.answer(body)
+        content = json.dumps(answer if fault is None else {"error": "no"}).encode()
+        self.send_response(fault or 200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        writer = self.server.writer  # type: ignore[attr-defined]
+        sampling = Sampling(1.0, body["temperature"], repetition_penalty=body.get("repetition_penalty", 1.0))
+        if self.path == "/v1/completions":
+            (ids,) = writer.continue_texts([body["prompt"]], body["max_tokens"], sampling, body["seed"])
+            ended = ids[-1] in writer.ends
+            choice = {"text": writer.tokenizer.decode(ids), "token_ids": ids}
+            return {"choices": [{**choice, "finish_reason": "stop" if ended else "length"}]}
+        if self.path == "/v1/chat/completions":
+            ((message, ended),) = writer.reply([(body["messages"], None)], body["max_tokens"], sampling, body["seed"])
+            return {"choices": [{"message": message, "finish_reason": "stop" if ended else "length"}]}
+        return {"detail": "not found"}
+
+    def log_message(self, *args: Any) -> None:
+        """Quiet."""
+
+
+@pytest.fixture
+def server() -> Iterator[Any]:
+    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
+    server.daemon_threads = True
+    server.lock, server.seen, server.faults, server.writer = threading.Lock(), [], [], small_writer()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server: Any) -> None:
+    greedy = (Sampling(0.5), Sampling(0.5, repetition_penalty=1.2))
+    texts = sources_of(tmp_path, text_file(tmp_path), chat_file(tmp_path))
+    settings = RegenerateSettings(length=120, new_tokens=10, prefix=(4, 9), mixture=greedy, batch_size=4, seed=1)
+    local = run(tmp_path / "local", texts, server.writer, settings)
+    url = f"http://127.0.0.1:{server.server_port}"
+    writer = ServerWriter(url, "small", server.writer.tokenizer, enable_thinking=False, requests=4, pause=0.01)
+    server.faults = [503, "drop", 429]
+    remote = run(tmp_path / "remote", texts, writer, settings)
+    assert records_in(remote) == records_in(local)
+    assert {body["model"] for body in server.seen} == {"small"}
+    assert {body.get("repetition_penalty") for body in server.seen} == {None, 1.2}
+    chats = [body for body in server.seen if "messages" in body]
+    assert all(body["chat_template_kwargs"] == {"enable_thinking": False} for body in chats)
+    assert len({body["seed"] for body in server.seen}) > len(server.seen) / 2
+
+
+def test_a_server_that_does_not_answer(server: Any) -> None:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    ask: Any = {"prompts": [[5, 6]], "new_tokens": 2, "sampling": Sampling(), "seed": 0}
+    writer = ServerWriter(url, "small", server.writer.tokenizer, tries=3, pause=0.01)
+    server.faults = [503, 503, 503]
+    with pytest.raises(ConnectionError, match=r"did not answer in 3 tries .*give the same command again"):
+        writer.continue_texts(**ask)
+    server.faults = [404]
+    with pytest.raises(ValueError, match=r"refuses a request to http://127.*: 404"):
+        writer.continue_texts(**ask)
+    writer.url = f"http://127.0.0.1:{server.server_port}/other"
+    with pytest.raises(ValueError, match="does not answer as an OpenAI-style server does"):
+        writer.continue_texts(**ask)
+
+
+def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_path: Path) -> None:
+    rows = [{"messages": [{"role": "user", "content": "x " * (n % 50)}]} for n in range(640)]
+    source = tmp_path / "many.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    batches = list(plan(sources_of(tmp_path, str(source)), RegenerateSettings(batch_size=4)))
+    assert [batch.number for batch in batches] == list(range(160))
+    assert sorted(number for batch in batches for number, _ in batch.rows) == list(range(640))
+    sizes = [[len(messages[0]["content"]) for _, (messages, _) in batch.rows] for batch in batches]
+    assert all(max(size) - min(size) <= 20 for size in sizes)
+    assert sum(map(sum, sizes[:16])) > 0.3 * sum(map(sum, sizes[:16][:8])) > 0
+
+
+def test_sampling_reads_and_refuses() -> None:
+    assert Sampling.parse("0.3 temperature=0.8 top_p=0.95 top_k=20") == Sampling(0.3, 0.8, 0.95, 20)
+    assert Sampling.parse("1") == Sampling()
+    for text, match in (
+        ("temperature=1", "does not read like"),
+        ("0.3 temperature", "does not read like"),
+        ("0.3 heat=1", "names 'heat'; give any of"),
+        ("0 temperature=1", "share is 0.0; give a number above 0"),
+        ("1 temperature=-1", "temperature is -1.0; give 0 or more"),
+        ("1 temperature=nan", "temperature is nan"),
+        ("1 top_p=0.9", "give a temperature too"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            Sampling.parse(text)
+    for wrong in ({"prefix": (0, 5)}, {"prefix": (9, 5)}, {"prefix": (5, 2048)}, {"batch_size": 0}, {"mixture": ()}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            RegenerateSettings(**wrong)  # type: ignore[arg-type]
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = text_file(tmp_path)
+    words = ["regenerate", source, "--cache-dir", str(tmp_path / "cache"), "--output", str(tmp_path / "out")]
+    words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4"]
+    way = ["--mixture", "0.5 temperature=1", "0.5"]
+    assert main([*words, *way, "--rows", "3"]) == 0
+    assert "process 0: 1 batches; now 4 rows" in capsys.readouterr().err
+    assert main([*words, *way, "--rows", "3"]) == 0
+    assert len(records_in(tmp_path / "out")) == 4
+    settings = json.loads((tmp_path / "out" / "settings.json").read_text())
+    assert settings["settings"]["target"] == "packaged target"
+    assert settings["settings"]["mixture"][0]["temperature"] == 1.0
+    for wrong, said in (
+        (["--temperature", "1"], "mixture differs"),
+        ([*way, "--top-p", "0.5"], "--top-p is for one way to write"),
+        (["--top-p", "0.5"], "give a temperature too"),
+        (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
+        (["--model", "x"], "give --server"),
+        (["--target", "./missing"], "There is no folder './missing'"),
+        (["--text-field", "body"], "has no field 'body', only 'text'"),
+    ):
+        assert main([*words, *wrong]) == 2
+        assert said in capsys.readouterr().err
+    assert len(records_in(tmp_path / "out")) == 4
+
+
+if __name__ == "__main__":
+    killed_run(*sys.argv[1:])
