@@ -26,6 +26,9 @@ class DartConfig(PreTrainedConfig):
         feature_layers: which of the target's `hidden_states` are fused; 0 is the embedding output, L the
             output of the last of L layers. The paper's layers are `default_feature_layers(L)`.
         hidden_size: H, the width of the target's LM head, which the drafter shares.
+        own_lm_head: score tokens with an LM head of the head's own [V, H] ([M, H] of a draft vocabulary) instead of
+            the target's.
+        double_norm: apply the final norm twice, as DART's released code does.
         embedding_size: E, the width of the target's token embeddings, which the drafter shares.
         feature_size: width of one target hidden state.
         num_layers: decoder layers of the head, 1 to 5.
@@ -67,6 +70,8 @@ class DartConfig(PreTrainedConfig):
     draft_length: int = 8
     feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
     hidden_size: int = 256
+    own_lm_head: bool = False
+    double_norm: bool = False
     embedding_size: int = 256
     feature_size: int = 256
     num_layers: int = 1
@@ -160,12 +165,12 @@ class DartConfig(PreTrainedConfig):
     @property
     def needs(self) -> dict[str, int]:
         """What a target has to have, in the words of `hf_dart.fit.check_fit`."""
-        return {
+        needs = {
             "hidden size": self.feature_size,
             "embedding width": self.embedding_size,
-            "LM head width": self.hidden_size,
             "number of layers": self.target_num_layers,
         }
+        return needs if self.own_lm_head else {**needs, "LM head width": self.hidden_size}
 
     @classmethod
     def for_target(cls, target: Any, **overrides: Any) -> DartConfig:

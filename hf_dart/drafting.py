@@ -107,7 +107,7 @@ class DraftingModel(DartModel):
                 return keys[:, :, :end], values[:, :, :end]
 
             x = residual = layer(x, residual, rotation, mask, remember, context)
-        return self.norm(x)
+        return self.final(x)
 
     def _mask(self, block: Tensor, positions: Tensor, end: int) -> Tensor:
         """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.

@@ -103,12 +103,10 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.
             content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
-            if content.get("model_type") != cls.config_class.model_type:
-                raise ValueError(
-                    f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote."
-                )
             if commit is not None:
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
+            if content.get("model_type") != cls.config_class.model_type:
+                return cls._from_published(path, content, target, tokenizer, **kwargs)
         where = {name: kwargs.get(name) for name in ("token", "revision")}
         where["otherwise"] = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         # A weight of another shape is reported below, in our words.
@@ -128,6 +126,11 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         if ngram is not None:
             drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
         return drafter.eval() if target is None else drafter._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+
+    @classmethod
+    def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
+        """As `from_pretrained`, of a checkpoint in another format, by what its config.json holds."""
+        raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
         from hf_dart.generation.attach import attach

@@ -22,7 +22,8 @@ class DartHead(PushWithCard, DraftingModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
-    loads a trained one; both check the fit and let `model.generate(..., assistant=head)` work.
+    loads a trained one, also as DART's own code published it (`hf_dart.hub.original_dart`); both check the fit and
+    let `model.generate(..., assistant=head)` work.
     """
 
     @classmethod
@@ -59,6 +60,15 @@ class DartHead(PushWithCard, DraftingModel):
             initialise(head, target)
         return head if draft_vocabulary is None else head.reduce_vocabulary(draft_vocabulary)
 
+    @classmethod
+    def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
+        from hf_dart.hub.original_dart import is_original, read_original
+
+        if not is_original(content):
+            return super()._from_published(path, content, target, tokenizer, **kwargs)
+        dtype = kwargs.pop("dtype", None)
+        return read_original(cls, path, content, target, tokenizer, **kwargs)._fit(target, tokenizer, dtype=dtype)
+
     def add_selector(self, rank: int, seed: int = 0) -> Self:
         """Give a trained head a bigram selector (`hf_dart.refine`); untrained, it changes no score.
 
@@ -84,8 +94,10 @@ class DartHead(PushWithCard, DraftingModel):
             tokens: [M] ids; None for the whole vocabulary.
 
         Raises:
-            ValueError: there are none, or some are no ids of the target's.
+            ValueError: there are none, or some are no ids of the target's; or the head has an LM head of its own.
         """
+        if self.lm_head is not None:
+            raise ValueError("This head scores tokens with an LM head of its own, whose vocabulary cannot be changed.")
         ids = None if tokens is None else checked(tokens, self.config.vocab_size).to(self.device)
         self.config.draft_vocab_size = None if ids is None else len(ids)
         self.draft_vocabulary = ids

@@ -86,6 +86,8 @@ class DartModel(FittedDrafter[DartState]):
         self.mask_slot = nn.Embedding(1, slot_width)
         self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        scored = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
         self.selector = BigramSelector(config) if config.selector_rank else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
@@ -139,7 +141,9 @@ class DartModel(FittedDrafter[DartState]):
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] to logits of the target's own LM head: [..., V], or [..., M] of `draft_vocabulary`."""
+        """Hidden states [..., H] to logits of the LM head: [..., V], or [..., M] of `draft_vocabulary`."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
         lm_head = self.shared.lm_head
         dtype = lm_head.weight.dtype
         hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
@@ -197,4 +201,8 @@ class DartModel(FittedDrafter[DartState]):
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
         for layer in self.layers:
             x = residual = layer(x, residual, rotation, attention_mask, None, context)
-        return self.norm(x)
+        return self.final(x)
+
+    def final(self, x: Tensor) -> Tensor:
+        """What the last layer gives [..., H], normed for the LM head."""
+        return self.norm(self.norm(x)) if self.config.double_norm else self.norm(x)

@@ -120,3 +120,69 @@ def save(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]) -> st
 def dflash_checkpoint(folder: Path, target: Any, style: str, **changes: Any) -> str:
     config = dflash_config(target, style, **changes)
     return save(folder, config, dflash_tensors(config))
+
+
+def original_config(target: Any, **changes: Any) -> dict[str, Any]:
+    """The config.json of a head in the format of DART's code; a change to None takes the field out."""
+    text = target.config.get_text_config(decoder=True)
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMDart"],
+        "bos_token_id": 1,
+        "draft_length": 4,
+        "draft_vocab_size": text.vocab_size,
+        "eos_token_id": 2,
+        "head_dim": 8,
+        "hidden_act": "silu",
+        "hidden_size": text.hidden_size,
+        "intermediate_size": 40,
+        "max_position_embeddings": 128,
+        "model_type": "llama",
+        "num_attention_heads": 4,
+        "num_hidden_layers": 1,
+        "num_key_value_heads": 2,
+        "rms_norm_eps": 1e-6,
+        "rope_scaling": None,
+        "rope_theta": 1000000,
+        "torch_dtype": "bfloat16",
+        "vocab_size": text.vocab_size,
+    }
+    return {name: value for name, value in {**config, **changes}.items() if value is not None}
+
+
+def original_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
+    """Random weights, in float64, and a draft vocabulary of every second and third token if it is not whole."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner, scored = (config[name] for name in ("hidden_size", "intermediate_size", "draft_vocab_size"))
+    width, kv_width = (config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads"))
+    shapes = {
+        "embed_tokens.weight": (config["vocab_size"], hidden),
+        "fc.weight": (hidden, 3 * config.get("target_hidden_size", hidden)),
+        "midlayer.mask_rep": (2 * hidden,),
+        "midlayer.self_attn.q_proj.weight": (width, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (kv_width, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (kv_width, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, width),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (scored, hidden),
+    }
+
+    def random(shape: tuple[int, ...], norm: bool) -> Tensor:
+        values = torch.randn(shape, generator=generator, dtype=torch.float64)
+        return 1 + 0.3 * values if norm else 0.3 * values
+
+    tensors = {name: random(shape, "norm" in name) for name, shape in shapes.items()}
+    chosen = torch.randperm(config["vocab_size"], generator=generator)[:scored].sort().values
+    tensors["d2t"] = chosen - torch.arange(scored)
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill(0, chosen, True)
+    return tensors
+
+
+def original_checkpoint(folder: Path, target: Any, **changes: Any) -> str:
+    config = original_config(target, **changes)
+    return save(folder, config, original_tensors(config))

@@ -45,6 +45,7 @@ def read_tensors(
     shapes: Mapping[str, tuple[int, ...]],
     *,
     optional: Collection[str] = (),
+    ignored: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
     **where: Any,
 ) -> dict[str, Tensor]:
@@ -54,6 +55,7 @@ def read_tensors(
         path, where: as for `read_config`.
         shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
         optional: names out of `shapes` that may be missing.
+        ignored: names of others that may be there, and are not read.
         dtypes: of those that are not floating-point.
 
     Raises:
@@ -72,6 +74,7 @@ def read_tensors(
             if twice := found.keys() & slices.keys():
                 raise ValueError(f"The weights in {path} hold {min(twice)} twice; fetch them again.")
             found |= slices
+        found = {name: tensor for name, tensor in found.items() if name not in ignored}
         if strange := found.keys() - shapes.keys():
             raise ValueError(
                 f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "

@@ -1,0 +1,295 @@
+"""Heads in the format of DART's released code (arXiv 2601.19278): read as they are, and written.
+
+There a head has d - 1 mask slots and gives d distributions; it reads the target in front of layers 2, L // 2 and
+L - 3, has an LM head of its own, norms the output of its layer twice, and maps its vocabulary to the target's by
+offsets: token i of the draft is i + d2t[i] of the target. Token embeddings are always the target's.
+
+A head of ours that scores with the target's LM head is written with rows of it, into which the weights of the final
+norm are multiplied: then both norms have weights of one, the second one changes nothing but rounding, and the logits
+are ours. What such a head had as its norm is kept beside, under a name that DART's code passes over; when it is
+read again and the rows still are the target's, it is the head that it was.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_dart.configuration import DartConfig, TreeConfig, default_feature_layers
+from hf_dart.fit import vocabulary_hash
+from hf_dart.hub.checkpoint import Fields, read_tensors
+from hf_dart.vocabulary import columns_of
+
+if TYPE_CHECKING:
+    from hf_dart.head import DartHead
+
+Head = TypeVar("Head", bound="DartHead")
+
+_KIND = "DART head"
+_OWN_NORM = "hf_dart.norm.weight"
+_MANY = 2**31 - 1
+# Ours to theirs.
+_NAMES = {
+    "fc.weight": "fc.weight",
+    "embedding_norm.weight": "midlayer.input_layernorm.weight",
+    "feature_norm.weight": "midlayer.hidden_norm.weight",
+    "mask_slot.weight": "midlayer.mask_rep",
+    **{f"layers.0.self_attn.{x}_proj.weight": f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"},
+    "layers.0.mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
+    **{f"layers.0.mlp.{x}_proj.weight": f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+# Of our config, kept for the way back.
+_KEPT = ("tree", "tokenizer_hash", "chat_template_hash", "enable_thinking", "target_name", "target_revision")
+
+
+def is_original(content: dict[str, Any]) -> bool:
+    """Is this the config.json of a head in the format of DART's code?"""
+    return content.get("model_type") == "llama" and "draft_length" in content
+
+
+def read_original(
+    cls: type[Head], path: str, content: dict[str, Any], target: Any, tokenizer: Any = None, **where: Any
+) -> Head:
+    """A head as DART's code published it, for `target`; not yet bound to it.
+
+    Args:
+        cls: `DartHead`.
+        path: folder or Hub repository.
+        content: of its config.json.
+        target: the model that it was made for: its config does not say which layers it reads.
+        where: revision, token, ...
+
+    Raises:
+        ValueError: there is no target, or it is none that the files can belong to, or they contradict themselves.
+    """
+    if target is None:
+        raise ValueError(
+            f"{path} is a head in the format of DART's code, which does not say what layers it reads; pass target=, "
+            "and save_pretrained it to load it without."
+        )
+    config, dimension = _read_config(Fields(content, _KIND), target)
+    if config.tokenizer_hash is None and tokenizer is not None:
+        config.tokenizer_hash = vocabulary_hash(tokenizer)
+    hidden, scored, vocabulary = config.hidden_size, config.draft_vocab_size or config.vocab_size, config.vocab_size
+    query, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
+    inner = config.intermediate_size
+    ours: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * dimension),
+        "mask_slot.weight": (2 * hidden,),
+        "layers.0.self_attn.q_proj.weight": (query, 2 * hidden),
+        "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
+        "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
+        "layers.0.self_attn.o_proj.weight": (hidden, query),
+        "layers.0.mlp.gate_proj.weight": (inner, hidden),
+        "layers.0.mlp.up_proj.weight": (inner, hidden),
+        "layers.0.mlp.down_proj.weight": (hidden, inner),
+        "lm_head.weight": (scored, hidden),
+    }
+    shapes = {theirs: ours.get(name, (hidden,)) for name, theirs in _NAMES.items()}
+    shapes |= {"d2t": (scored,), "t2d": (vocabulary,), _OWN_NORM: (hidden,)}
+    mapped = ("d2t", "t2d") if scored == vocabulary else ()
+    tensors = read_tensors(
+        path,
+        shapes,
+        optional=(_OWN_NORM, *mapped),
+        ignored=("embed_tokens.weight",),
+        dtypes={"d2t": torch.int64, "t2d": torch.bool},
+        **where,
+    )
+    weights = {name: tensors[theirs] for name, theirs in _NAMES.items()}
+    weights["mask_slot.weight"] = weights["mask_slot.weight"][None]
+    if config.draft_vocab_size is not None:
+        tokens, rows = _vocabulary(path, tensors["d2t"], tensors["t2d"])
+        weights["draft_vocabulary"], weights["lm_head.weight"] = tokens, weights["lm_head.weight"][rows]
+    elif "d2t" in tensors and bool(tensors["d2t"].any()):
+        raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
+    _share_lm_head(config, weights, tensors.get(_OWN_NORM), target)
+    with torch.random.fork_rng(devices=[]):
+        head = cls(config)
+    head.to(weights["fc.weight"].dtype).load_state_dict(weights)
+    return head
+
+
+def _read_config(fields: Fields, target: Any) -> tuple[DartConfig, int]:
+    """Our config of a head, and the width of one of the hidden states that it reads.
+
+    What DART's code does not read, whatever it is, has no effect there, and none here.
+    """
+    fields.choice("hidden_act", ("silu",), "silu")
+    if "rope_scaling" in fields:
+        raise fields.wrong("rope_scaling", fields.given("rope_scaling"), "left out; scaled rotations are not known")
+    heads = fields.integer("num_attention_heads", 1, 4096)
+    kv_heads = fields.integer("num_key_value_heads", 1, heads, heads)
+    hidden = fields.integer("hidden_size", 2, 2**20)
+    head_dim = fields.integer("head_dim", 2, 2**14, hidden // heads)
+    dimension = fields.integer("target_hidden_size", 2, 2**20, hidden)
+    vocab_size = fields.integer("vocab_size", 2, _MANY)
+    scored = fields.integer("draft_vocab_size", 1, vocab_size)
+    layers = default_feature_layers(int(target.config.get_text_config(decoder=True).num_hidden_layers))
+    if len(layers) != 3:
+        raise ValueError(
+            "Heads in the format of DART's code read three different layers of their target, and this one is too "
+            "small to have them; give the target that the head was made for."
+        )
+    known = _read_kept(fields.part("hf_dart"))
+    config = DartConfig.for_target(
+        target,
+        draft_length=fields.integer("draft_length", 0, 30) + 1,
+        feature_layers=layers,
+        hidden_size=hidden,
+        embedding_size=hidden,
+        feature_size=dimension,
+        own_lm_head=True,
+        double_norm=True,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=fields.integer("intermediate_size", 1, 2**24),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+        rope_theta=fields.number("rope_theta", 10000.0),
+        vocab_size=vocab_size,
+        draft_vocab_size=None if scored == vocab_size else scored,
+        **known,
+    )
+    return config, dimension
+
+
+def _read_kept(kept: Fields) -> dict[str, Any]:
+    known = {name: kept.given(name) for name in _KEPT if name in kept}
+    kept.finish()
+    for name, value in known.items():
+        if name != "tree" and not isinstance(value, bool if name == "enable_thinking" else str):
+            raise kept.wrong(name, value, "as write_original writes it")
+    try:
+        TreeConfig(**known.get("tree", {}))
+    except TypeError as error:
+        raise kept.wrong("tree", known["tree"], "the fields of a TreeConfig") from error
+    return known
+
+
+def _vocabulary(path: str, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
+    """Ids of the tokens that are scored [M], ascending, and the rows of the LM head in that order."""
+    tokens = torch.arange(len(d2t)) + d2t
+    inside = (tokens >= 0) & (tokens < len(t2d))
+    if not bool(inside.all()) or len(tokens.unique()) < len(tokens):
+        raise ValueError(f"The d2t of {path} names tokens twice or beyond the vocabulary; fetch it again.")
+    marked = torch.zeros_like(t2d)
+    marked[tokens] = True
+    if not torch.equal(marked, t2d):
+        raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
+    return tokens.sort()
+
+
+def _share_lm_head(config: DartConfig, weights: dict[str, Tensor], norm: Tensor | None, target: Any) -> None:
+    """Let the target score again if the head's LM head is what `write_original` makes of the target's."""
+    if norm is None or not bool((weights["norm.weight"] == 1).all()):
+        return
+    rows = _rows(target.get_output_embeddings(), weights.get("draft_vocabulary"))
+    if rows is None or not torch.equal(_scaled(rows, norm), weights["lm_head.weight"]):
+        return
+    config.own_lm_head = config.double_norm = False
+    weights["norm.weight"] = norm
+    del weights["lm_head.weight"]
+
+
+def _rows(lm_head: nn.Module, vocabulary: Tensor | None) -> Tensor | None:
+    """Rows of a target's LM head, on the CPU; None if they alone do not give its logits."""
+    if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None or not lm_head.weight.dtype.is_floating_point:
+        return None
+    weight = lm_head.weight.detach().cpu()
+    return weight if vocabulary is None else weight[vocabulary.cpu()]
+
+
+def _scaled(rows: Tensor, norm: Tensor) -> Tensor:
+    """Rows of an LM head [M, H] behind a norm of weights one instead of `norm` [H], in the dtype of the norm."""
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    return (rows.to(wide) * norm.cpu().to(wide)).to(norm.dtype)
+
+
+def write_original(head: DartHead, folder: str | Path) -> None:
+    """Write a head in the format of DART's code: config.json and model.safetensors, without token embeddings.
+
+    Args:
+        head: bound to its target, whose LM head is copied if the head has none of its own.
+        folder: is made if there is none.
+
+    Raises:
+        ValueError: DART's code knows no such head; the message says why.
+    """
+    config = head.config
+    _refuse(config)
+    state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    vocabulary = state.pop("draft_vocabulary", None)
+    if not config.own_lm_head:
+        rows = _rows(head.shared.lm_head, vocabulary)
+        if rows is None:
+            raise ValueError(
+                "The target's LM head is quantized or has a bias, which DART's format has no place for; bind the "
+                "head to the unquantized target, or train one with own_lm_head=True."
+            )
+        state["lm_head.weight"] = _scaled(rows, state["norm.weight"])
+    elif not config.double_norm:
+        state["lm_head.weight"] = _scaled(state["lm_head.weight"], state["norm.weight"])
+    tensors = {theirs: state[name].clone() for name, theirs in _NAMES.items()}
+    tensors["midlayer.mask_rep"] = tensors["midlayer.mask_rep"][0].clone()
+    if not config.double_norm:
+        tensors[_OWN_NORM] = state["norm.weight"].clone()
+        tensors["norm.weight"] = torch.ones_like(state["norm.weight"])
+    tokens = torch.arange(config.vocab_size) if vocabulary is None else vocabulary
+    tensors["d2t"] = tokens - torch.arange(len(tokens))
+    tensors["t2d"] = columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
+    content = {
+        "architectures": ["LlamaForCausalLMDart"],
+        "model_type": "llama",
+        "draft_length": config.draft_length - 1,
+        "draft_vocab_size": len(tokens),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "target_hidden_size": config.feature_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": 32768,
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_theta": config.rope_theta,
+        "rope_scaling": None,
+        "pretraining_tp": 1,
+        "tie_word_embeddings": False,
+        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "hf_dart": {name: getattr(config, name) for name in _KEPT if getattr(config, name) is not None},
+    }
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+
+
+def _refuse(config: DartConfig) -> None:
+    has = {
+        f"{config.num_layers} layers": config.num_layers > 1,
+        "injected features": config.inject_features,
+        "mask_mode='peagle'": config.mask_mode != "learned",
+        "input_form='stream'": config.input_form != "pair",
+        "block_attention='bidirectional'": config.block_attention != "causal",
+        "a selector": config.selector_rank > 0,
+        f"features of layers {config.feature_layers}": len(config.feature_layers) != 3
+        or config.feature_layers != default_feature_layers(config.target_num_layers),
+        f"embeddings of another width ({config.embedding_size}) than its own": config.embedding_size
+        != config.hidden_size,
+    }
+    for what, applies in has.items():
+        if applies:
+            raise ValueError(
+                f"This head has {what}, which DART's code does not know; train one as DartHead.from_target makes it "
+                "by default to run it there."
+            )

@@ -1,0 +1,318 @@
+"""Heads in the format of DART's released code: faithful logits, written so that they run there, and back."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import changed, damaged, seeds, survives
+from cases import MODES
+from compare import assert_identical, tally
+from guests import original_checkpoint, original_config, original_tensors, save
+from safetensors.torch import load_file
+from test_fit import letters
+from tiny import prompts, tiny_target
+from torch import Tensor
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.features import features_request, gather_features
+from hf_dart.hub.original_dart import write_original
+
+TALLY = tally("heads of DART's code in float64")
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3", num_hidden_layers=8)
+
+
+def load(path: Path | str, target: Any, **options: Any) -> DartHead:
+    head = DartHead.from_pretrained(str(path), target=target, **options)
+    head.tree_config = TreeConfig(nodes=8)
+    return head
+
+
+def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, embeddings: Tensor) -> Tensor:
+    """The released forward on a whole text: features [T, 3 F], embeddings [T, H] of the next tokens; logits [d, M]."""
+    size, slots = config.get("head_dim", config["hidden_size"] // config["num_attention_heads"]), config["draft_length"]
+    heads, hidden = config["num_attention_heads"], config["hidden_size"]
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt()
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    residual = project(features, "fc")
+    x = torch.cat([norm(embeddings, "midlayer.input_layernorm"), norm(residual, "midlayer.hidden_norm")], -1)
+    mask = weights["midlayer.mask_rep"]
+    x = torch.cat([x, mask.expand(slots, -1)])
+    residual = torch.cat([residual, mask[:hidden].expand(slots, -1)])
+    at = torch.arange(len(x), dtype=torch.float64)
+    angles = at[:, None] / config.get("rope_theta", 10000.0) ** (torch.arange(0, size, 2).double() / size)
+    cos, sin = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
+
+    def rotate(x: Tensor) -> Tensor:
+        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+    split = (len(x), -1, size)
+    query, key = (rotate(project(x, f"midlayer.self_attn.{name}_proj").view(split)) for name in "qk")
+    value = project(x, "midlayer.self_attn.v_proj").view(split)
+    shared = torch.arange(heads) // (heads // key.shape[1])
+    scores = torch.einsum("qhd,khd->hqk", query, key[:, shared]) / size**0.5
+    scores = scores.masked_fill(at[:, None] < at, -torch.inf)
+    mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[:, shared]).flatten(1)
+    x = (residual + project(mixed, "midlayer.self_attn.o_proj"))[-slots - 1 :]
+    inside = norm(x, "midlayer.post_attention_layernorm")
+    gate = torch.nn.functional.silu(project(inside, "midlayer.mlp.gate_proj"))
+    x = x + project(gate * project(inside, "midlayer.mlp.up_proj"), "midlayer.mlp.down_proj")
+    return project(norm(norm(x, "norm"), "norm"), "lm_head")
+
+
+def both(
+    target: Any, head: DartHead, config: dict[str, Any], weights: dict[str, Tensor], length: int = 9
+) -> tuple[Tensor, Tensor]:
+    """Logits [d, M] of a draft behind a text: ours, taken in over two calls, and those of the released forward."""
+    tokens = prompts([length + 1], vocabulary=40)["input_ids"]
+    states = target(tokens[:, :-1], **features_request(head.feature_layers))
+    features = gather_features(states, head.feature_layers, tokens[:, :-1])
+    state = head.begin(1, 4)
+    head.extend(state, features[:, :5], tokens[:, 1:6], torch.tensor([5]))
+    ours = head.propose(state, features[:, 5:], tokens[:, 6:], torch.tensor([length - 5])).logits[0]
+    embeddings = target.get_input_embeddings()(tokens[0, 1:]).double()
+    doubles = {name: tensor.double() for name, tensor in weights.items()}
+    return ours, published(config, doubles, features[0].double(), embeddings)
+
+
+VARIANTS: dict[str, dict[str, Any]] = {
+    "whole vocabulary": {},
+    "some tokens": {"draft_vocab_size": 30},
+    "one slot": {"draft_length": 1},
+    "no theta": {"rope_theta": None},
+    "no head width": {"head_dim": None},
+    "all heads": {"num_key_value_heads": None},
+    "unknown to DART's code": {"sliding_window": 7, "attention_bias": True, "layer_types": ["x"]},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_logits_are_those_of_the_released_forward(target: Any, tmp_path: Path, variant: str) -> None:
+    config = original_config(target, **VARIANTS[variant])
+    full = {"head_dim": 8, "num_key_value_heads": 4, **config}
+    tensors = original_tensors(full)
+    head = load(save(tmp_path, config, tensors), target)
+    assert head.feature_layers == [2, 4, 5]
+    assert head.draft_length == config["draft_length"] + 1
+    ours, theirs = both(target, head, full, tensors)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+
+
+FAST = ("greedy", "T=1")
+
+
+@pytest.mark.parametrize("mode", [m if m in FAST else pytest.param(m, marks=pytest.mark.matrix) for m in MODES])
+@pytest.mark.parametrize("size", [1, 4])
+def test_text_is_stocks(target: Any, tmp_path: Path, mode: str, size: int) -> None:
+    head = load(original_checkpoint(tmp_path, target, draft_vocab_size=48 if size == 1 else 40), target)
+    inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
+    assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=16, into=TALLY)
+    assert head.last_stats is not None
+    assert head.last_stats.drafted > 0
+
+
+def test_ours_and_back_is_the_same_file(target: Any, tmp_path: Path) -> None:
+    """A published head saved by us, loaded, written and read again."""
+    for scored in (48, 30):
+        path = original_checkpoint(tmp_path / f"{scored}", target, draft_vocab_size=scored)
+        load(path, target).save_pretrained(tmp_path / f"ours-{scored}")
+        ours = load(tmp_path / f"ours-{scored}", target)
+        write_original(ours, tmp_path / f"back-{scored}")
+        folders = (Path(path), tmp_path / f"back-{scored}")
+        before, after = (load_file(folder / "model.safetensors") for folder in folders)
+        before.pop("embed_tokens.weight")
+        assert before.keys() == after.keys()
+        for name, tensor in before.items():
+            assert torch.equal(tensor, after[name]), name
+        same_weights(load(tmp_path / f"back-{scored}", target), ours)
+        assert_identical(target, ours, prompts([7]), **MODES["greedy"], max_new_tokens=12)
+
+
+def same_weights(one: DartHead, other: DartHead) -> None:
+    assert one.state_dict().keys() == other.state_dict().keys()
+    for name, tensor in other.state_dict().items():
+        assert torch.equal(one.state_dict()[name], tensor), name
+
+
+def trained(target: Any, seed: int = 0, **config: Any) -> DartHead:
+    head = DartHead.from_target(target, draft_length=5, initializer_range=0.3, seed=seed, tree={"nodes": 8}, **config)
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, weight in head.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn_like(weight))
+    return head
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("tokens", [None, list(range(0, 48, 2))])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_a_head_trained_here_runs_there_and_comes_back(
+    tmp_path: Path, dtype: torch.dtype, tokens: list[int] | None
+) -> None:
+    target = tiny_target("llama", dtype=dtype, num_hidden_layers=8)
+    head = trained(target, tokenizer=letters("abcdef"), draft_vocabulary=tokens)
+    write_original(head, tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = load_file(tmp_path / "model.safetensors")
+    ours, theirs = both(target, head, config, weights)
+    # The second norm sees a mean square of 1 - eps / m instead of 1.
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-4, atol=1e-4)
+    # As their code maps drafts to the target's tokens.
+    drafted = torch.arange(len(weights["d2t"])) + weights["d2t"]
+    assert drafted.tolist() == (tokens or list(range(48)))
+    back = DartHead.from_pretrained(str(tmp_path), target=target)
+    same_weights(back, head)
+    left, right = back.config.to_dict(), head.config.to_dict()
+    for differs in ("_name_or_path", "initializer_range", "transformers_version", "dtype", "architectures"):
+        left.pop(differs, None)
+        right.pop(differs, None)
+    assert left == right
+    if dtype == torch.float64:
+        assert_identical(target, back, prompts([7, 3]), **MODES["T=1"], max_new_tokens=12, into=TALLY)
+    with pytest.raises(ValueError, match="tokenizer"):
+        DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=letters("fedcba"))
+
+
+def test_trained_on_there_it_keeps_what_it_learned(tmp_path: Path) -> None:
+    """Then its LM head is no longer the target's."""
+    target = tiny_target("llama", num_hidden_layers=8)
+    write_original(trained(target), tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["lm_head.weight"] += 0.01
+    save(tmp_path, json.loads((tmp_path / "config.json").read_text()), weights)
+    head = load(tmp_path, target)
+    assert head.config.own_lm_head
+    assert torch.equal(head.lm_head.weight, weights["lm_head.weight"])
+    with pytest.raises(ValueError, match="LM head of its own"):
+        head.reduce_vocabulary([1, 2])
+    assert_identical(target, head, prompts([7]), **MODES["greedy"], max_new_tokens=12)
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "2 layers": {"num_layers": 2},
+    "injected": {"inject_features": True},
+    "peagle": {"mask_mode": "peagle", "mask_token_id": 47},
+    "stream": {"input_form": "stream"},
+    "bidirectional": {"block_attention": "bidirectional"},
+    "selector": {"selector_rank": 4},
+    "features": {"feature_layers": [1, 4, 5]},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_heads_that_darts_code_does_not_know(target: Any, tmp_path: Path, words: str) -> None:
+    head = DartHead.from_target(target, **REFUSED[words])
+    refused(lambda: write_original(head, tmp_path / "out"), words)
+    assert not (tmp_path / "out").exists()
+
+
+def refused(read: Callable[[], Any], words: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        read()
+    message = str(error.value)
+    assert "\n" not in message, message
+    assert message.endswith("."), message
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "scaled rotations": ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_scaling"),
+    "another activation": ({"hidden_act": "gelu"}, "hidden_act"),
+    "no vocabulary": ({"draft_vocab_size": None}, "draft_vocab_size"),
+    "a draft vocabulary larger than all": ({"draft_vocab_size": 49}, "draft_vocab_size"),
+    "a draft too long": ({"draft_length": 31}, "draft_length"),
+    "another width": ({"hidden_size": 64}, "shape"),
+    "another vocabulary": ({"vocab_size": 50}, "t2d"),
+    "something of ours that is not": ({"hf_dart": {"layers": 3}}, "layers"),
+    "a tree that is none": ({"hf_dart": {"tree": {"leaves": 3}}}, "tree"),
+    "a hash that is none": ({"hf_dart": {"tokenizer_hash": [1]}}, "tokenizer_hash"),
+    "the hash of another": ({"hf_dart": {"tokenizer_hash": "0" * 16}}, "tokenizer"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_a_config_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    changes, words = WRONG[name]
+    tensors = original_tensors(original_config(target))
+    path = save(tmp_path, original_config(target, **changes), tensors)
+    refused(lambda: load(path, target, tokenizer=letters("abc")), words)
+
+
+TENSORS: dict[str, tuple[Callable[[dict[str, Tensor]], Any], str]] = {
+    "missing": (lambda tensors: tensors.pop("midlayer.mask_rep"), "lack midlayer.mask_rep"),
+    "no offsets": (lambda tensors: tensors.pop("d2t"), "lack d2t"),
+    "unknown": (lambda tensors: tensors.update(x=torch.zeros(1)), "hold x"),
+    "another type": (lambda tensors: tensors.update(d2t=tensors["d2t"].double()), "F64"),
+    "beyond the vocabulary": (lambda tensors: tensors["d2t"].add_(40), "beyond"),
+    "below it": (lambda tensors: tensors["d2t"].sub_(40), "beyond"),
+    "a token twice": (lambda tensors: tensors["d2t"].copy_(-torch.arange(30)), "twice"),
+    "contradicting": (lambda tensors: tensors["t2d"].logical_not_(), "different tokens"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) -> None:
+    change, words = TENSORS[name]
+    config = original_config(target, draft_vocab_size=30)
+    tensors = original_tensors(config)
+    change(tensors)
+    path = save(tmp_path, config, tensors)
+    refused(lambda: load(path, target), words)
+
+
+def test_tokens_in_another_order(target: Any, tmp_path: Path) -> None:
+    config = original_config(target, draft_vocab_size=30)
+    tensors = original_tensors(config)
+    sorted_head = load(save(tmp_path / "sorted", config, tensors), target)
+    order = torch.randperm(30)
+    tokens = (torch.arange(30) + tensors["d2t"])[order]
+    mixed = {**tensors, "lm_head.weight": tensors["lm_head.weight"][order], "d2t": tokens - torch.arange(30)}
+    same_weights(load(save(tmp_path / "mixed", config, mixed), target), sorted_head)
+
+
+def test_targets_that_it_was_not_made_for(target: Any, tmp_path: Path) -> None:
+    path = original_checkpoint(tmp_path, target)
+    refused(lambda: DartHead.from_pretrained(path), "pass target=")
+    for config, words in (
+        ({"hidden_size": 64}, "hidden size"),
+        ({"num_hidden_layers": 4}, "too small"),
+        ({"num_hidden_layers": 8, "vocab_size": 64}, "64"),
+    ):
+        other = tiny_target("qwen3", **{"num_hidden_layers": 8, **config})
+        refused(lambda other=other: load(path, other), words)
+        assert "generate" not in vars(other)
+
+
+@pytest.mark.parametrize("part", seeds(60, 1100))
+def test_configs_under_attack(target: Any, tmp_path: Path, part: range) -> None:
+    config = {**original_config(target, draft_vocab_size=30), "hf_dart": {"tree": {"nodes": 4}, "target_name": "x"}}
+    path = Path(save(tmp_path, config, original_tensors(config)))
+    read = 0
+    for seed in part:
+        (path / "config.json").write_text(changed(config, seed), encoding="latin1")
+        read += survives(lambda: DartHead.from_pretrained(str(path), target=target))
+    assert 0 < read < len(part)
+
+
+@pytest.mark.parametrize("part", seeds(60, 1100))
+def test_weights_under_attack(target: Any, tmp_path: Path, part: range) -> None:
+    path = Path(original_checkpoint(tmp_path, target, draft_vocab_size=30))
+    content = (path / "model.safetensors").read_bytes()
+    for seed in part:
+        (path / "model.safetensors").write_bytes(damaged(content, seed))
+        survives(lambda: DartHead.from_pretrained(str(path), target=target))
