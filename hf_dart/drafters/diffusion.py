@@ -85,7 +85,8 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
         if config.share_embeddings:
             self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
             self.embedding_proj = nn.Linear(config.embedding_size, hidden, bias=False)
-            self.output_proj = nn.Linear(hidden, config.lm_head_size, bias=False)
+            same = hidden == config.lm_head_size
+            self.output_proj = nn.Identity() if same else nn.Linear(hidden, config.lm_head_size, bias=False)
         else:
             self.token_embedding = nn.Embedding(config.vocab_size, hidden)
         if config.feature_layers:
@@ -99,7 +100,9 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
+            # What the target's LM head reads is normed; in front of it the usual scale would be far too small.
+            last = self.config.share_embeddings and module is self.output_proj
+            nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5 if last else self.config.initializer_range)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
