@@ -178,6 +178,11 @@ class FittedDrafter(Drafter[State], PreTrainedModel):
         return self._shared
 
     @property
+    def adapted(self) -> bool:
+        """Does it have PEFT adapters?"""
+        return bool(self._hf_peft_config_loaded)
+
+    @property
     def draft_length(self) -> int:
         return self.config.draft_length
 

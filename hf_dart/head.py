@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from hf_dart.copied import copied_fields, initialise
 from hf_dart.drafting import DraftingModel
+from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.refine import BigramSelector
 from hf_dart.vocabulary import checked, unused_token
@@ -25,6 +27,10 @@ class DartHead(PushWithCard, DraftingModel):
     loads a trained one, also as DART's own code published it (`hf_dart.hub.original_dart`); both check the fit and
     let `model.generate(..., assistant=head)` work.
     """
+
+    _base_fingerprint: list[float] | None = None
+    """Of the weights under its adapters."""
+    name_or_path: str
 
     @classmethod
     def from_target(
@@ -68,6 +74,132 @@ class DartHead(PushWithCard, DraftingModel):
             return super()._from_published(path, content, target, tokenizer, **kwargs)
         dtype = kwargs.pop("dtype", None)
         return read_original(cls, path, content, target, tokenizer, **kwargs)._fit(target, tokenizer, dtype=dtype)
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls, path: str, *, target: Any = None, tokenizer: Any = None, base: str | None = None, **kwargs: Any
+    ) -> Self:
+        """As `FittedDrafter.from_pretrained`; `path` may also be that of an adapter, which brings its head with it.
+
+        Args:
+            path: what `save_pretrained` wrote, of a head or of its adapter.
+            target, tokenizer, kwargs: as for heads.
+            base: the head that the adapter stands on, where it lies elsewhere than in training.
+
+        Raises:
+            ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
+            OSError: there are no such files, or the Hub does not give them.
+        """
+        from hf_dart import adapters
+
+        local = Path(path).is_absolute() or str(path).startswith(".")
+        where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        adapter = None if local and not Path(path).is_dir() else adapters.find(path, **where)
+        if adapter is None:
+            if base is not None:
+                raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
+            return super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
+        head = adapters.head_of(cls, path, base or adapter.get("base_model_name_or_path"), target, tokenizer, **kwargs)
+        head.load_adapter(path, **where)
+        return head.eval()
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self.adapted:
+            from hf_dart import adapters
+
+            if kwargs.get("is_main_process", True):
+                adapters.save(self, Path(save_directory))
+        elif not self.name_or_path:
+            self.name_or_path = str(save_directory)  # adapters can name it from now on
+
+    # ---- adapters -----------------------------------------------------------------------------------
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None, seed: int = 0) -> None:
+        """Put a new adapter on the head, which alone is trained and saved from then on.
+
+        Args:
+            adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it stands on all projections of the
+                layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
+                train all their new parts.
+            adapter_name: "default" if left out.
+            seed: of its initial weights; the global generators are not moved.
+
+        Raises:
+            ValueError: the head was never saved, has such an adapter already, or lacks the modules that are named.
+        """
+        from hf_dart import adapters
+
+        adapters.add(self, adapter_config, adapter_name or "default", seed)
+
+    def load_adapter(  # type: ignore[override]
+        self, path: str, adapter_name: str = "default", **where: Any
+    ) -> None:
+        """Put a trained adapter on the head beside those that it has, and let it work.
+
+        Args:
+            path: a folder or a Hub repository.
+            adapter_name: what `set_adapter` will call it.
+            where: revision, token, ... as for `from_pretrained`.
+
+        Raises:
+            ValueError: there is no adapter, it is damaged, or it was trained on another head; the head is as it was.
+        """
+        from hf_dart import adapters
+
+        adapters.load(self, path, adapter_name, **where)
+
+    def reload_adapter(self, folder: str) -> None:
+        """Give the active adapter the weights of one of its checkpoints.
+
+        Raises:
+            ValueError: they are damaged, or those of an adapter of another shape.
+        """
+        from hf_dart import adapters
+
+        adapters.reread(self, folder)
+
+    def set_adapter(self, adapter_name: str) -> None:  # type: ignore[override]
+        """Let this adapter work, at any time, between calls and between turns.
+
+        A draft cache that another adapter left stays in use: its keys are nearly right, and nothing but the number of
+        accepted drafts depends on them.
+
+        Raises:
+            ValueError: the head has no such adapter.
+        """
+        from hf_dart import adapters
+
+        adapters.activate(self, adapter_name)
+
+    def disable_adapters(self) -> None:
+        """Draft as the head without adapters."""
+        from hf_dart import adapters
+
+        adapters.enable(self, False)
+
+    def enable_adapters(self) -> None:
+        """Undo `disable_adapters`."""
+        from hf_dart import adapters
+
+        adapters.enable(self, True)
+
+    def merge_adapter(self) -> Self:
+        """Fold the active adapter into the weights and drop the others: a head as if trained whole.
+
+        Raises:
+            ValueError: there is none.
+        """
+        from hf_dart import adapters
+
+        if not self.adapted:
+            raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
+        adapters.unwrap(self, self.active_adapters()[0])
+        self.name_or_path = ""  # it is no longer the head that lies there
+        return self.adopt_layers()
+
+    # ---- other parts --------------------------------------------------------------------------------
 
     def add_selector(self, rank: int, seed: int = 0) -> Self:
         """Give a trained head a bigram selector (`hf_dart.refine`); untrained, it changes no score.

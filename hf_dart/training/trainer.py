@@ -66,6 +66,19 @@ class DartTrainer(DrafterTrainer):
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._packing_checked = False
 
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """As `Trainer`, which takes no adapters of a model that is no `PeftModel`."""
+        if not self.head.adapted:
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        else:
+            self.head.reload_adapter(resume_from_checkpoint)
+
+    def _load_best_model(self) -> None:
+        if not self.head.adapted:
+            super()._load_best_model()
+        else:
+            self.head.reload_adapter(self.state.best_model_checkpoint)
+
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors` [B, K]; the items of the loss are their blocks."""
         count, mask = self.args.anchors_per_row, inputs.get("loss_mask")

@@ -1,0 +1,340 @@
+"""LoRA on draft heads: a domain, a language or a fine-tuned target in a few megabytes.
+
+Adapters lie on the head in PEFT's way, as `transformers` keeps them on any model (`head.add_adapter`,
+`head.load_adapter`, `head.set_adapter`). What a head has beyond that: a folder of an adapter holds nothing else and
+still loads in one line; it knows the head it belongs to; and parts of a head that no adapter stands on (mask slots, for
+heads of copied layers all that is new) are trained as a whole, by `modules_to_save`.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from peft import (
+    LoraConfig,
+    PeftConfig,
+    get_peft_model_state_dict,
+    inject_adapter_in_model,
+    set_peft_model_state_dict,
+)
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils import ModulesToSaveWrapper
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers.utils import cached_file
+
+from hf_dart.copied import fingerprint, initialise, same_fingerprint
+from hf_dart.fitted import HUB_OPTIONS
+from hf_dart.hub.errors import hub_errors
+
+if TYPE_CHECKING:
+    from hf_dart.head import DartHead
+
+LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What LoRA stands on, besides `fc`, unless told otherwise."""
+_NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "context_k_proj", "context_v_proj")
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+
+
+@dataclass
+class LoraArguments:
+    """LoRA on a head, for `HfArgumentParser`; `apply_lora` does what they say."""
+
+    lora_rank: int | None = field(default=None, metadata={"help": "train LoRA of this rank; default: all weights"})
+    lora_alpha: float | None = field(default=None, metadata={"help": "its scale times the rank; default: 2 rank"})
+    lora_targets: list[str] | None = field(
+        default=None, metadata={"help": f"modules that it stands on; default: {' '.join(LAYERS)}, and fc"}
+    )
+    lora_dropout: float = field(default=0.0, metadata={"help": "of what goes into LoRA"})
+    lora_name: str = field(default="default", metadata={"help": "of the adapter"})
+    copy_layer: str | None = field(
+        default=None,
+        metadata={"help": "a new head's layers are frozen copies of the target's from this one on, or its 'last'"},
+    )
+
+    def head_options(self) -> dict[str, Any]:
+        """What `DartHead.from_target` takes.
+
+        Raises:
+            ValueError: `copy_layer` is no number.
+        """
+        if self.copy_layer is None:
+            return {}
+        if self.copy_layer != "last" and not self.copy_layer.isdigit():
+            raise ValueError(f"copy_layer is {self.copy_layer!r}; give a layer's number, from 0, or 'last'.")
+        return {"copy_layer": self.copy_layer if self.copy_layer == "last" else int(self.copy_layer)}
+
+
+def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
+    """Put LoRA on a head as `arguments` say; without a rank the head stays as it is.
+
+    Raises:
+        ValueError: an argument is out of range, or the head takes no adapter (`DartHead.add_adapter`).
+    """
+    if arguments.lora_rank is None:
+        return head
+    if arguments.lora_rank < 1 or not 0 <= arguments.lora_dropout < 1:
+        raise ValueError(
+            f"lora_rank is {arguments.lora_rank} and lora_dropout {arguments.lora_dropout}; give a rank of 1 or more "
+            "and a dropout in [0, 1)."
+        )
+    head.add_adapter(
+        LoraConfig(
+            r=arguments.lora_rank,
+            lora_alpha=arguments.lora_alpha or 2 * arguments.lora_rank,
+            lora_dropout=arguments.lora_dropout,
+            target_modules=arguments.lora_targets,
+        ),
+        arguments.lora_name,
+    )
+    return head
+
+
+# ---- putting them on ---------------------------------------------------------------------------------------
+
+
+def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
+    """`DartHead.add_adapter`."""
+    copied = head.config.copied_layer is not None
+    if copied and head.draft_vocabulary is not None:
+        raise ValueError("An adapter's folder holds no draft vocabulary; call reduce_vocabulary when it is trained.")
+    if not copied and not head.name_or_path:
+        raise ValueError(
+            "This head lies in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
+            "head first (LoRA on an untrained one learns little), or make it with copy_layer=."
+        )
+    if name in peft_configs(head):
+        raise ValueError(f"This head has an adapter {name!r} already; give another name.")
+    if config.target_modules is None:
+        config.target_modules = [*LAYERS] if copied else [*LAYERS, "fc"]
+    parts = {one for module, _ in head.named_modules() for one in [module.rpartition(".")[2]]}
+    if config.modules_to_save is None or copied:
+        wanted = _NEW if copied else ("mask_slot",)
+        config.modules_to_save = sorted({*(config.modules_to_save or ()), *(one for one in wanted if one in parts)})
+    named = [*config.modules_to_save, *([] if isinstance(config.target_modules, str) else config.target_modules)]
+    unknown = [one for one in named if not _matches(head, one)]
+    if unknown:
+        raise ValueError(
+            f"This head has no module {unknown[0]!r}; those that take LoRA are {', '.join(LAYERS)} and fc."
+        )
+    config.base_model_name_or_path = None if copied else head.name_or_path
+    _inject(head, config, name, seed)
+    head.set_adapter(name)
+
+
+def _matches(head: DartHead, name: str) -> bool:
+    return any(module == name or module.endswith(f".{name}") for module, _ in head.named_modules())
+
+
+def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> None:
+    _refuse_clash(head, config)
+    if not peft_configs(head):
+        head._base_fingerprint = base_fingerprint(head)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            inject_adapter_in_model(config, head, name)
+    except ValueError as error:
+        raise ValueError(f"PEFT cannot put adapter {name!r} on this head: {' '.join(str(error).split())}") from error
+    head._hf_peft_config_loaded = True
+
+
+def _refuse_clash(head: DartHead, config: PeftConfig) -> None:
+    """PEFT wraps a module either for LoRA or as a whole."""
+    targets = [] if isinstance(config.target_modules, str) else list(config.target_modules or ())
+    whole = list(config.modules_to_save or ())
+    for path, module in head.named_modules():
+        other = whole if isinstance(module, BaseTunerLayer) else targets
+        if isinstance(module, (BaseTunerLayer, ModulesToSaveWrapper)):
+            clash = [one for one in other if path == one or path.endswith(f".{one}")]
+            if clash:
+                raise ValueError(
+                    f"One adapter trains {clash[0]} as a whole and another has LoRA on it, which PEFT cannot both keep "
+                    "on one head; train one of them otherwise, or load them on two heads."
+                )
+
+
+def peft_configs(head: DartHead) -> dict[str, PeftConfig]:
+    """The head's adapters by name."""
+    return head.peft_config if head._hf_peft_config_loaded else {}
+
+
+def base_fingerprint(head: DartHead) -> list[float]:
+    """Of the weights that adapters stand on; for copied layers that is known already."""
+    if head.config.fingerprint is not None:
+        return list(head.config.fingerprint)
+    return fingerprint([head.fc.weight, *head.layers.parameters()])
+
+
+def activate(head: DartHead, name: str) -> None:
+    """Adapter `name` alone works; it may train other whole modules than the one before, or none."""
+    if name not in peft_configs(head):
+        known = ", ".join(map(repr, peft_configs(head))) or "none"
+        raise ValueError(f"This head has no adapter {name!r}; it has {known}: load it with head.load_adapter(path).")
+    for module in head.modules():
+        if isinstance(module, ModulesToSaveWrapper):
+            module.set_adapter(name if name in module.modules_to_save else [])
+        elif isinstance(module, BaseTunerLayer):
+            module.set_adapter(name)
+
+
+def enable(head: DartHead, enabled: bool) -> None:
+    """Turn adapters on or off, whole modules too."""
+    for module in head.modules():
+        if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
+            module.enable_adapters(enabled)
+
+
+def unwrap(head: DartHead, merge: str | None) -> None:
+    """Take all adapters off, adapter `merge` being folded into the weights first."""
+    for path, module in list(head.named_modules()):
+        if isinstance(module, BaseTunerLayer):
+            if merge is not None:
+                module.merge(safe_merge=True, adapter_names=[merge])
+            plain = module.get_base_layer()
+        elif isinstance(module, ModulesToSaveWrapper):
+            plain = dict(module.modules_to_save.items()).get(merge, module.original_module)
+        else:
+            continue
+        parent, _, child = path.rpartition(".")
+        setattr(head.get_submodule(parent), child, plain)
+    head._hf_peft_config_loaded = False
+    del head.peft_config
+
+
+# ---- files -------------------------------------------------------------------------------------------------
+
+
+def save(head: DartHead, folder: Path) -> None:
+    """What makes an adapter's folder whole, beside the files that transformers writes: the config of its head."""
+    config = copy.deepcopy(head.config)
+    config.fingerprint = head._base_fingerprint
+    config.save_pretrained(folder)
+
+
+def find(path: str, file: str = _CONFIG, **where: Any) -> dict[str, Any] | None:
+    """The adapter_config.json (or another) of a folder or a repository; None if it holds none.
+
+    Raises:
+        ValueError: it is not JSON.
+        OSError: the Hub does not give it.
+    """
+    found = _file(path, file, **where)
+    if found is None:
+        return None
+    try:
+        return dict(json.loads(found.read_text(encoding="utf8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"The {file} in {path} is damaged ({error}); fetch it again.") from error
+
+
+def _file(path: str, name: str, **where: Any) -> Path | None:
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+        found = cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def head_of(
+    cls: type[DartHead], path: str, base: str | None, target: Any, tokenizer: Any, **kwargs: Any
+) -> DartHead:
+    """The head that the adapter in `path` stands on, without the adapter."""
+    where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+    content = find(path, "config.json", **where) or {}
+    if content.get("copied_layer") is not None:
+        if target is None:
+            raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
+        with torch.random.fork_rng(devices=[]):
+            head = cls(cls.config_class.from_dict(content))
+        head._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+        initialise(head, target)
+        return head
+    if not base:
+        raise ValueError(f"The adapter in {path} does not say which head it stands on; pass base=, the head's path.")
+    for name in ("revision", "subfolder"):  # of the adapter
+        where.pop(name, None)
+    if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".")):
+        raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
+    return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
+
+
+def load(head: DartHead, path: str, name: str, **where: Any) -> None:
+    """`DartHead.load_adapter`: all of it or nothing."""
+    content = find(path, **where)
+    if content is None:
+        raise ValueError(f"{path} holds no {_CONFIG}; give the folder or the repository of an adapter.")
+    if name in peft_configs(head):
+        raise ValueError(f"This head has an adapter {name!r} already; give another name.")
+    _check_base(head, path, **where)
+    state = _state(path, **where)
+    try:
+        config = PeftConfig.from_peft_type(**content)
+    except (TypeError, KeyError, ValueError) as error:
+        raise ValueError(f"The {_CONFIG} in {path} is not one of PEFT ({error}); fetch it again.") from error
+    config.inference_mode = False
+    active = head.active_adapters()[0] if peft_configs(head) else None
+    with _undone(head, name, active):
+        _inject(head, config, name)
+        read(head, state, path, name)
+    head.set_adapter(name)
+
+
+def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None:
+    """Fill adapter `name` with `state`, whose every weight has to fit."""
+    wanted = get_peft_model_state_dict(head, adapter_name=name)
+    wrong = sorted(wanted.keys() ^ state.keys())
+    wrong += [key for key in wanted.keys() & state.keys() if wanted[key].shape != state[key].shape]
+    if wrong:
+        raise ValueError(
+            f"The adapter in {path} does not fit this head (first difference: {wrong[0]}); load it on the head that it "
+            "was trained for."
+        )
+    set_peft_model_state_dict(head, state, adapter_name=name)
+
+
+def reread(head: DartHead, folder: str) -> None:
+    """Fill the active adapter from a checkpoint of it."""
+    read(head, _state(folder), folder, head.active_adapters()[0])
+
+
+def _state(path: str, **where: Any) -> dict[str, Tensor]:
+    file = _file(path, _WEIGHTS, **where)
+    if file is None:
+        raise ValueError(f"{path} holds an {_CONFIG} without its weights ({_WEIGHTS}); fetch the adapter as a whole.")
+    try:
+        return {name.removeprefix(_PREFIX): weight for name, weight in load_file(file).items()}
+    except SafetensorError as error:
+        raise ValueError(f"The {_WEIGHTS} in {path} is truncated or damaged ({error}); fetch it again.") from error
+
+
+def _check_base(head: DartHead, path: str, **where: Any) -> None:
+    """An adapter that we wrote says what it stands on; one that PEFT alone wrote does not."""
+    known = (find(path, "config.json", **where) or {}).get("fingerprint")
+    own = head._base_fingerprint if peft_configs(head) else base_fingerprint(head)
+    if known is not None and own is not None and not same_fingerprint(known, own):
+        raise ValueError(
+            f"The adapter in {path} was trained on another head; load it on that one (its {_CONFIG} says which)."
+        )
+
+
+@contextmanager
+def _undone(head: DartHead, name: str, active: str | None) -> Iterator[None]:
+    """On failure the head has no trace of adapter `name`."""
+    try:
+        yield
+    except BaseException:
+        if active is None:
+            if peft_configs(head):
+                unwrap(head, None)
+        elif name in peft_configs(head):
+            head.delete_adapter(name)
+            head.set_adapter(active)
+        raise

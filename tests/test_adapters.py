@@ -1,0 +1,384 @@
+"""LoRA on heads: files, switching, merging, training; heads of layers that are copied from the target."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_training
+import torch
+from compare import assert_identical, run, tally
+from peft import LoraConfig
+from safetensors import safe_open
+from test_fit import one_sentence
+from test_head_options import in_one_pass
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from transformers import DynamicCache, HfArgumentParser
+
+from hf_dart import DartHead
+from hf_dart.adapters import LoraArguments, apply_lora
+
+EXACT = tally("float64, heads with adapters")
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+@pytest.fixture(scope="module")
+def base(target: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    path = tmp_path_factory.mktemp("base")
+    tiny_head(target, num_layers=2, selector_rank=4).save_pretrained(path)
+    return str(path)
+
+
+def shaken(head: DartHead, seed: int = 1) -> DartHead:
+    """As if the active adapter had been trained: LoRA's second factors start at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
+    return head
+
+
+def adapter(target: Any, base: str, folder: Path, seed: int = 1, **config: Any) -> str:
+    head = DartHead.from_pretrained(base, target=target)
+    head.add_adapter(LoraConfig(r=2, lora_alpha=4, **config))
+    shaken(head, seed).save_pretrained(folder)
+    return str(folder)
+
+
+def drafts(head: DartHead) -> torch.Tensor:
+    """[d, V] behind some random positions."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(1, 6, head.config.features_width, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCABULARY, (1, 6), generator=generator)
+    with torch.no_grad():
+        return head.propose(head.begin(1, 8), features, tokens, torch.tensor([6])).logits[0]
+
+
+# ---- files ------------------------------------------------------------------------------------------------
+
+
+def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base: str, tmp_path: Path) -> None:
+    head = DartHead.from_pretrained(base, target=target)
+    plain = drafts(head)
+    head.add_adapter(LoraConfig(r=2))
+    torch.testing.assert_close(drafts(head), plain)  # a new adapter changes nothing
+    shaken(head).save_pretrained(tmp_path)
+    files = {"adapter_config.json", "adapter_model.safetensors", "config.json"}
+    assert {path.name for path in tmp_path.iterdir()} == files
+    with safe_open(tmp_path / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert all("lora_" in name or name.endswith("mask_slot.weight") for name in names)
+    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
+    assert loaded.active_adapters() == ["default"]
+    assert torch.equal(drafts(loaded), drafts(head))
+    assert (drafts(loaded) - plain).abs().max() > 1e-2
+    for options in (GREEDY, SAMPLED):
+        assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's wrapper asks for it
+def test_an_adapter_that_peft_wrote(target: Any, base: str, tmp_path: Path) -> None:
+    from peft import PeftModel, get_peft_model
+
+    config = LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["fc"])
+    wrapped = get_peft_model(DartHead.from_pretrained(base, target=target), config)
+    shaken(wrapped)  # type: ignore[arg-type]
+    wrapped.save_pretrained(tmp_path)
+    loaded = DartHead.from_pretrained(str(tmp_path), target=target)
+    assert torch.equal(drafts(loaded), drafts(wrapped.get_base_model()))
+    ours = tmp_path / "ours"
+    again = PeftModel.from_pretrained(DartHead.from_pretrained(base, target=target), adapter(target, base, ours))
+    assert torch.equal(drafts(again.get_base_model()), drafts(DartHead.from_pretrained(str(ours), target=target)))
+
+
+def test_the_base_may_lie_elsewhere(target: Any, base: str, tmp_path: Path) -> None:
+    path = adapter(target, base, tmp_path / "adapter")
+    config = tmp_path / "adapter" / "adapter_config.json"
+    content = json.loads(config.read_text())
+    for said, word in ((str(tmp_path / "gone"), "not there"), (None, "does not say")):
+        config.write_text(json.dumps({**content, "base_model_name_or_path": said}))
+        with pytest.raises(ValueError, match=word) as error:
+            DartHead.from_pretrained(path, target=target)
+        assert "base=" in one_sentence(error)
+        DartHead.from_pretrained(path, target=target, base=base)
+    with pytest.raises(ValueError, match="holds none"):
+        DartHead.from_pretrained(base, target=target, base=base)
+
+
+def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_path: Path) -> None:
+    path = Path(adapter(target, base, tmp_path / "adapter"))
+    head = DartHead.from_pretrained(base, target=target)
+    plain = drafts(head)
+    weights, config = path / "adapter_model.safetensors", path / "adapter_config.json"
+    good, said = weights.read_bytes(), config.read_text()
+
+    def refused(word: str) -> None:
+        with pytest.raises(ValueError, match=word) as error:
+            head.load_adapter(str(path))
+        one_sentence(error)
+        assert not head.adapted
+        assert torch.equal(drafts(head), plain)
+
+    weights.write_bytes(good[:-50])
+    refused("truncated or damaged")
+    weights.unlink()
+    refused("without its weights")
+    weights.write_bytes(good)
+    config.write_text(json.dumps({**json.loads(said), "r": 3}))
+    refused("does not fit this head")
+    config.write_text(said[:-20])
+    refused("is damaged")
+    config.unlink()
+    refused("holds no adapter_config.json")
+    config.write_text(said)
+    other = tmp_path / "other"
+    tiny_head(target, num_layers=2, selector_rank=4, seed=3).save_pretrained(other)
+    with pytest.raises(ValueError, match="another head") as error:
+        DartHead.from_pretrained(str(path), target=target, base=str(other))
+    one_sentence(error)
+    head.load_adapter(str(path))
+    with pytest.raises(ValueError, match="already") as error:
+        head.load_adapter(str(path))
+    one_sentence(error)
+
+
+def test_what_takes_no_adapter(target: Any, base: str) -> None:
+    with pytest.raises(ValueError, match="lies in no folder") as error:
+        tiny_head(target).add_adapter(LoraConfig())
+    one_sentence(error)
+    head = DartHead.from_pretrained(base, target=target)
+    for wrong in ({"target_modules": ["q_proj", "w1"]}, {"modules_to_save": ["mask_token"]}):
+        with pytest.raises(ValueError, match=r"no module 'w1'|no module 'mask_token'") as error:
+            head.add_adapter(LoraConfig(**wrong))
+        one_sentence(error)
+    with pytest.raises(ValueError, match="no adapter to merge"):
+        head.merge_adapter()
+    with pytest.raises(ValueError, match="no adapter 'python'") as error:
+        head.set_adapter("python")
+    one_sentence(error)
+
+
+# ---- several ----------------------------------------------------------------------------------------------
+
+
+def test_adapters_are_switched_at_run_time(target: Any, base: str, tmp_path: Path) -> None:
+    """Also those that train other whole modules; no call has to attach the head again."""
+    paths = {
+        "python": adapter(target, base, tmp_path / "1", target_modules=["q_proj"], modules_to_save=["selector"]),
+        "danish": adapter(target, base, tmp_path / "2", seed=2),
+    }
+    alone = {name: drafts(DartHead.from_pretrained(path, target=target)) for name, path in paths.items()}
+    head = DartHead.from_pretrained(base, target=target)
+    plain = drafts(head)
+    for name, path in paths.items():
+        head.load_adapter(path, name)
+    for name in ("python", "danish", "python"):
+        head.set_adapter(name)
+        assert torch.equal(drafts(head), alone[name])
+        assert_identical(target, head, prompts([7, 4]), **SAMPLED, into=EXACT)
+    head.disable_adapters()
+    assert torch.equal(drafts(head), plain)
+    head.enable_adapters()
+    assert torch.equal(drafts(head), alone["python"])
+    assert (alone["python"] - alone["danish"]).abs().max() > 1e-2
+    whole = adapter(target, base, tmp_path / "3", modules_to_save=["norm"], target_modules=["k_proj", "q_proj"])
+    head.load_adapter(whole, "whole")
+    for clash in ({"modules_to_save": ["fc"], "target_modules": ["q_proj"]}, {"target_modules": ["norm"]}):
+        with pytest.raises(ValueError, match="cannot both") as error:
+            head.add_adapter(LoraConfig(**clash), "clash")
+        one_sentence(error)
+    head.set_adapter("danish")
+    assert torch.equal(drafts(head), alone["danish"])
+
+
+def test_an_adapter_is_switched_in_mid_conversation(target: Any, base: str, tmp_path: Path) -> None:
+    head = DartHead.from_pretrained(adapter(target, base, tmp_path / "one"), target=target)
+    head.load_adapter(adapter(target, base, tmp_path / "two", seed=2), "two")
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    inputs: Any = prompts([9])
+    for turn, name in enumerate(("default", "two", "default")):
+        head.set_adapter(name)
+        stock = run(target, inputs, turn, past_key_values=caches[0], **SAMPLED)
+        ours = run(target, inputs, turn, past_key_values=caches[1], assistant=head, **SAMPLED)
+        assert torch.equal(ours.sequences, stock.sequences)
+        more = torch.cat([stock.sequences, prompts([3], seed=turn)["input_ids"]], dim=1)
+        inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}
+
+
+def test_a_merged_head_is_a_head(target: Any, base: str, tmp_path: Path) -> None:
+    head = DartHead.from_pretrained(adapter(target, base, tmp_path / "adapter"), target=target)
+    adapted = drafts(head)
+    head.merge_adapter()
+    assert not head.adapted
+    assert not any("lora" in name or "base_layer" in name for name in head.state_dict())
+    torch.testing.assert_close(drafts(head), adapted, rtol=1e-10, atol=1e-10)
+    head.save_pretrained(tmp_path / "merged")
+    assert torch.equal(drafts(DartHead.from_pretrained(str(tmp_path / "merged"), target=target)), drafts(head))
+    head.add_adapter(LoraConfig(r=1))  # it lies somewhere again
+
+
+# ---- training ---------------------------------------------------------------------------------------------
+
+
+def tiny_pair(copied: bool, folder: Path) -> tuple[Any, DartHead]:
+    target = tiny_training.tiny_target()
+    if copied:
+        return target, tiny_training.tiny_head(target, copy_layer="last", feature_layers=[1, 2])
+    tiny_training.tiny_head(target).save_pretrained(folder)
+    return target, DartHead.from_pretrained(str(folder), target=target)
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["trained", "copied"])
+def test_training_touches_the_adapter_alone_and_resumes(copied: bool, tmp_path: Path) -> None:
+    rows = tiny_training.token_rows(tiny_training.LENGTHS * 4)
+    results = []
+    for resume in (False, True):
+        target, head = tiny_pair(copied, tmp_path / "base")
+        apply_lora(head, LoraArguments(lora_rank=2))
+        before = {name: value.clone() for name, value in head.state_dict().items()}
+        run_folder = tmp_path / "run"
+        trainer = tiny_training.tiny_trainer(
+            run_folder, head, target, rows, rows, max_steps=8, save_strategy="steps", save_steps=4, logging_steps=4
+        )
+        trainer.train(resume_from_checkpoint=str(run_folder / "checkpoint-4") if resume else None)
+        changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
+        assert changed
+        assert all("lora_" in name or "modules_to_save" in name for name in changed)
+        results.append(head.state_dict())
+    for name, value in results[0].items():
+        torch.testing.assert_close(value, results[1][name])
+    checkpoint = run_folder / "checkpoint-8"
+    assert not (checkpoint / "model.safetensors").exists()
+    loaded = DartHead.from_pretrained(str(checkpoint), target=target)
+    for name, value in loaded.state_dict().items():
+        if "original_module" not in name:  # what new parts were before training is not kept
+            torch.testing.assert_close(value, head.state_dict()[name], rtol=0, atol=0)
+
+
+def test_arguments_are_flags(target: Any, base: str) -> None:
+    (arguments,) = HfArgumentParser(LoraArguments).parse_args_into_dataclasses(  # type: ignore[arg-type]
+        ["--lora_rank", "3", "--lora_targets", "q_proj", "fc", "--copy_layer", "1"]
+    )
+    assert arguments.head_options() == {"copy_layer": 1}
+    head = apply_lora(DartHead.from_pretrained(base, target=target), arguments)
+    config = head.peft_config["default"]
+    assert (config.r, config.lora_alpha, set(config.target_modules)) == (3, 6, {"q_proj", "fc"})
+    assert not apply_lora(DartHead.from_pretrained(base, target=target), LoraArguments()).adapted
+    assert LoraArguments(copy_layer="last").head_options() == {"copy_layer": "last"}
+    for wrong in (LoraArguments(lora_rank=0), LoraArguments(lora_rank=2, lora_dropout=1.0)):
+        with pytest.raises(ValueError, match="lora_rank") as error:
+            apply_lora(head, wrong)
+        one_sentence(error)
+    with pytest.raises(ValueError, match="or 'last'"):
+        LoraArguments(copy_layer="first").head_options()
+
+
+# ---- copied layers ----------------------------------------------------------------------------------------
+
+SCALED = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+COPIES: dict[str, dict[str, Any]] = {
+    "llama": {"rope_parameters": {**SCALED, "original_max_position_embeddings": 64, "rope_theta": 1e4}},
+    "qwen2": {},
+    "qwen3": {},
+    "mistral": {},
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", COPIES)
+@pytest.mark.parametrize("layers", [1, 2])
+def test_a_copy_starts_as_the_target(family: str, layers: int) -> None:
+    """The target's own logits at every real position, whatever the next token is."""
+    target = tiny_target(family, **COPIES[family])
+    depth = target.config.num_hidden_layers
+    head = tiny_head(target, copy_layer="last", num_layers=layers, feature_layers=list(range(depth)))
+    # As long as no window is left behind: a copy attends to all of the text.
+    ids = prompts([4])["input_ids"]
+    output = target(ids, output_hidden_states=True)
+    features = torch.cat([output.hidden_states[index] for index in head.feature_layers], dim=-1)
+    causal = torch.ones(3, 3, dtype=torch.bool).tril()[None, None]
+    hidden = head(features[:, :3], head.embed(ids[:, 1:]), torch.arange(3)[None], causal)
+    torch.testing.assert_close(head.logits(hidden), output.logits[:, :3], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2"])
+def test_copies_draft_and_are_not_saved(family: str, tmp_path: Path) -> None:
+    target = tiny_target(family, **COPIES[family])
+    head = tiny_head(target, copy_layer="last")
+    with torch.no_grad():
+        assert head.embedding_projection is not None
+        torch.nn.init.normal_(head.embedding_projection.weight, generator=torch.Generator().manual_seed(1))
+        features = torch.randn(1, 6, head.config.features_width, dtype=torch.float64)
+        tokens = torch.tensor([[3, 4, 5, 6, 7, 8]])
+        proposal = head.propose(head.begin(1, 8), features, tokens, torch.tensor([6]))
+        torch.testing.assert_close(proposal.logits[0], in_one_pass(head, features[0], tokens[0]))
+    for options in (GREEDY, SAMPLED):
+        assert_identical(target, head, prompts([9, 4]), **options, into=EXACT)
+    head.save_pretrained(tmp_path / "copied")
+    with safe_open(tmp_path / "copied" / "model.safetensors", "pt") as file:
+        assert not any(name.startswith("layers.") for name in file.keys())  # noqa: SIM118
+    loaded = DartHead.from_pretrained(str(tmp_path / "copied"), target=target)
+    assert torch.equal(drafts(loaded), drafts(head))
+    assert not any(p.requires_grad for p in loaded.layers.parameters())
+    loaded.adopt_layers().save_pretrained(tmp_path / "own")
+    assert torch.equal(drafts(DartHead.from_pretrained(str(tmp_path / "own"), target=target)), drafts(head))
+
+
+def test_an_adapter_of_a_copy_brings_all_that_is_new(target: Any, tmp_path: Path) -> None:
+    head = tiny_head(target, copy_layer=1, feature_layers=[1, 2], selector_rank=4, inject_features=True)
+    head.add_adapter(LoraConfig(r=2))
+    shaken(head).save_pretrained(tmp_path / "adapter")
+    loaded = DartHead.from_pretrained(str(tmp_path / "adapter"), target=target)
+    assert torch.equal(drafts(loaded), drafts(head))
+    assert_identical(target, loaded, prompts([9, 4]), **SAMPLED, into=EXACT)
+    with safe_open(tmp_path / "adapter" / "adapter_model.safetensors", "pt") as file:
+        names = set(file.keys())
+    assert not any(name.endswith("q_proj.weight") for name in names)
+    rounded = tiny_target("qwen3").to(torch.bfloat16)
+    DartHead.from_pretrained(str(tmp_path / "adapter"), target=rounded)
+    for other in (tiny_target("qwen3", seed=1), tiny_target("llama")):
+        with pytest.raises(ValueError, match=r"other weights there|cannot be copied") as error:
+            DartHead.from_pretrained(str(tmp_path / "adapter"), target=other)
+        one_sentence(error)
+    with pytest.raises(ValueError, match="pass target="):
+        DartHead.from_pretrained(str(tmp_path / "adapter"))
+    plain = drafts(loaded)
+    loaded.merge_adapter().save_pretrained(tmp_path / "merged")
+    merged = DartHead.from_pretrained(str(tmp_path / "merged"), target=target)
+    torch.testing.assert_close(drafts(merged), plain, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "gpt2", "qwen3_moe", "granite", "phi3", "glm", "olmo2"])
+def test_layers_built_otherwise_are_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=r"cannot be copied|decoder layers") as error:
+        tiny_head(tiny_target(family), copy_layer="last")
+    one_sentence(error)
+
+
+def test_what_a_copy_needs(target: Any) -> None:
+    for wrong, word in (
+        ({"copy_layer": 99}, "decoder layers"),
+        ({"copy_layer": 1, "feature_layers": [0, 2]}, "add 1 to feature_layers"),
+        ({"copy_layer": 1, "input_form": "pair"}, "'stream'"),
+        ({"copy_layer": 1, "mask_mode": "peagle", "mask_token_id": 3, "feature_layers": [1]}, "input_form"),
+        ({"input_form": "residual"}, "'pair' or 'stream'"),
+    ):
+        with pytest.raises(ValueError, match=word) as error:
+            tiny_head(target, **{"feature_layers": [1], **wrong})
+        one_sentence(error)
+    head = tiny_head(target, copy_layer=1, feature_layers=[1], draft_vocabulary=[3, 4])
+    with pytest.raises(ValueError, match="reduce_vocabulary"):
+        head.add_adapter(LoraConfig())
+
+
+def test_the_runs_accepted_drafts() -> None:
+    assert EXACT.mean_tau > 1.05
