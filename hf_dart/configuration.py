@@ -54,6 +54,7 @@ class DartConfig(PreTrainedConfig):
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
         selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
+        editor: the head can run again on its own draft (`hf_dart.refine.Editor`, `TreeConfig.refine`).
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
@@ -95,6 +96,7 @@ class DartConfig(PreTrainedConfig):
     rope_theta: float = 10000.0
     tree: dict[str, Any] = field(default_factory=dict)
     selector_rank: int = 0
+    editor: bool = False
     initializer_range: float = 0.02
     vocab_size: int = 6144
     target_name: str | None = None
@@ -282,6 +284,7 @@ class TreeConfig:
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
+        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft.
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -299,6 +302,7 @@ class TreeConfig:
     selector: bool = True
     ngram_weight: float = 0.5
     scores: str = "survival"
+    refine: int = 0
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -306,7 +310,7 @@ class TreeConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
-        for name in ("lookup", "node_cost", "draft_cost", "ngram_weight"):
+        for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
 

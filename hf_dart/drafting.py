@@ -67,6 +67,20 @@ class DraftingModel(DartModel):
         hidden = hidden[:, :depth]
         return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
 
+    @property
+    def refines(self) -> bool:
+        return self.editor is not None
+
+    def refine(self, state: DartState, first: Proposal, tokens: Tensor) -> Proposal:
+        if self.editor is None:
+            return super().refine(state, first, tokens)
+        # The slots of the first pass, whose keys and values are overwritten.
+        hidden = first.hidden[:, 1:]
+        again = self._run(state, self.edit_inputs(tokens[:, :-1], hidden), torch.zeros_like(state.lengths))
+        hidden = self.editor(hidden, again)
+        logits = torch.cat([first.logits[:, :1], self.logits(hidden)], dim=1)
+        return Proposal(logits, torch.cat([first.hidden[:, :1], hidden], dim=1), first.vocabulary)
+
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
         if self.selector is None:
             return None
@@ -92,7 +106,9 @@ class DraftingModel(DartModel):
         x, residual, context = entries
         batch, queries = x.shape[:2]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
-        start, end = state.longest, state.longest + queries
+        # A slot may see all of its block, also behind the last one that is run.
+        block = self.config.draft_length - 1 if self.config.block_attention == "bidirectional" else 0
+        start, end = state.longest, state.longest + max(queries, block)
         state.store.reserve(end)
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
         mask = self._mask(state.lengths + counts, positions, end)

@@ -13,7 +13,7 @@ from hf_dart.copied import copied_fields, initialise
 from hf_dart.drafting import DraftingModel
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.hub.mixin import PushWithCard
-from hf_dart.refine import BigramSelector
+from hf_dart.refine import BigramSelector, Editor
 from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
@@ -214,6 +214,20 @@ class DartHead(PushWithCard, DraftingModel):
             selector = BigramSelector(self.config)
             selector.apply(self._init_weights)
         self.selector = selector.to(device=self.device, dtype=self.dtype)
+        return self
+
+    def add_editor(self, seed: int = 0) -> Self:
+        """Let a trained head run again on its own draft (`hf_dart.refine.Editor`); untrained, that changes nothing.
+
+        Args:
+            seed: of its initial weights; the global generators are not moved.
+        """
+        self.config.editor = True
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(seed)
+            editor = Editor(self.config)
+            editor.apply(self._init_weights)
+        self.editor = editor.to(device=self.device, dtype=self.dtype)
         return self
 
     def reduce_vocabulary(self, tokens: Sequence[int] | Tensor | None) -> Self:

@@ -8,6 +8,7 @@ shifted, so that the last real position predicts the first draft token and mask 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,7 +19,7 @@ from hf_dart.configuration import DartConfig
 from hf_dart.copied import copied_names, fill
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, rotation_at
-from hf_dart.refine import BigramSelector
+from hf_dart.refine import BigramSelector, Editor
 from hf_dart.slots import SlotStore
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
@@ -61,6 +62,21 @@ class Entries(NamedTuple):
         )
 
 
+class Edits(NamedTuple):
+    """Edit passes of `DartModel.forward`.
+
+    Attributes:
+        passes: R, behind the first.
+        mask: [B, 1, M, T + M] what the slots see; T more keys if features are injected.
+        draft: what the slots hold in pass 1..R, from its number and the states [B, T + M, H] of the pass before:
+            [B, M] tokens, -1 for slots that stay masked.
+    """
+
+    passes: int
+    mask: Tensor | BlockMask
+    draft: Callable[[int, Tensor], Tensor]
+
+
 class DartModel(FittedDrafter[DartState]):
     """The modules of a head, what they read through the target, and the pass that training runs."""
 
@@ -89,6 +105,7 @@ class DartModel(FittedDrafter[DartState]):
         scored = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
         self.selector = BigramSelector(config) if config.selector_rank else None
+        self.editor = Editor(config) if config.editor else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self._head_rows = HeadRows()
@@ -101,6 +118,8 @@ class DartModel(FittedDrafter[DartState]):
         if isinstance(module, BigramSelector):
             nn.init.zeros_(module.context.weight)
             nn.init.zeros_(module.log_scale.weight)
+        elif isinstance(module, Editor):
+            nn.init.zeros_(module.correction.weight)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
         elif isinstance(module, nn.RMSNorm):
@@ -160,10 +179,12 @@ class DartModel(FittedDrafter[DartState]):
             features: [B, T, F] of positions i.
             embeddings: [B, T, E] of the tokens at i + 1.
         """
-        fused = self.fc(features)
+        return self._entries(self.fc(features), self.embedding_norm(embeddings))
+
+    def _entries(self, fused: Tensor, token: Tensor) -> Entries:
+        """Of fused features [B, T, H] and normed embeddings [B, T, E]."""
         known = self.feature_norm(fused) if self.config.input_form == "pair" or self.config.inject_features else None
         context = known if self.config.inject_features else None
-        token = self.embedding_norm(embeddings)
         if self.embedding_projection is not None:
             stream = fused + self.embedding_projection(token)
             return Entries(stream, stream, context)
@@ -183,25 +204,70 @@ class DartModel(FittedDrafter[DartState]):
             slot = Entries(learned, learned[..., : self.config.hidden_size], None)
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
+    def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
+        """As `slot_inputs`, of slots that hold a draft (`hf_dart.refine.Editor`).
+
+        Args:
+            tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
+            hidden: [B, M, H] of the first pass at these slots.
+        """
+        assert self.editor is not None
+        slots = self.slot_inputs(*tokens.shape)
+        token = self.embedding_norm(self.embed(tokens.clamp(min=0)))
+        edited = self._entries(self.editor.features(token, hidden), token)
+        held = (tokens >= 0).to(edited.x.device)[..., None]
+        x, residual = torch.where(held, edited.x, slots.x), torch.where(held, edited.residual, slots.residual)
+        # Features are injected at real positions only: there are none here.
+        return Entries(x, residual, None if edited.context is None else edited.context[:, :0])
+
     def forward(
         self,
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
         positions: Tensor,  # [B, T + M]
         attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
+        edits: Edits | None = None,
     ) -> Tensor:
         """The training pass: T real positions, then M mask slots of many blocks (`training.blocks`).
 
+        Edit passes run the slots alone; keys and values of the real positions are those of the first pass.
+
         Returns:
-            Hidden states [B, T + M, H] behind the final norm.
+            Hidden states [B, T + M, H] behind the final norm; [1 + R, B, T + M, H] with `edits`.
         """
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
         x, residual, context = self.inputs(features, next_embeddings).then(slots)
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
+
+        def keep(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+            known.append((key[:, :, :real], value[:, :, :real]))
+            return key, value
+
         for layer in self.layers:
-            x = residual = layer(x, residual, rotation, attention_mask, None, context)
-        return self.final(x)
+            x = residual = layer(x, residual, rotation, attention_mask, None if edits is None else keep, context)
+        first = self.final(x)
+        if edits is None:
+            return first
+        states = [first]
+        places = rotation_at(positions[:, real:], self.config, self.dtype, self.config.rope_frequencies)
+        assert self.editor is not None
+        for number in range(1, edits.passes + 1):
+            x, residual, context = self.edit_inputs(edits.draft(number, states[-1]), first[:, real:])
+            before = iter(known)
+
+            def recall(
+                key: Tensor, value: Tensor, injected: bool = False, before: Iterator[tuple[Tensor, Tensor]] = before
+            ) -> tuple[Tensor, Tensor]:
+                known_key, known_value = next(before)
+                return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
+
+            for layer in self.layers:
+                x = residual = layer(x, residual, places, edits.mask, recall, context)
+            again = self.editor(first[:, real:], self.final(x))
+            states.append(torch.cat([first[:, :real], again], dim=1))
+        return torch.stack(states)
 
     def final(self, x: Tensor) -> Tensor:
         """What the last layer gives [..., H], normed for the LM head."""

@@ -132,6 +132,23 @@ class Drafter(ABC, Generic[State]):
         text alone is verified (`TreeConfig.lookup`).
         """
 
+    @property
+    def refines(self) -> bool:
+        """Can this drafter look at its own draft again (`refine`)?"""
+        return False
+
+    def refine(self, state: State, first: Proposal, tokens: Tensor) -> Proposal:
+        """A better draft than the one that `propose` has just returned.
+
+        Args:
+            first: what `propose` returned.
+            tokens: [B, d] the tokens that are drafted so far; the last one is not looked at.
+
+        Returns:
+            Distributions of which entry i holds behind the tokens 0..i - 1 of that draft.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not refine its drafts.")
+
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
         """Scores that depend on the token in front, where the drafter has them.
 

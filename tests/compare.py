@@ -71,7 +71,7 @@ def assert_identical(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally | None = None, **options: Any
 ) -> tuple[Run, Run]:
     """Run both ways, without tolerance; returns stock's run and ours."""
-    drafting = {name: options.pop(name) for name in ("tree_config",) if name in options}
+    drafting = {name: options.pop(name) for name in ("tree_config", "refine") if name in options}
     stock = run(model, inputs, seed, **options)
     ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
     assert ours.sequences.shape == stock.sequences.shape, f"{ours.sequences}\nstock\n{stock.sequences}"

@@ -39,8 +39,8 @@ def test_every_block_is_trained_as_it_is_drafted(tmp_path: Path, kind: dict[str,
     drafter = tiny_drafter(target, context_window=window, **kind)
     trainer = tiny_trainer(tmp_path, drafter, target, [], anchors_per_row=9, loss_chunk=0)
     batch = drawn_batch(trainer, token_rows(LENGTHS))
-    features, _ = trainer.teach(batch["input_ids"], batch["documents"])
-    hidden = trainer.block_states(drafter, batch, features)
+    features, logits = trainer.teach(batch["input_ids"], batch["documents"])
+    hidden = trainer.block_states(drafter, batch, features, logits)
     compared = 0
     for row, ids in enumerate(batch["input_ids"]):
         documents = batch["documents"][row]

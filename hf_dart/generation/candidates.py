@@ -59,6 +59,18 @@ class Ranker:
     ) -> tuple[Tensor, Tensor]:
         """Candidates [B, d, K], best first, and their scores [B, d, K].
 
+        Args: as for `scores`.
+        """
+        logits = self._perturbed(logits, gumbel, seen, vocabulary)
+        best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
+        tokens = tokens if vocabulary is None else vocabulary[tokens]
+        return tokens, best - logits.logsumexp(-1, keepdim=True)
+
+    def scores(
+        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None = None
+    ) -> Tensor:
+        """Scores [B, d, V], or [B, d, M], of all tokens.
+
         Args:
             logits: [B, d, V] of the drafter; [B, d, M] with a `vocabulary`.
             gumbel: [B, d, V] the noise that the target will sample those positions with; None ranks by
@@ -67,9 +79,26 @@ class Ranker:
             vocabulary: [M] ids of the tokens that were scored; None for all. Their probabilities then sum to 1.
 
         Returns:
-            Token ids and log-scores. With noise, a score is the log-softmax of perturbed logits: how sure
-            the coupled draft is that the target will draw this very token.
+            Log-scores. With noise, a score is the log-softmax of perturbed logits: how sure the coupled draft is
+            that the target will draw this very token.
         """
+        return self._perturbed(logits, gumbel, seen, vocabulary).log_softmax(-1)
+
+    def best(self, *scores: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
+        """The candidates [B, d, K] of several drafts: the tokens that score best in any, and their scores in each.
+
+        Args:
+            scores: of `scores`, per draft.
+            vocabulary: as for `scores`.
+        """
+        either = torch.stack(scores).amax(0)
+        columns = either.topk(min(self._top_k, either.shape[-1])).indices
+        tokens = columns if vocabulary is None else vocabulary[columns]
+        return tokens, [each.gather(-1, columns) for each in scores]
+
+    def _perturbed(
+        self, logits: Tensor, gumbel: Tensor | None, seen: Tensor | None, vocabulary: Tensor | None
+    ) -> Tensor:
         logits = logits.float()
         if seen is not None:
             penalised = torch.where(logits > 0, logits / self._penalty, logits * self._penalty)
@@ -78,9 +107,7 @@ class Ranker:
             if vocabulary is not None:
                 gumbel = gumbel[..., vocabulary.to(gumbel.device)]
             logits = self._warp(logits) + gumbel.to(logits.device)
-        best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
-        tokens = tokens if vocabulary is None else vocabulary[tokens]
-        return tokens, best - logits.logsumexp(-1, keepdim=True)
+        return logits
 
     def _warp(self, logits: Tensor) -> Tensor:
         if self._temperature != 1.0:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -51,6 +52,7 @@ def speculative_generate(
     generation_config: Any,
     assistant: Drafter[Any],
     tree_config: TreeConfig | None = None,
+    refine: int | None = None,
     synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,
@@ -62,6 +64,7 @@ def speculative_generate(
         input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
         assistant: the drafter.
         tree_config: replaces `assistant.tree_config` for this call.
+        refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
         model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
 
     Returns:
@@ -71,6 +74,13 @@ def speculative_generate(
         ValueError: something was asked for that could not equal stock's output.
     """
     tree_config = tree_config or assistant.tree_config
+    if refine is not None:
+        tree_config = replace(tree_config, refine=refine)
+    if tree_config.refine and not assistant.refines:
+        raise ValueError(
+            f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
+            "with an editor."
+        )
     length = length_limit(stopping_criteria, input_ids.shape[1])
     prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
@@ -192,9 +202,8 @@ class _Call:
         if proposal is not None and self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
             proposal = proposal.where(counts > 0, self.proposal)
-        if proposal is not None and self.rows.in_step and True in self.rows.ended:
-            # Rows that are only filled up must not hold up the others.
-            proposal.make_certain(self.rows.ended, self.rows.pad)
+        if proposal is not None:
+            self.hold_ended_rows(proposal)
         self.proposal = proposal
         return proposal
 
@@ -215,7 +224,18 @@ class _Call:
             gumbel = self.noise.gumbel(self.rows.emitted, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        return self.grower(proposal, gumbel, deepest)
+        return self.grower(proposal, gumbel, deepest, None if proposal is None else partial(self.refine, proposal))
+
+    def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
+        """The draft behind a second look at `tokens` [B, d]."""
+        proposal = self.drafter.refine(self.draft.state, first, tokens)
+        self.hold_ended_rows(proposal)
+        return proposal
+
+    def hold_ended_rows(self, proposal: Proposal) -> None:
+        """Rows that are only filled up must not hold up the others."""
+        if self.rows.in_step and True in self.rows.ended:
+            proposal.make_certain(self.rows.ended, self.rows.pad)
 
     def commit(self, accepted: Accepted) -> None:
         """Keep what was accepted: cache entries, and hidden states if they were asked for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers import LogitsProcessorList
 from hf_dart.best_first import RowDraft, best_first
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.candidates import Ranker, SeenTokens
+from hf_dart.generation.refinement import Refined, best_chain
 from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.scoring import BeamScores, PathScores, RowScores
@@ -44,7 +46,13 @@ class TreeGrower:
         self._lookups = [RowLookup(text) for text in texts]
         self._scores = PathScores(config, drafter.ngram)
 
-    def __call__(self, proposal: Proposal | None, gumbel: Tensor | None, deepest: list[int]) -> DraftTree:
+    def __call__(
+        self,
+        proposal: Proposal | None,
+        gumbel: Tensor | None,
+        deepest: list[int],
+        refine: Callable[[Tensor], Proposal] | None = None,
+    ) -> DraftTree:
         """The trees [B, N] behind the last committed tokens.
 
         Args:
@@ -52,6 +60,7 @@ class TreeGrower:
             gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
                 or to rank without it.
             deepest: deepest node per row.
+            refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
         """
         copies = self._copies(deepest)
         if proposal is None:
@@ -60,10 +69,36 @@ class TreeGrower:
             none: list[list[Any]] = [[] for _ in copies]
             return self._best_first(none, none, copies, deepest, draft_cost=0.0).to(self._device)
         seen = None if self._seen is None else self._seen(proposal)
-        ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
-        candidates, scores = (part.to(self._device) for part in ranked)
+        refined = None
+        if refine is not None and self._config.refine and self.depth > 1:
+            candidates, scores, refined = self._refine(proposal, gumbel, seen, refine)
+        else:
+            ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
+            candidates, scores = (part.to(self._device) for part in ranked)
         grow = self._on_host if self._device.type == "cpu" else self._on_device
-        return grow(proposal, candidates, scores, copies, deepest)
+        return grow(proposal, candidates, scores, refined, copies, deepest)
+
+    def _refine(
+        self, proposal: Proposal, gumbel: Tensor | None, seen: Tensor | None, refine: Callable[[Tensor], Proposal]
+    ) -> tuple[Tensor, Tensor, Refined]:
+        """Candidates [B, d, K] of the first draft and the last one, and their scores [B, d, K] in either."""
+        vocabulary = proposal.vocabulary
+        first = self._rank.scores(proposal.logits, gumbel, seen, vocabulary)
+        candidates, (scores,) = self._rank.best(first, vocabulary=vocabulary)
+        roots = torch.tensor(self._roots(), device=candidates.device)
+        draft = best_chain(candidates, self._transitions(proposal, roots, candidates, scores))
+        again, looked_at = first, draft
+        for number in range(self._config.refine):
+            if number:
+                best = self._rank.best(again, vocabulary=vocabulary)[0][..., 0]
+                draft = torch.cat([draft[:, :1], best[:, 1:]], dim=1)
+                if torch.equal(draft, looked_at):
+                    break
+            later = self._rank.scores(refine(draft).logits, gumbel, seen, vocabulary)
+            again, looked_at = torch.cat([first[:, :1], later[:, 1:]], dim=1), draft
+        candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
+        device = self._device
+        return candidates.to(device), scores.to(device), Refined(looked_at.to(device), better.to(device))
 
     def _copies(self, deepest: list[int]) -> list[tuple[list[int], float]]:
         """What `RowLookup.suggest` finds for each row."""
@@ -75,6 +110,7 @@ class TreeGrower:
         proposal: Proposal,
         candidates: Tensor,
         scores: Tensor,
+        refined: Refined | None,
         copies: list[tuple[list[int], float]],
         deepest: list[int],
     ) -> DraftTree:
@@ -87,7 +123,7 @@ class TreeGrower:
                     known.append(copied[depth] if fresh else -1)
             candidates = torch.tensor(tokens)
             scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
-        table = self._transitions(proposal, torch.tensor(self._roots()), candidates, scores)
+        table = self._transitions(proposal, torch.tensor(self._roots()), candidates, scores, refined)
         pairs = (scores[:, :, None] if table is None else table).tolist()
         return self._best_first(tokens, pairs, copies, deepest, self._config.draft_cost)
 
@@ -127,6 +163,7 @@ class TreeGrower:
         proposal: Proposal,
         candidates: Tensor,
         scores: Tensor,
+        refined: Refined | None,
         copies: list[tuple[list[int], float]],
         deepest: list[int],
     ) -> DraftTree:
@@ -142,7 +179,7 @@ class TreeGrower:
             nodes=self._config.resolve_nodes(len(history), self._device.type),
             beam=self._config.beam,
             depth_limit=torch.tensor(deepest, device=self._device) if limited else None,
-            scorer=self._scorer(proposal, history[:, -1], candidates, scores, graft),
+            scorer=self._scorer(proposal, history[:, -1], candidates, scores, refined, graft),
         )
 
     def _history(self) -> list[list[int]]:
@@ -151,16 +188,26 @@ class TreeGrower:
         return [[-1] * (length - len(text)) + text[-length:] for text in self._texts]
 
     def _scorer(
-        self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, graft: Graft | None
+        self,
+        proposal: Proposal,
+        roots: Tensor,
+        candidates: Tensor,
+        scores: Tensor,
+        refined: Refined | None,
+        graft: Graft | None,
     ) -> BeamScores | None:
-        """What makes a candidate depend on the path in front of it: a selector, n-grams, copied text."""
+        """What makes a candidate depend on the path in front of it: selector, refined draft, n-grams, copies."""
         drafted = slice(0, self.depth)
-        table = self._transitions(proposal, roots, candidates[:, drafted], scores[:, drafted])
+        table = self._transitions(proposal, roots, candidates[:, drafted], scores[:, drafted], refined)
         if table is None and graft is None and self._scores.plain:
             return None
         return BeamScores(self._scores, self.depth, None if table is None else Transitions(table), graft)
 
-    def _transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        if not self._config.selector:
-            return None
-        return self._drafter.transitions(proposal, roots, candidates, scores)
+    def _transitions(
+        self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, refined: Refined | None = None
+    ) -> Tensor | None:
+        """As `Drafter.transitions`; behind the tokens of a refined draft, its scores."""
+        table = self._drafter.transitions(proposal, roots, candidates, scores) if self._config.selector else None
+        if refined is None:
+            return table
+        return refined.replace(candidates, scores[:, :, None] if table is None else table)

@@ -4,6 +4,7 @@ from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.data import Mixture, PackedTokens, tokenize
 from hf_dart.training.diffusion import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.evaluate import DecodingCallback
+from hf_dart.training.refining import EditTrainer, EditTrainingArguments
 from hf_dart.training.sources import DataArguments, load_rows
 from hf_dart.training.trainer import DartTrainer
 
@@ -14,6 +15,8 @@ __all__ = [
     "DecodingCallback",
     "DiffusionTrainer",
     "DiffusionTrainingArguments",
+    "EditTrainer",
+    "EditTrainingArguments",
     "Mixture",
     "PackedTokens",
     "load_rows",

@@ -31,11 +31,13 @@ class Blocks:
         positions: [B, T - 1 + K (d - 1)] positions, counted from the start of each document.
         mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1), True where a query (dim 2) sees a key (dim 3); or
             the same as a `BlockMask` for FlexAttention. Where features are injected, T - 1 more keys follow.
+        slot_mask: [B, 1, K (d - 1), S] of the slots alone, for passes that run them again; None if not asked for.
     """
 
     anchors: Tensor
     positions: Tensor
     mask: Tensor | BlockMask
+    slot_mask: Tensor | BlockMask | None = None
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -94,6 +96,7 @@ def build_blocks(
     flex: bool = False,
     window: int | None = None,
     injected: bool = False,
+    edits: bool = False,
 ) -> Blocks:
     """Positions and mask of the prefix-shared pass.
 
@@ -110,6 +113,7 @@ def build_blocks(
         window: how many positions back real positions are seen, one's own included; None sees them all.
         injected: also for the keys of injected features, which stand behind all others; those of a real position are
             seen by whoever sees that position.
+        edits: also give the mask of the slots alone.
     """
     batch, count = anchors.shape
     slots, real = draft_length - 1, documents.shape[1] - 1
@@ -141,8 +145,16 @@ def build_blocks(
             own_block = own_block & (key <= query)
         return torch.where(block[key] < 0, prefix, own_block)
 
-    size = (batch, queries, queries + real if injected else queries)
-    return Blocks(anchors, positions, (_block_mask if flex else _bool_mask)(sees, *size, device))
+    keys = queries + real if injected else queries
+    if not flex:
+        mask = _bool_mask(sees, batch, queries, keys, device)
+        return Blocks(anchors, positions, mask, mask[:, :, real:] if edits else None)
+
+    def slot_sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return sees(row, head, query + real, key)
+
+    slot_mask = _block_mask(slot_sees, batch, queries - real, keys, device) if edits else None
+    return Blocks(anchors, positions, _block_mask(sees, batch, queries, keys, device), slot_mask)
 
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]

@@ -22,7 +22,7 @@ from hf_dart.training.losses import NO_LABEL, log_probabilities, masked_cross_en
 from hf_dart.training.trainer import DartTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
-_DENOISING = ("masked_cross_entropy", "score_entropy")
+DENOISING = ("masked_cross_entropy", "score_entropy")
 
 
 @dataclass
@@ -37,14 +37,14 @@ class DiffusionTrainingArguments(DartTrainingArguments):
 
     loss: str = field(default="left_to_right", metadata={"help": "of blocks that are all masked; as for a head"})
     revealed_share: float = field(default=0.5, metadata={"help": "of the blocks: those with tokens revealed"})
-    denoising_loss: str = field(default="masked_cross_entropy", metadata={"help": f"one of {', '.join(_DENOISING)}"})
+    denoising_loss: str = field(default="masked_cross_entropy", metadata={"help": f"one of {', '.join(DENOISING)}"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.revealed_share <= 1:
             raise ValueError(f"revealed_share is {self.revealed_share}; give a number from 0 to 1.")
-        if self.denoising_loss not in _DENOISING:
-            raise ValueError(f"denoising_loss is {self.denoising_loss!r}; give one of {', '.join(_DENOISING)}.")
+        if self.denoising_loss not in DENOISING:
+            raise ValueError(f"denoising_loss is {self.denoising_loss!r}; give one of {', '.join(DENOISING)}.")
         if self.selector_only:
             raise ValueError("selector_only trains a DartHead's selector; a diffusion drafter has none.")
 
@@ -98,7 +98,9 @@ class DiffusionTrainer(DartTrainer):
         nothing = torch.zeros((*ids.shape, 0), device=ids.device)
         return nothing, nothing
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor) -> Tensor:
+    def block_states(
+        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
+    ) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         # The text's last entry drafts nothing itself: one slot more than a head's block has.
         length, window = self.head.draft_length + 1, self.head.config.context_window
@@ -123,15 +125,19 @@ class DiffusionTrainer(DartTrainer):
         whole, part = times == 1, times < 1
 
         def denoising_losses(hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
-            logits = self.head.logits(hidden)
-            if self.args.denoising_loss == "masked_cross_entropy":
-                return masked_cross_entropy(logits, labels, masked, times)
-            odds = ((1 - times) / times).log()
-            return score_entropy(log_probabilities(logits) + odds[:, None, None], labels, masked, times)
+            return denoising_loss(self.args.denoising_loss, self.head.logits(hidden), labels, masked, times)
 
         parts = hidden[part], labels[part], masked[part], times[part]
         loss = chunked(denoising_losses, *parts, chunk_size=self.args.loss_chunk)
         return loss + super().draft_loss(inputs, hidden[whole], target_logits, goals[whole], labels[whole])
+
+
+def denoising_loss(name: str, logits: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
+    """Losses [n] of partly masked blocks: one of `DENOISING`, of logits [n, d, V]; the rest as for these."""
+    if name == "masked_cross_entropy":
+        return masked_cross_entropy(logits, labels, masked, times)
+    odds = ((1 - times) / times).log()
+    return score_entropy(log_probabilities(logits) + odds[:, None, None], labels, masked, times)
 
 
 def draw_times(blocks: int, revealed_share: float, generator: torch.Generator) -> Tensor:

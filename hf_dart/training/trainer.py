@@ -96,7 +96,7 @@ class DartTrainer(DrafterTrainer):
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         features, target_logits = self.teach(ids, documents)
         present = anchors >= 0  # [B, K]
-        hidden = self.block_states(model, inputs, features)[present]  # [N, d, H]
+        hidden = self.block_states(model, inputs, features, target_logits)[present]  # [N, d, H]
         rows = torch.arange(len(ids), device=ids.device)[:, None].expand_as(anchors)[present]
         places = target_positions(anchors[present], self.head.draft_length)  # [N, d]
         goals = rows[:, None] * ids.shape[1] + places
@@ -123,12 +123,14 @@ class DartTrainer(DrafterTrainer):
                 self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
         return loss, hidden
 
-    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor) -> Tensor:
+    def block_states(
+        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
+    ) -> Tensor:
         """The hidden states [B, K, d, H] of all blocks; those of absent ones mean nothing.
 
         Args:
             model, inputs: of `summed_loss`.
-            features: [B, T, F] of `teach`.
+            features, target_logits: of `teach`.
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         bidirectional = self.head.config.block_attention == "bidirectional"

@@ -1,0 +1,331 @@
+"""Edit passes: what a slot holds, what a pass sees, what may depend on it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import inf
+from typing import Any
+
+import pytest
+import torch
+from cases import GREEDY, MODES, SAMPLED
+from compare import assert_identical, run
+from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from torch import Tensor
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.drafting import DartState
+from hf_dart.generation.attach import attach
+from hf_dart.generation.grow import TreeGrower
+from hf_dart.generation.refinement import Refined, best_chain
+from hf_dart.layers import rotation_at
+from hf_dart.proposal import Proposal
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SHAPES = [
+    {},
+    {"num_layers": 2, "inject_features": True},
+    {"mask_mode": "peagle", "mask_token_id": 1, "num_layers": 2},
+    {"input_form": "stream"},
+    {"block_attention": "bidirectional"},
+]
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+def editing_head(target: Any, **config: Any) -> DartHead:
+    """A head whose editor changes drafts."""
+    head = tiny_head(target, editor=True, **config)
+    generator = torch.Generator().manual_seed(2)
+    weight = head.editor.correction.weight
+    weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype) / weight.shape[0] ** 0.5
+    return head
+
+
+def texts(head: DartHead, lengths: list[int], seed: int = 1) -> tuple[Tensor, Tensor]:
+    """Features [B, T, F] and next tokens [B, T]."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(lengths), max(lengths))
+    features = torch.randn(*shape, head.config.features_width, generator=generator, dtype=torch.float64)
+    return features, torch.randint(VOCABULARY, shape, generator=generator)
+
+
+def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[DartState, Proposal]:
+    state = head.begin(len(counts), 4)
+    return state, head.propose(state, features, tokens, torch.tensor(counts))
+
+
+def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor, first: Tensor) -> Tensor:
+    """Logits [d - 1, V] of one pass over T positions and the slots that hold `draft` [d - 1], in the open.
+
+    `first`: [d - 1, H] hidden states of the first pass.
+    """
+    config, real, slots = head.config, len(tokens), len(draft)
+    known = head.inputs(features[None], head.embed(tokens)[None])
+    token = head.embedding_norm(head.embed(draft))
+    fused = head.editor.fc(torch.cat([token, first], dim=-1))
+    if config.input_form == "stream":
+        fused = held = fused + head.embedding_projection(token)
+    else:
+        held = torch.cat([token, head.feature_norm(fused)], dim=-1)
+    x = torch.cat([known.x, held[None]], dim=1)
+    residual = torch.cat([known.residual, fused[None]], dim=1)
+    positions = torch.arange(real + slots)[None]
+    mask = torch.ones(real + slots, real + slots, dtype=torch.bool).tril()
+    if config.block_attention == "bidirectional":
+        mask[real:] = True
+    if config.inject_features:
+        mask = torch.cat([mask, mask[:, :real]], dim=1)
+    rotation = rotation_at(positions, config, torch.float64, config.rope_frequencies)
+    for layer in head.layers:
+        x = residual = layer(x, residual, rotation, mask[None, None], None, known.context)
+    return head.logits(first + head.editor.correction(head.norm(x)[0, real:]))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("counts", [[6], [6, 3, 1]], ids=["row", "batch"])
+def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts: list[int]) -> None:
+    """Also later passes, and rounds that follow: a pass leaves nothing behind in the cache that anyone looks at."""
+    head = editing_head(target, **shape)
+    features, tokens = texts(head, counts)
+    state, first = begun(head, features, tokens, counts)
+    for seed in (3, 4):
+        draft = torch.randint(VOCABULARY, first.logits.shape[:2], generator=torch.Generator().manual_seed(seed))
+        again = head.refine(state, first, draft)
+        assert torch.equal(again.logits[:, 0], first.logits[:, 0])
+        for row, count in enumerate(counts):
+            plain = from_scratch(
+                head, features[row, :count], tokens[row, :count], draft[row, :-1], first.hidden[row, 1:]
+            )
+            torch.testing.assert_close(again.logits[row, 1:], plain, **CLOSE)
+            assert not torch.allclose(again.logits[row, 1:], first.logits[row, 1:], atol=0.1)
+    more, behind = texts(head, [2] * len(counts), seed=5)
+    later = head.propose(state, more, behind, torch.full((len(counts),), 2))
+    other = head.begin(len(counts), 4)
+    head.extend(other, features, tokens, torch.tensor(counts))
+    untouched = head.propose(other, more, behind, torch.full((len(counts),), 2))
+    torch.testing.assert_close(later.logits, untouched.logits, **CLOSE)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_untrained_editor_changes_nothing(target: Any, shape: dict[str, Any]) -> None:
+    head = tiny_head(target, **shape).add_editor()
+    features, tokens = texts(head, [5])
+    state, first = begun(head, features, tokens, [5])
+    assert torch.equal(head.refine(state, first, first.logits.argmax(-1)).logits, first.logits)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("slots", [{}, {"mask_mode": "peagle", "mask_token_id": 1}], ids=["learned", "peagle"])
+def test_slots_without_a_token_stay_masked(target: Any, slots: dict[str, Any]) -> None:
+    head = editing_head(target, **slots)
+    features, tokens = texts(head, [5])
+    state, first = begun(head, features, tokens, [5])
+    again = head.refine(state, first, torch.full((1, head.draft_length), -1))
+    states = head.editor(first.hidden[:, 1:], first.hidden[:, 1:])  # the pass over mask slots is the first one
+    torch.testing.assert_close(again.hidden[:, 1:], states, **CLOSE)
+
+
+@torch.no_grad()
+def test_passes_converge_from_the_left(target: Any) -> None:
+    """Causal slots: k passes have the k + 1 first tokens that tokens drafted one by one would have (Jacobi)."""
+    head = editing_head(target)
+    features, tokens = texts(head, [7])
+    state, first = begun(head, features, tokens, [7])
+    one_by_one = first.logits.argmax(-1)
+    for depth in range(1, head.draft_length):
+        hold = torch.where(torch.arange(head.draft_length) < depth, one_by_one, 0)  # no later token matters
+        one_by_one[:, depth] = head.refine(state, first, hold).logits[:, depth].argmax(-1)
+    draft = first.logits.argmax(-1)
+    assert not torch.equal(draft, one_by_one)
+    for number in range(1, head.draft_length):
+        again = head.refine(state, first, draft)
+        draft = again.logits.argmax(-1)
+        assert torch.equal(draft[:, : number + 1], one_by_one[:, : number + 1])
+    assert torch.equal(head.refine(state, first, draft).logits, again.logits) or torch.equal(draft, one_by_one)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
+def test_what_a_slot_sees(target: Any, block_attention: str) -> None:
+    head = editing_head(target, block_attention=block_attention)
+    features, tokens = texts(head, [6])
+    state, first = begun(head, features, tokens, [6])
+    draft = first.logits.argmax(-1)
+    again = head.refine(state, first, draft).logits[0]
+    for place in range(head.draft_length):
+        other = draft.clone()
+        other[0, place] = (other[0, place] + 1) % VOCABULARY
+        changed = (head.refine(state, first, other).logits[0] != again).any(-1)
+        assert not changed[0]
+        if place == head.draft_length - 1:
+            assert not changed.any()
+        elif block_attention == "causal":
+            assert changed.tolist() == [place < depth for depth in range(head.draft_length)]
+        else:
+            assert changed[1:].all()
+
+
+@torch.no_grad()
+def test_rows_are_independent(target: Any) -> None:
+    head = editing_head(target)
+    counts = [6, 3, 1]
+    features, tokens = texts(head, counts)
+    state, first = begun(head, features, tokens, counts)
+    draft = first.logits.argmax(-1)
+    together = head.refine(state, first, draft)
+    for row, count in enumerate(counts):
+        alone, own = begun(head, features[row : row + 1, :count], tokens[row : row + 1, :count], [count])
+        again = head.refine(alone, own, draft[row : row + 1])
+        torch.testing.assert_close(again.logits[0], together.logits[row], **CLOSE)
+
+
+def test_shorter_drafts(target: Any) -> None:
+    """Causal: the first tokens of the longer draft. Bidirectional: the slots behind stay masked."""
+    for attention in ("causal", "bidirectional"):
+        head = editing_head(target, block_attention=attention)
+        features, tokens = texts(head, [6])
+        with torch.no_grad():
+            state, whole = begun(head, features, tokens, [6])
+            draft = whole.logits.argmax(-1)
+            if attention == "bidirectional":
+                draft[:, 2:] = -1
+            longer = head.refine(state, whole, draft)
+            short = head.begin(1, 4)
+            first = head.propose(short, features, tokens, torch.tensor([6]), 3)
+            shorter = head.refine(short, first, draft[:, :3])
+        torch.testing.assert_close(shorter.logits, longer.logits[:, :3], **CLOSE)
+
+
+# ---- the tree ---------------------------------------------------------------------------------------------
+
+
+def test_best_chain() -> None:
+    candidates = torch.tensor([[[1, 2], [3, 4], [5, 6]], [[7, 8], [9, 10], [11, 12]]])
+    first = [[[0.0, 1]] * 2, [[9, 8], [1, 2]], [[3, 4], [6, 5]]]
+    second = [[[1.0, 0]] * 2, [[2, 1], [0, 3]], [[4, 5], [0, 1]]]
+    table = torch.tensor([first, second])
+    assert best_chain(candidates, table).tolist() == [[2, 4, 5], [7, 9, 12]]
+    assert best_chain(candidates, None).tolist() == [[1, 3, 5], [7, 9, 11]]
+
+
+def test_refined_scores_stand_behind_the_draft_only() -> None:
+    tokens = torch.tensor([[1, 4, 5]])
+    candidates = torch.tensor([[[1, 2, 1], [3, 4, 9], [5, 6, -1], [8, -1, -1]]])  # copied ones at the end
+    table = torch.full((1, 4, 3, 3), -1.0)
+    scores = -2.0 - torch.arange(6.0).view(1, 3, 2)
+    changed = Refined(tokens, scores).replace(candidates, table)
+    expected = table.clone()
+    expected[0, 1, 0] = torch.tensor([-4.0, -5, -inf])
+    expected[0, 1, 2] = expected[0, 1, 0]  # that token as a copied one
+    expected[0, 2, 1] = torch.tensor([-6.0, -7, -inf])
+    assert torch.equal(changed, expected)
+
+
+# ---- exactness --------------------------------------------------------------------------------------------
+
+
+def check_exact(model: Any, head: DartHead, inputs: dict[str, Any], passes: tuple[int, ...], **options: Any) -> None:
+    """Drafted against stock, for several numbers of passes; some draft is accepted."""
+    accepted = 0
+    for number in passes:
+        assert_identical(model, head, inputs, seed=1, refine=number, **options)
+        accepted += head.last_stats.accepted
+    assert accepted
+
+
+def selecting_head(model: Any) -> DartHead:
+    head = editing_head(model, selector_rank=4)
+    generator = torch.Generator().manual_seed(3)
+    weight = head.selector.context.weight
+    weight.data = torch.randn(weight.shape, generator=generator, dtype=weight.dtype)
+    return head
+
+
+@pytest.mark.parametrize(("mode", "passes"), [("greedy", (1,)), ("T=1", (1, 3)), ("top-p, penalty", (2,))])
+def test_exact(target: Any, mode: str, passes: tuple[int, ...]) -> None:
+    model = attach(target)
+    check_exact(model, selecting_head(model), prompts([9, 3, 7]), passes, max_new_tokens=14, **MODES[mode])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]], ids=["row", "batch"])
+def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: list[int]) -> None:
+    model = attach(target)
+    check_exact(model, editing_head(model, **shape), prompts(lengths), (0, 1, 2, 3), max_new_tokens=24, **MODES[mode])
+
+
+def test_exact_on_the_device_path(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Trees grown in tensors, as on accelerators."""
+    monkeypatch.setattr(TreeGrower, "_on_host", TreeGrower._on_device)
+    model = attach(target)
+    options = {**SAMPLED, "max_new_tokens": 14}
+    check_exact(model, selecting_head(model), prompts([9, 3]), (2,), **options)
+
+
+def test_exact_over_turns(target: Any) -> None:
+    model = attach(target)
+    head = editing_head(model)
+    options = {**SAMPLED, "max_new_tokens": 10, "return_dict_in_generate": True}
+    answers = []
+    for drafting in ({}, {"assistant": head, "refine": 2}):
+        ids = prompts([6])["input_ids"]
+        cache = None
+        for turn in range(2):
+            inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "past_key_values": cache}
+            output = run(model, inputs, turn, **drafting, **options).output
+            ids = torch.cat([output.sequences, torch.tensor([[5, 9]])], dim=1)
+            cache = output.past_key_values
+        answers.append(ids)
+    assert torch.equal(*answers)
+
+
+def test_refine_may_stand_in_the_heads_tree(target: Any) -> None:
+    model = attach(target)
+    head = editing_head(model, tree={"nodes": 8, "refine": 1})
+    assert head.tree_config.refine == 1
+    inputs = prompts([7])
+    seen = []
+    refine = DartHead.refine
+
+    class Watched(DartHead):
+        def refine(self, *args: Any) -> Proposal:
+            seen.append(1)
+            return refine(self, *args)
+
+    head.__class__ = Watched
+    # A draft of one token has nothing to look at.
+    for options, passes in (({}, 1), ({"refine": 0}, 0), ({"tree_config": replace(head.tree_config, depth=1)}, 0)):
+        seen.clear()
+        run(model, inputs, 1, assistant=head, do_sample=False, max_new_tokens=8, **options)
+        assert bool(seen) == bool(passes)
+
+
+def test_refusals(target: Any) -> None:
+    model = attach(target)
+    with pytest.raises(ValueError, match=r"does not refine its drafts; give refine=0"):
+        run(model, prompts([5]), 0, assistant=tiny_head(model), refine=1, **GREEDY)
+    replay = ReplayDrafter(torch.zeros(1, 9, dtype=torch.long), [0], VOCABULARY, misses=[0.0])
+    with pytest.raises(ValueError, match="does not refine"):
+        run(model, prompts([5]), 0, assistant=replay, refine=1, **GREEDY)
+    with pytest.raises(ValueError, match=r"TreeConfig.refine is -1; give 0 or more"):
+        TreeConfig(refine=-1)
+
+
+def test_editor_is_kept_in_the_files(target: Any, tmp_path: Any) -> None:
+    head = editing_head(target)
+    head.save_pretrained(tmp_path)
+    again = DartHead.from_pretrained(str(tmp_path), target=target)
+    features, tokens = texts(head, [5])
+    with torch.no_grad():
+        state, first = begun(head, features, tokens, [5])
+        other, _ = begun(again, features, tokens, [5])
+        draft = first.logits.argmax(-1)
+        assert torch.equal(again.refine(other, first, draft).logits, head.refine(state, first, draft).logits)

@@ -1,0 +1,231 @@
+"""Training of edit passes: the same pass as at inference, what its slots hold, what is learned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, token_rows
+from torch import Tensor
+
+from hf_dart import DartHead
+from hf_dart.training import EditTrainer, EditTrainingArguments
+from hf_dart.training.blocks import build_blocks, labels_behind, target_positions
+from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.refining import EditQuality, coupled_draft
+
+CLOSE = {"rtol": 1e-10, "atol": 1e-10}
+SHAPES = [
+    {},
+    {"num_layers": 2, "inject_features": True},
+    {"mask_mode": "peagle", "mask_token_id": 1},
+    {"input_form": "stream", "num_layers": 2},
+    {"block_attention": "bidirectional"},
+    {"draft_vocabulary": range(0, VOCABULARY, 2)},
+]
+
+
+def editing_head(target: Any, **config: Any) -> DartHead:
+    head = tiny_head(target, editor=True, **config)
+    weight = head.editor.correction.weight
+    weight.data = torch.eye(len(weight), dtype=weight.dtype).roll(1, 0)
+    return head
+
+
+def trainer_of(folder: Path, head: DartHead, target: Any, rows: Any = None, **options: Any) -> EditTrainer:
+    fields: dict[str, Any] = {
+        "output_dir": str(folder),
+        "max_steps": 8,
+        "per_device_train_batch_size": 4,
+        "anchors_per_row": 6,
+        "learning_rate": 1e-2,
+        "use_cpu": True,
+        "report_to": "none",
+        "disable_tqdm": True,
+        "save_strategy": "no",
+        "seed": 5,
+    }
+    rows = rows or token_rows(LENGTHS)
+    arguments = EditTrainingArguments(**{**fields, **options})
+    return EditTrainer(head, target, arguments, train_dataset=rows, eval_dataset=rows)
+
+
+def drawn(trainer: EditTrainer, seed: int = 0) -> dict[str, Any]:
+    inputs = batch_of(token_rows(LENGTHS), trainer.head.draft_length, 6)
+    trainer.draw(inputs, torch.Generator().manual_seed(seed))
+    return inputs
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_training_pass_is_the_pass_of_inference(shape: dict[str, Any], tmp_path: Path) -> None:
+    """The head's own drafts, as they are, through two passes."""
+    target = tiny_target(torch.float64)
+    head = editing_head(target, **shape)
+    trainer = trainer_of(tmp_path, head, target, edit_passes=2, own_share=1, sampled_share=0, revealed_share=0)
+    inputs = drawn(trainer)
+    ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+    features, target_logits = trainer.teach(ids, documents)
+    first = trainer.block_states(head, inputs, features, target_logits)
+    assert (anchors >= 0).sum() > 10
+    for row, block in (anchors >= 0).nonzero().tolist():
+        anchor = int(anchors[row, block])
+        begin = int((documents[row] == documents[row, anchor]).nonzero()[0])
+        known = slice(begin, anchor + 1)
+        behind = ids[row, begin + 1 : anchor + 2]
+        state = head.begin(1, 8)
+        proposal = head.propose(state, features[row, None, known], behind[None], torch.tensor([len(behind)]))
+        torch.testing.assert_close(first[row, block], proposal.hidden[0], **CLOSE)
+        again = proposal
+        for states in inputs["edited"]:
+            columns = again.logits.argmax(-1)
+            tokens = columns if proposal.vocabulary is None else proposal.vocabulary[columns]
+            again = head.refine(state, proposal, tokens)
+            torch.testing.assert_close(states[row, block], again.hidden[0], **CLOSE)
+
+
+@torch.no_grad()
+def test_what_slots_hold(tmp_path: Path) -> None:
+    target = tiny_target(torch.float64)
+    head = editing_head(target)
+    count = head.draft_length - 1
+    def slots(**options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+        """Held, drafted and true tokens [N, d - 1]."""
+        trainer = trainer_of(tmp_path, head, target, **options)
+        inputs = drawn(trainer)
+        features, target_logits = trainer.teach(inputs["input_ids"], inputs["documents"])
+        trainer.block_states(head, inputs, features, target_logits)
+        draft = trainer._draft
+        present = inputs["anchors"] >= 0
+        blocks = build_blocks(inputs["documents"], inputs["anchors"], head.draft_length)
+        states = head(
+            features=features[:, :-1],
+            next_embeddings=head.embed(inputs["input_ids"][:, 1:]),
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )
+        found = draft(inputs, target_logits.flatten(0, 1), 1, states).unflatten(1, (-1, count))[present]
+        greedy = states[:, features.shape[1] - 1 :].unflatten(1, (-1, count))[present]
+        anchor = states[:, : features.shape[1] - 1].gather(
+            1, inputs["anchors"].clamp(min=0)[..., None].expand(-1, -1, states.shape[-1])
+        )[present]
+        drafted = head.logits(torch.cat([anchor[:, None], greedy], dim=1)[:, :-1]).argmax(-1)
+        rows = present.nonzero()[:, :1]
+        truth = inputs["input_ids"][rows, target_positions(inputs["anchors"][present], count + 1)[:, 1:]]
+        return found, drafted, truth, inputs
+
+    found, drafted, truth, _ = slots(own_share=1, sampled_share=0, revealed_share=0)
+    assert torch.equal(found, drafted)
+    assert not torch.equal(drafted, truth)
+    found, drafted, truth, _ = slots(own_share=0, sampled_share=0, revealed_share=0)
+    mended = found == truth
+    assert torch.equal(found, torch.where(mended, truth, drafted))
+    assert 0.5 < mended.float().mean() < 1  # a tiny random head is rarely sure, and never right
+    found, drafted, truth, inputs = slots(own_share=1, sampled_share=1, revealed_share=1)
+    masked = inputs["masked"][inputs["anchors"] >= 0][:, :-1]
+    assert torch.equal(found, torch.where(masked, -1, truth))
+    assert masked.any()
+    assert not masked.all()
+    found, drafted, truth, _ = slots(own_share=1, sampled_share=1, revealed_share=0)
+    assert not torch.equal(found, drafted)
+
+
+def test_coupled_draft_shares_the_noise() -> None:
+    """Drafts behind a known choice of the target are as drafts and choices of one noise are."""
+    generator = torch.Generator().manual_seed(0)
+    draft, target = torch.randn(2, 5, generator=generator)
+    count = 200_000
+    noise = torch.empty(count, 5).exponential_(generator=generator)
+    chosen = (target.softmax(-1) / noise).argmax(-1)
+    together = (draft.softmax(-1) / noise).argmax(-1)
+    again = coupled_draft(
+        draft.expand(count, 1, 5), target.expand(count, 1, 5), chosen[:, None], torch.Generator().manual_seed(1)
+    )[:, 0]
+    wanted = torch.zeros(5, 5).index_put_((chosen, together), torch.tensor(1 / count), accumulate=True)
+    found = torch.zeros(5, 5).index_put_((chosen, again), torch.tensor(1 / count), accumulate=True)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=5e-3)
+    alike = coupled_draft(
+        target.expand(count, 1, 5), target.expand(count, 1, 5), chosen[:, None], torch.Generator().manual_seed(1)
+    )[:, 0]
+    assert torch.equal(alike, chosen)
+
+
+@pytest.mark.parametrize("options", [{"edit_passes": 2}, {"editor_only": True}], ids=["joint", "editor only"])
+def test_training(options: dict[str, Any], tmp_path: Path) -> None:
+    """Tokens behind known ones become likelier than by the first draft, and metrics say so."""
+    target = tiny_target()
+    head = tiny_head(target).add_editor()
+    before = {name: weight.clone() for name, weight in head.named_parameters()}
+    trainer = trainer_of(tmp_path, head, target, token_rows([[24]] * 8), max_steps=16, loss_chunk=16, **options)
+    start = trainer.evaluate()
+    assert start["eval_tau_pass_1"] == start["eval_tau"]
+    assert start["eval_tau_sampled_edited"] == start["eval_tau_sampled"]
+    assert start["eval_changed_pass_1"] == start["eval_helped_pass_1"] == start["eval_harmed_pass_1"] == 0
+    trainer.train()
+    metrics = trainer.evaluate()
+    assert metrics["eval_changed_pass_1"] > 0
+    assert metrics["eval_tau_sampled_edited"] > metrics["eval_tau_sampled"]
+    assert ("eval_tau_pass_2" in metrics) == ("edit_passes" in options)
+    moved = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
+    assert "editor.correction.weight" in moved
+    assert "editor.fc.weight" in moved
+    assert all(name.startswith("editor") for name in moved) == bool(options.get("editor_only"))
+
+
+def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
+    """Both denoising losses are one, as their scores are normalised."""
+    target = tiny_target(torch.float64)
+    head = editing_head(target)
+    losses = []
+    for name in ("masked_cross_entropy", "score_entropy"):
+        options = {"revealed_share": 1.0, "denoising_loss": name, "editor_only": True}
+        trainer = trainer_of(tmp_path, head, target, loss_chunk=0, **options)
+        inputs = drawn(trainer)
+        losses.append(trainer.summed_loss(head, inputs)[0])
+    torch.testing.assert_close(*losses, rtol=1e-6, atol=0)  # times are in float32
+    times, masked = inputs["times"], inputs["masked"]
+    assert losses[0] > 0
+    # By hand: the true tokens of slots that are not masked are held, and the others learned.
+    present = inputs["anchors"] >= 0
+    hidden = inputs["edited"][0][present]
+    rows = present.nonzero()[:, :1]
+    places = target_positions(inputs["anchors"][present], head.draft_length)
+    labels = labels_behind(inputs["input_ids"], inputs["documents"], rows, places)
+    surprise = -head.logits(hidden).log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    counted = masked[present] & (labels != NO_LABEL)
+    by_hand = (torch.where(counted, surprise, 0).mean(-1) / times[present]).sum()
+    torch.testing.assert_close(losses[0], by_hand, rtol=1e-6, atol=0)
+
+
+def test_edit_quality_by_hand() -> None:
+    chosen = torch.tensor([[1, 2, 3]] * 4)
+    labels = torch.tensor([[1, 2, 3], [1, 2, 3], [1, 4, 3], [1, 2, NO_LABEL]])
+    first = torch.tensor([[1, 0, 3], [1, 2, 0], [1, 2, 0], [0, 2, 3]])
+    later = torch.tensor([[1, 2, 0], [1, 0, 3], [1, 2, 3], [0, 2, 3]])
+
+    def logits(tokens: Tensor) -> Tensor:
+        return torch.nn.functional.one_hot(tokens, 5).float() * 9
+
+    quality = EditQuality(3, 1)
+    quality.add(quality.count([logits(first), logits(later), logits(later)], logits(chosen), labels))
+    metrics = quality.metrics()
+    assert metrics["changed_pass_1"] == pytest.approx(5 / 12)
+    assert metrics["helped_pass_1"] == 1 / 4  # the third block cannot say what is right behind its second token
+    assert metrics["harmed_pass_1"] == 1 / 4
+
+
+def test_refusals(tmp_path: Path) -> None:
+    target = tiny_target()
+    with pytest.raises(ValueError, match=r"no editor to train; call head.add_editor"):
+        trainer_of(tmp_path, tiny_head(target), target)
+    for options, message in (
+        ({"edit_passes": 0}, "edit_passes is 0; give 1 or more"),
+        ({"own_share": 2}, "own_share is 2; give a number from 0 to 1"),
+        ({"edit_weight": 0}, "edit_weight is 0; give a number above 0"),
+        ({"denoising_loss": "mse"}, "denoising_loss is 'mse'; give one of"),
+        ({"selector_only": True}, "trained apart"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            EditTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
