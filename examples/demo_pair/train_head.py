@@ -1,6 +1,6 @@
 """The demo pair's head.
 
-    python examples/demo_pair/train_head.py corpus.bin regenerated.bin runs/head --max-steps 3500
+    python examples/demo_pair/train_head.py corpus.bin regenerated runs/head --max-steps 3500
 
 The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers; 60 % of the rows
 are the target's own text, the others the corpus. An interrupted run goes on with --resume.
@@ -15,7 +15,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, PackedTokens
+from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
 
 
 def main() -> None:
@@ -58,11 +58,13 @@ def main() -> None:
             draft_length=arguments.draft_length,
             target_name=arguments.target_name,
         )
-    sources = [
-        PackedTokens(path, arguments.length, tokenizer.eos_token_id)
-        for path in (arguments.corpus, arguments.regenerated)
-    ]
-    shares = (1 - arguments.own_share, arguments.own_share)
+    data = DataArguments(
+        train_data=[str(arguments.corpus), str(arguments.regenerated)],
+        shares=[1 - arguments.own_share, arguments.own_share],
+        max_length=arguments.length,
+        train_on="all",
+    )
+    rows, _ = load_rows(data, tokenizer, head.draft_length)
     trainer = DartTrainer(
         head,
         target,
@@ -82,11 +84,10 @@ def main() -> None:
             logging_steps=arguments.logging_steps,
             save_steps=arguments.save_steps,
             save_total_limit=3,
-            ignore_data_skip=True,  # the regenerated file may have grown since
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Mixture(sources, shares, arguments.max_steps * arguments.batch_size),
+        train_dataset=rows,
     )
     trainer.train(resume_from_checkpoint=arguments.resume or None)
     head.to(torch.bfloat16).save_pretrained(str(arguments.output / "head"))

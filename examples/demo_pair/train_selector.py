@@ -1,6 +1,6 @@
 """The bigram selector of the demo pair's head, trained on the frozen head.
 
-    python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated.bin runs/selector
+    python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated runs/selector
 
 Rows are mixed as for the head (`train_head.py`); 15 minutes on one CPU core.
 """
@@ -14,7 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, PackedTokens
+from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
 
 
 def main() -> None:
@@ -40,10 +40,13 @@ def main() -> None:
     head = DartHead.from_pretrained(str(arguments.head), target=target)
     if head.selector is None:  # else it is trained on
         head.add_selector(arguments.rank)
-    sources = [
-        PackedTokens(path, arguments.length, tokenizer.eos_token_id)
-        for path in (arguments.corpus, arguments.regenerated)
-    ]
+    data = DataArguments(
+        train_data=[str(arguments.corpus), str(arguments.regenerated)],
+        shares=[1 - arguments.own_share, arguments.own_share],
+        max_length=arguments.length,
+        train_on="all",
+    )
+    rows, _ = load_rows(data, tokenizer, head.draft_length)
     trainer = DartTrainer(
         head,
         target,
@@ -67,9 +70,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=Mixture(
-            sources, (1 - arguments.own_share, arguments.own_share), arguments.max_steps * arguments.batch_size
-        ),
+        train_dataset=rows,
     )
     trainer.train()
     head.to(torch.bfloat16).save_pretrained(str(arguments.output / "head"))

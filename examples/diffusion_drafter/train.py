@@ -1,11 +1,11 @@
 """A diffusion drafter for the demo pair's target, and a language model of the same size to compare it with.
 
-    python examples/diffusion_drafter/train.py corpus.bin regenerated.bin runs/diffusion
-    python examples/diffusion_drafter/train.py corpus.bin regenerated.bin runs/lm --kind lm
+    python examples/diffusion_drafter/train.py corpus.bin regenerated runs/diffusion
+    python examples/diffusion_drafter/train.py corpus.bin regenerated runs/lm --kind lm
 
 Both have two layers as wide as the target's and read and write tokens through its embeddings, which stay as they are;
 both see the same rows in the same order. `diffusion` fills in masked blocks (`DiffusionTrainer`), `lm` predicts the
-next token (stock `Trainer`) and drafts as `assistant_model=`. The two files are those of `examples/demo_pair`.
+next token (stock `Trainer`) and drafts as `assistant_model=`. The data are those of `examples/demo_pair`.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, Trainer, TrainingArguments
 
 from hf_dart import DiffusionDrafter
-from hf_dart.training import DiffusionTrainer, DiffusionTrainingArguments, Mixture, PackedTokens
+from hf_dart.training import DataArguments, DiffusionTrainer, DiffusionTrainingArguments, load_rows
 from hf_dart.training.blocks import document_positions
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("corpus", type=Path, help="uint16 token ids, as demo_pair/corpus.py writes them")
-    parser.add_argument("regenerated", type=Path, help="the target's own text, of demo_pair/regenerate.py")
+    parser.add_argument("regenerated", type=Path, help="the target's own text, of hf-dart regenerate")
     parser.add_argument("output", type=Path)
     parser.add_argument("--kind", choices=("diffusion", "lm"), default="diffusion")
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
@@ -47,12 +47,13 @@ def main() -> None:
     torch.set_num_threads(1)
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    sources = [
-        PackedTokens(path, arguments.length, tokenizer.eos_token_id)
-        for path in (arguments.corpus, arguments.regenerated)
-    ]
-    shares = (1 - arguments.own_share, arguments.own_share)
-    rows = Mixture(sources, shares, arguments.max_steps * arguments.batch_size)
+    data = DataArguments(
+        train_data=[str(arguments.corpus), str(arguments.regenerated)],
+        shares=[1 - arguments.own_share, arguments.own_share],
+        max_length=arguments.length,
+        train_on="all",
+    )
+    rows, _ = load_rows(data, tokenizer, arguments.draft_length)
     settings: dict[str, Any] = {
         "output_dir": str(arguments.output),
         "max_steps": arguments.max_steps,
