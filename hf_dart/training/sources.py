@@ -44,7 +44,7 @@ class DataArguments:
         default=0, metadata={"help": "without eval_data: the first of each source, kept out of training"}
     )
     shares: list[float] | None = field(
-        default=None, metadata={"help": "of the rows: one number per source; without, every row comes once"}
+        default=None, metadata={"help": "of the rows: one number per source; without, every row comes once per epoch"}
     )
     text_field: str | None = field(default=None, metadata={"help": "the field that holds the text"})
     messages_field: str | None = field(default=None, metadata={"help": "the field that holds the conversation"})
@@ -58,7 +58,9 @@ class DataArguments:
     )
     max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
     packing: bool = field(default=True, metadata={"help": "several documents in a row, none seen by another"})
-    streaming: bool = field(default=False, metadata={"help": "read while training, keep nothing on disk"})
+    streaming: bool = field(
+        default=False, metadata={"help": "read while training, over and over until max_steps, and keep nothing on disk"}
+    )
     shuffle_buffer: int = field(default=1000, metadata={"help": "documents of a stream that are shuffled at a time"})
     shuffle_seed: int = field(default=0, metadata={"help": "of streams and mixtures"})
     num_proc: int | None = field(default=None, metadata={"help": "processes that tokenize"})
@@ -83,6 +85,8 @@ class DataArguments:
                 )
             if not all(share > 0 for share in self.shares):
                 raise ValueError(f"shares is {self.shares}; give numbers above 0.")
+        elif self.streaming and len(group_files(self.train_data)) > 1:
+            raise ValueError("Streams of several sources are mixed; give shares, one number for each.")
 
 
 def load_rows(
@@ -90,9 +94,8 @@ def load_rows(
 ) -> tuple[Any, Any | None]:
     """Rows for [`DartTrainer`]: `input_ids`, `documents` and `loss_mask` [T], as `datasets.Dataset`s.
 
-    Documents are tokenized and packed once and kept in the cache of `datasets`, or with `streaming` on the fly;
-    streams are `datasets.IterableDataset`s, with `state_dict`, in an order that depends on `shuffle_seed` and the
-    epoch only.
+    Documents are tokenized and packed once and kept in the cache of `datasets`, or with `streaming` on the fly:
+    training rows are then a `datasets.IterableDataset` without an end, in an order that depends on the arguments only.
 
     Args:
         arguments: the sources.
@@ -132,7 +135,7 @@ def load_rows(
                 )
             held_out.append(_rows(arguments, source, documents.take(arguments.eval_documents), encoder))
             documents = documents.skip(arguments.eval_documents)
-        train.append(_rows(arguments, source, documents, encoder, shuffled=arguments.streaming))
+        train.append(_rows(arguments, source, documents, encoder, endless=arguments.streaming))
     for names in group_files(arguments.eval_data):
         source, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
         held_out.append(_rows(arguments, source, source.documents, encoder))
@@ -307,8 +310,8 @@ def find_field(source: Source, text_field: str | None = None, messages_field: st
     )
 
 
-def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Encoder, shuffled: bool = False) -> Any:
-    """The packed rows of a source, at least one of them; `shuffled` is for streams."""
+def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Encoder, endless: bool = False) -> Any:
+    """The packed rows of a source, at least one of them; a stream that is `endless` repeats them, shuffled."""
     import datasets
 
     length = arguments.max_length
@@ -330,8 +333,10 @@ def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Enc
         raise ValueError(f"{source.name} is no UTF-8 text ({sentence(error)}).") from error
     if first is None:
         raise ValueError(_why_nothing(documents, encoder))
-    if shuffled:
-        # Documents, not rows: what is shuffled behind `map` is read shard by shard, and packed poorly.
+    if endless:
+        # `Trainer` resumes a stream by reading it again, but only within its first pass. Documents are shuffled, not
+        # rows: what is shuffled behind `map` is read shard by shard, and packed poorly.
+        documents = documents.repeat(None)
         documents = documents.shuffle(seed=arguments.shuffle_seed, buffer_size=arguments.shuffle_buffer)
         rows = documents.map(encoder, **options)
     return rows
