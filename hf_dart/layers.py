@@ -66,11 +66,14 @@ class DartAttention(nn.Module):
         mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features behind those of entries
         remember: Remember | None,
         context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
-    ) -> Tensor:  # [B, Q, H]
-        query, key, value = (self._heads(project(x)) for project in (self.q_proj, self.k_proj, self.v_proj))
+        wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
+    ) -> Tensor:  # [B, Q or W, H]
+        query = self._heads(self.q_proj(take(x, wanted)))
+        key, value = self._heads(self.k_proj(x)), self._heads(self.v_proj(x))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
-        query, key = _rotate(query, rotation), _rotate(key, rotation)
+        cos, sin = (part if wanted is None else take(part[:, 0], wanted)[:, None] for part in rotation)
+        query, key = _rotate(query, (cos, sin)), _rotate(key, rotation)
         if remember is not None:
             key, value = remember(key, value)
         if context is not None:
@@ -133,11 +136,17 @@ class DartLayer(nn.Module):
         mask: Tensor | BlockMask,
         remember: Remember | None,
         context: Tensor | None,
-    ) -> Tensor:  # [B, Q, H]
+        wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
+    ) -> Tensor:  # [B, Q or W, H]
         if self.input_norm is not None:
             x = self.input_norm(x)
-        hidden = residual + self.self_attn(x, rotation, mask, remember, context)
+        hidden = take(residual, wanted) + self.self_attn(x, rotation, mask, remember, context, wanted)
         return hidden + self.mlp(self.mlp_norm(hidden))
+
+
+def take(x: Tensor, wanted: Tensor | None) -> Tensor:
+    """Entries [B, W, H] of x [B, Q, H] by their numbers [B, W]; all of them for None."""
+    return x if wanted is None else x.gather(1, wanted[..., None].expand(-1, -1, x.shape[-1]))
 
 
 def rotation_at(

@@ -225,15 +225,19 @@ class DartModel(FittedDrafter[DartState]):
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
+        attention_mask: Tensor | BlockMask | None,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
         edits: Edits | None = None,
+        wanted: Tensor | None = None,  # [B, W] entries
+        wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
         """The training pass: T real positions, then M mask slots of many blocks (`training.blocks`).
 
-        Edit passes run the slots alone; keys and values of the real positions are those of the first pass.
+        Edit passes run the slots alone; keys and values of the real positions are those of the first pass. With
+        `wanted`, which goes without them, the last layer gives real positions keys and values only, unless they are
+        asked for; a head of one layer then needs no `attention_mask`.
 
         Returns:
-            Hidden states [B, T + M, H] behind the final norm; [1 + R, B, T + M, H] with `edits`.
+            Hidden states [B, T + M or W, H] behind the final norm; [1 + R, B, T + M, H] with `edits`.
         """
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
@@ -245,9 +249,12 @@ class DartModel(FittedDrafter[DartState]):
             known.append((key[:, :, :real], value[:, :, :real]))
             return key, value
 
-        for layer in self.layers:
-            x = residual = layer(x, residual, rotation, attention_mask, None if edits is None else keep, context)
-        first = self.final(x)
+        *before, last = self.layers
+        remember = None if edits is None else keep
+        for layer in before:
+            x = residual = layer(x, residual, rotation, attention_mask, remember, context)
+        mask = attention_mask if wanted is None else wanted_mask
+        first = self.final(last(x, residual, rotation, mask, remember, context, wanted))
         if edits is None:
             return first
         states = [first]
@@ -255,12 +262,12 @@ class DartModel(FittedDrafter[DartState]):
         assert self.editor is not None
         for number in range(1, edits.passes + 1):
             x, residual, context = self.edit_inputs(edits.draft(number, states[-1]), first[:, real:])
-            before = iter(known)
+            left = iter(known)
 
             def recall(
-                key: Tensor, value: Tensor, injected: bool = False, before: Iterator[tuple[Tensor, Tensor]] = before
+                key: Tensor, value: Tensor, injected: bool = False, left: Iterator[tuple[Tensor, Tensor]] = left
             ) -> tuple[Tensor, Tensor]:
-                known_key, known_value = next(before)
+                known_key, known_value = next(left)
                 return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
 
             for layer in self.layers:

@@ -68,6 +68,27 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
             assert one["not_forward"] == pytest.approx(1 - forward / sum(one["round_ms"].values()))
 
 
+def test_training_is_measured_against_the_bare_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "bench.json"
+    words = ["--rows", "2", "--length", "48", "--blocks", "2,6", "--repeats", "2", "--json", str(file)]
+    assert main(["bench", "train", *words]) == 0
+    assert "| x bare target |" in capsys.readouterr().out
+    report = json.loads(file.read_text(encoding="utf8"))
+    assert report["target_layers"] == 8
+    bare, *steps = report["results"]
+    assert [one["blocks"] for one in report["results"]] == [0, 2, 6]
+    assert bare["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
+    for one in steps:
+        ratios = [target / step for target, step in zip(bare["seconds"], one["seconds"], strict=True)]
+        assert one["ratio"]["max"] == pytest.approx(max(ratios))
+        assert one["tokens_per_second"]["max"] == pytest.approx(96 / min(one["seconds"]))
+        assert one["peak_memory_bytes"] > 2**20
+    assert main(["bench", "train", "--rows", "1000000"]) == 2
+    assert "lower --rows" in capsys.readouterr().err
+    assert main(["bench", "train", "--loss", "mse", *words[:4]]) == 2
+    assert "one of dart" in capsys.readouterr().err
+
+
 def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = tmp_path / "story.txt"
     text.write_text("\n".join(f"x{i} = {i}  # the number {i}" for i in range(200)), encoding="utf8")

@@ -19,7 +19,8 @@ from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.generation.attach import attach
-from hf_dart.training.blocks import build_blocks, gather_blocks
+from hf_dart.layers import take
+from hf_dart.training.blocks import build_blocks
 from hf_dart.vocabulary import frequent_tokens, unused_token
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -55,7 +56,7 @@ def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
     injected = head.config.inject_features
     blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected)
     hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
-    return head.logits(gather_blocks(hidden, anchors, head.draft_length))[0, 0]
+    return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
 
 
 @torch.no_grad()

@@ -10,7 +10,8 @@ import torch
 from tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.nn.attention.flex_attention import create_mask
 
-from hf_dart.training.blocks import Blocks, build_blocks, draw_anchors, gather_blocks
+from hf_dart.layers import take
+from hf_dart.training.blocks import Blocks, build_blocks, draw_anchors
 from hf_dart.training.losses import annealed_kl
 
 
@@ -24,6 +25,12 @@ def test_mask_and_positions_against_brute_force(draft_length: int, bidirectional
     length, slots = documents.shape[1], draft_length - 1
     assert isinstance(blocks.mask, torch.Tensor)
     assert blocks.mask.dtype == torch.bool
+    for row, entries in enumerate(blocks.entries):
+        assert torch.equal(blocks.entries_mask[row, 0], blocks.mask[row, 0, entries])
+        for anchor, block in zip(anchors[row].tolist(), entries.view(-1, draft_length).tolist(), strict=True):
+            assert block[0] == max(anchor, 0)
+    slot_entries = blocks.entries.view(3, 9, draft_length)[:, :, 1:].flatten(1)
+    assert slot_entries.tolist() == [[*range(length - 1, length - 1 + 9 * slots)]] * 3
 
     for row in range(len(documents)):
         # What each entry is: (document, position in it, block, offset in the block).
@@ -76,7 +83,8 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
     blocks = build_blocks(documents, anchors, draft_length, block_attention == "bidirectional")
     with torch.no_grad():
         shared = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
-    hidden = gather_blocks(shared, anchors, draft_length)
+    hidden = take(shared, blocks.entries).unflatten(1, (-1, draft_length))
+    torch.testing.assert_close(trainer.block_states(head, batch, features, logits), hidden, rtol=0, atol=1e-12)
 
     losses = []
     for row, block in (anchors >= 0).nonzero().tolist():
@@ -115,8 +123,29 @@ def flex_and_bool(bidirectional: bool, draft_length: int = 4) -> tuple[Blocks, B
 @pytest.mark.parametrize("bidirectional", [False, True])
 def test_the_block_mask_is_the_bool_mask(bidirectional: bool) -> None:
     flex, reference = flex_and_bool(bidirectional)
-    written_out = create_mask(flex.mask.mask_mod, 3, 1, *reference.mask.shape[2:], device="cpu")
-    assert torch.equal(written_out, reference.mask)
+    for name in ("mask", "entries_mask"):
+        expected = getattr(reference, name)
+        written_out = create_mask(getattr(flex, name).mask_mod, 3, 1, *expected.shape[2:], device="cpu")
+        assert torch.equal(written_out, expected)
+
+
+@pytest.mark.parametrize("layers", [1, 2])
+def test_gradients_do_not_miss_what_is_not_computed(tmp_path: Path, layers: int) -> None:
+    """The last layer leaves out the real positions that draft nothing; the reference computes all of them."""
+    target = tiny_target(torch.float64)
+    head = tiny_head(target, num_layers=layers)
+    rows = token_rows(LENGTHS)
+    trainer = tiny_trainer(tmp_path, head, target, rows)
+    batch = batch_of(rows, head.draft_length, 5)
+    ids, documents, anchors = batch["input_ids"], batch["documents"], batch["anchors"]
+    features, target_logits = trainer.teach(ids, documents)
+    blocks = build_blocks(documents, anchors, head.draft_length)
+    everything = head(features[:, :-1], head.embed(ids[:, 1:]), blocks.positions, blocks.mask)
+    states = [take(everything, blocks.entries).unflatten(1, (-1, head.draft_length))]
+    states.append(trainer.block_states(head, batch, features, target_logits))
+    gradients = [torch.autograd.grad(some.sin().sum(), list(head.parameters())) for some in states]
+    for expected, found in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
 
 
 @torch.no_grad()

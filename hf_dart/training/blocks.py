@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -22,22 +23,59 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 
+MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+"""(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
+
+
 @dataclass(frozen=True)
 class Blocks:
     """What `DartHead.forward` takes beside features and embeddings.
 
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.
-        positions: [B, T - 1 + K (d - 1)] positions, counted from the start of each document.
-        mask: [B, 1, S, S] bool with S = T - 1 + K (d - 1), True where a query (dim 2) sees a key (dim 3); or
-            the same as a `BlockMask` for FlexAttention. Where features are injected, T - 1 more keys follow.
-        slot_mask: [B, 1, K (d - 1), S] of the slots alone, for passes that run them again; None if not asked for.
+        positions: [B, S] with S = T - 1 + K (d - 1), counted from the start of each document.
+        entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted
+            logits), then its d - 1 mask slots; those of absent blocks mean nothing.
+        sees: what sees what, by the numbers of the entries.
+        keys: S; where features are injected, T - 1 more.
+        flex: masks are `BlockMask`s for FlexAttention.
     """
 
     anchors: Tensor
     positions: Tensor
-    mask: Tensor | BlockMask
-    slot_mask: Tensor | BlockMask | None = None
+    entries: Tensor
+    sees: MaskFunction
+    keys: int
+    flex: bool
+
+    @cached_property
+    def mask(self) -> Tensor | BlockMask:
+        """[B, 1, S, keys] bool, True where a query (dim 2) sees a key (dim 3); or the same as a `BlockMask`."""
+        return self._mask(self.sees, self.positions.shape[1])
+
+    @cached_property
+    def entries_mask(self) -> Tensor | BlockMask:
+        """[B, 1, K d, keys] as `mask`: what the blocks' entries see."""
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return self.sees(row, head, self.entries[row, query], key)
+
+        return self._mask(sees, self.entries.shape[1])
+
+    @cached_property
+    def slot_mask(self) -> Tensor | BlockMask:
+        """[B, 1, K (d - 1), keys] as `mask`: what the slots see, for passes that run them alone."""
+        count = self.entries.shape[1] - self.anchors.shape[1]
+        real = self.positions.shape[1] - count
+
+        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return self.sees(row, head, query + real, key)
+
+        return self._mask(sees, count)
+
+    def _mask(self, sees: MaskFunction, queries: int) -> Tensor | BlockMask:
+        create = _block_mask if self.flex else _bool_mask
+        return create(sees, len(self.anchors), queries, self.keys, self.anchors.device)
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -96,9 +134,8 @@ def build_blocks(
     flex: bool = False,
     window: int | None = None,
     injected: bool = False,
-    edits: bool = False,
 ) -> Blocks:
-    """Positions and mask of the prefix-shared pass.
+    """Positions and masks of the prefix-shared pass.
 
     Real positions attend causally inside their document. The slots of anchor n see the real positions of its
     document up to n, and the slots of their own block up to themselves, or all of them; nothing sees another
@@ -109,11 +146,10 @@ def build_blocks(
         anchors: [B, K] as `draw_anchors` gives them.
         draft_length: d.
         bidirectional: the slots of a block see each other in both directions.
-        flex: give the mask as a `BlockMask`, which leaves the tiles that nobody looks at out of the work.
+        flex: give masks as `BlockMask`s, which leave the tiles that nobody looks at out of the work.
         window: how many positions back real positions are seen, one's own included; None sees them all.
         injected: also for the keys of injected features, which stand behind all others; those of a real position are
             seen by whoever sees that position.
-        edits: also give the mask of the slots alone.
     """
     batch, count = anchors.shape
     slots, real = draft_length - 1, documents.shape[1] - 1
@@ -132,6 +168,8 @@ def build_blocks(
     last_seen = torch.cat([own, anchors.repeat_interleave(slots, dim=1)], dim=1)
     numbers = torch.arange(count, device=device).repeat_interleave(slots)
     block = torch.cat([numbers.new_full((real,), -1), numbers])
+    slot_entries = torch.arange(real, real + count * slots, device=device).view(count, slots)
+    entries = torch.cat([at[..., None], slot_entries.expand(batch, -1, -1)], dim=2).flatten(1)
     queries = positions.shape[1]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -145,26 +183,13 @@ def build_blocks(
             own_block = own_block & (key <= query)
         return torch.where(block[key] < 0, prefix, own_block)
 
-    keys = queries + real if injected else queries
-    if not flex:
-        mask = _bool_mask(sees, batch, queries, keys, device)
-        return Blocks(anchors, positions, mask, mask[:, :, real:] if edits else None)
-
-    def slot_sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return sees(row, head, query + real, key)
-
-    slot_mask = _block_mask(slot_sees, batch, queries - real, keys, device) if edits else None
-    return Blocks(anchors, positions, _block_mask(sees, batch, queries, keys, device), slot_mask)
-
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
+    return Blocks(anchors, positions, entries, sees, queries + real if injected else queries, flex)
 
 
 def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
     """[B, 1, queries, keys]"""
-    row, index = torch.arange(batch, device=device), torch.arange(keys, device=device)
-    return sees(row[:, None, None], row[:1], index[:queries, None], index)[:, None]
+    row, query, key = (torch.arange(size, device=device) for size in (batch, queries, keys))
+    return sees(row[:, None, None], row[:1], query[:, None], key)[:, None]
 
 
 def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:

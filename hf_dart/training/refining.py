@@ -128,9 +128,7 @@ class EditTrainer(DartTrainer):
             bidirectional,
             self.flex,
             injected=config.inject_features,
-            edits=True,
         )
-        assert blocks.slot_mask is not None
         # The last pass of an evaluation sees the true tokens.
         passes = self.args.edit_passes + evaluating
         draft = partial(self._draft, inputs, target_logits.flatten(0, 1))

@@ -19,7 +19,6 @@ from hf_dart.training.blocks import (
     build_blocks,
     document_positions,
     draw_anchors,
-    gather_blocks,
     labels_behind,
     target_positions,
 )
@@ -138,13 +137,15 @@ class DartTrainer(DrafterTrainer):
         blocks = build_blocks(
             documents, anchors, self.head.draft_length, bidirectional, flex=self.flex, injected=injected
         )
-        everything = model(
+        states = model(
             features=features[:, :-1],
             next_embeddings=self.head.embed(ids[:, 1:]),
             positions=blocks.positions,
-            attention_mask=blocks.mask,
+            attention_mask=blocks.mask if self.head.config.num_layers > 1 else None,
+            wanted=blocks.entries,
+            wanted_mask=blocks.entries_mask,
         )
-        return gather_blocks(everything, anchors, self.head.draft_length)
+        return states.unflatten(1, (-1, self.head.draft_length))
 
     @property
     def logs_agreement(self) -> bool:
