@@ -1,0 +1,257 @@
+"""Training recipes side by side: the same initial weights, rows, order and steps, several seeds.
+
+    python examples/experiments/compare.py losses corpus.bin regenerated.bin runs/losses --json losses.json
+
+Trains every variant of a suite from scratch for the packaged target, with each seed, and prints one table: τ of chains
+on held-out text that the target wrote itself, offline and exact (`hf_dart.training.evaluate`), with standard errors
+over seeds. The files are those of `examples/demo_pair` (`corpus.py`, `regenerate.py`). What is done is kept in the
+output folder: an interrupted run goes on, and `--seeds` may be raised later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import statistics
+import sys
+from dataclasses import dataclass, field
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from hf_dart import DartHead
+from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, PackedTokens
+
+_PREFIX = 16  # tokens of pytest's source in front of each held-out row
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One row of a table.
+
+    Args:
+        head: fields of `DartConfig`.
+        training: fields of `DartTrainingArguments`.
+        own_share: of the rows, text that the target wrote itself.
+    """
+
+    head: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    own_share: float = 1.0
+
+
+_CE = {"divergence": "ce", "position_weights": "uniform"}
+_DECAY = {"loss": "left_to_right", "focal_weight": 0.0, "chain_weight": 0.0}
+# "Teaching Diffusion to Speculate Left-to-Right" (arXiv 2606.11552): its ladder, and each rung alone.
+_LADDER = {
+    "uniform": _CE,
+    "+ decay": _DECAY,
+    "+ focal": {"loss": "left_to_right", "chain_weight": 0.0},
+    "+ chain (left_to_right)": {"loss": "left_to_right"},
+    "focal alone": {**_CE, "focal_weight": 0.3},
+    "chain alone": {"loss": "left_to_right", "token_weight": 0.0, "focal_weight": 0.0},
+}
+_OTHERS = {name: {"loss": name} for name in ("dart", "dpace", "lk")}
+
+SUITES: dict[str, dict[str, Variant]] = {
+    "causal": {name: Variant(training=training) for name, training in (_LADDER | _OTHERS).items()},
+    "bidirectional": {
+        name: Variant({"block_attention": "bidirectional"}, training)
+        for name, training in (_LADDER | _OTHERS).items()
+    },
+    "data": {
+        "corpus": Variant(own_share=0.0),
+        "half of each": Variant(own_share=0.5),
+        "the target's own": Variant(),
+    },
+}
+"""Variants by table and name; the first of each is what the others are compared with."""
+
+
+class Experiment:
+    """Trains and evaluates variants on one target."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.arguments = arguments
+        self.target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
+        self.tokenizer = AutoTokenizer.from_pretrained(arguments.target)
+        eos = self.tokenizer.eos_token_id
+        self.sources = [
+            PackedTokens(path, arguments.length, eos) for path in (arguments.corpus, arguments.regenerated)
+        ]
+        self.held_out = PackedTokens(self._held_out_text(), arguments.length, eos)
+
+    def _held_out_text(self) -> Path:
+        """Rows of the target's own, sampled behind short prefixes of pytest's source, which it has never seen."""
+        file = self.arguments.output / f"held_out_{self.arguments.evaluation_rows}.bin"
+        if file.exists():
+            return file
+        spec = find_spec("_pytest")
+        if spec is None or not spec.submodule_search_locations:
+            sys.exit("The held-out text begins with pytest's source: install pytest.")
+        files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
+        ids = [i for path in files for i in self.tokenizer(path.read_text(encoding="utf8"))["input_ids"]]
+        random = np.random.default_rng(0)
+        starts = random.integers(0, len(ids) - _PREFIX, self.arguments.evaluation_rows)
+        prompts = torch.tensor([ids[start : start + _PREFIX] for start in starts])
+        config = GenerationConfig(
+            max_new_tokens=self.arguments.length - _PREFIX,
+            do_sample=True,
+            temperature=1.0,
+            top_k=0,
+            eos_token_id=self.tokenizer.eos_token_id,
+            pad_token_id=self.target.config.pad_token_id,
+        )
+        torch.manual_seed(0)
+        rows = []
+        for batch in prompts.split(64):
+            written = self.target.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
+            for row in written.numpy():
+                kept = row[row != config.pad_token_id]
+                rows.append(kept if kept[-1] == config.eos_token_id else np.append(kept, config.eos_token_id))
+        np.concatenate(rows).astype(np.uint16).tofile(file)
+        return file
+
+    def run(self, variant: Variant, seed: int) -> dict[str, float]:
+        """Train one head and evaluate it; the metrics of `DraftQuality`, and the time."""
+        arguments = self.arguments
+        head = DartHead.from_target(
+            self.target,
+            tokenizer=self.tokenizer,
+            seed=seed,
+            feature_layers=arguments.feature_layers,
+            **variant.head,
+        )
+        rows = arguments.max_steps * arguments.batch_size
+        trainer = DartTrainer(
+            head,
+            self.target,
+            DartTrainingArguments(
+                output_dir=str(arguments.output / "trainer"),
+                max_steps=arguments.max_steps,
+                per_device_train_batch_size=arguments.batch_size,
+                anchors_per_row=arguments.anchors,
+                learning_rate=arguments.learning_rate,
+                adam_beta2=0.95,
+                max_grad_norm=1.0,
+                lr_scheduler_type="cosine",
+                warmup_steps=arguments.max_steps // 20,
+                use_cpu=not torch.cuda.is_available(),
+                save_strategy="no",
+                logging_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                seed=seed,
+                **variant.training,
+            ),
+            train_dataset=Mixture(self.sources, (1 - variant.own_share, variant.own_share), rows, seed=seed),
+            eval_dataset=self.held_out,
+        )
+        seconds = trainer.train().metrics["train_runtime"]
+        found = trainer.evaluate()
+        kept = {name.removeprefix("eval_"): value for name, value in found.items() if name not in _NOT_QUALITY}
+        return {**kept, "seconds": seconds}
+
+
+_NOT_QUALITY = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch", "eval_loss")
+
+
+def mean_and_error(values: list[float]) -> tuple[float, float]:
+    """The mean and its standard error over seeds (nan for one)."""
+    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
+    return statistics.fmean(values), error
+
+
+def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) -> str:
+    """The suite's table in Markdown.
+
+    Args:
+        results: by variant and seed, what `Experiment.run` gave.
+        names: of the variants, in order.
+    """
+    lines = [
+        "| recipe | seeds | τ greedy | against the first | τ T=1 | against the first | acceptance 1, 2, 3 | waste |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    base = results.get(names[0], {})
+    for name in names:
+        runs = results.get(name, {})
+        if not runs:
+            continue
+        cells = [name, str(len(runs))]
+        for figure in ("tau", "tau_sampled"):
+            cells.append("{:.3f} ± {:.3f}".format(*mean_and_error([run[figure] for run in runs.values()])))
+            # Drafted tokens beyond the bonus are what training can change, but speed follows τ: ratios are of τ.
+            ratios = [100 * (run[figure] / base[seed][figure] - 1) for seed, run in runs.items() if seed in base]
+            cells.append("" if name == names[0] or not ratios else "{:+.1f} ± {:.1f} %".format(*mean_and_error(ratios)))
+        depths = [statistics.fmean(run.get(f"acceptance_{k}", 0.0) for run in runs.values()) for k in (1, 2, 3)]
+        cells.append(", ".join(f"{share:.2f}" for share in depths))
+        cells.append(f"{statistics.fmean(run['waste'] for run in runs.values()):.0%}")
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def circumstances(arguments: argparse.Namespace) -> str:
+    versions = ", ".join(f"{name} {version(name)}" for name in ("hf-dart", "torch", "transformers"))
+    return (
+        f"{Path(arguments.target).name}, {arguments.max_steps} steps of {arguments.batch_size} rows of "
+        f"{arguments.length - 1} positions with {arguments.anchors} blocks each, learning rate "
+        f"{arguments.learning_rate:g}; {arguments.evaluation_rows} held-out rows; float32, "
+        f"{platform.processor() or platform.machine()}; {versions}"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("suite", choices=SUITES)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("regenerated", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="+", metavar="VARIANT", help="of the suite's variants")
+    parser.add_argument("--max-steps", type=int, default=250)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=129, help="tokens of a row")
+    parser.add_argument("--anchors", type=int, default=16)
+    parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--evaluation-rows", type=int, default=384)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the table's figures there")
+    arguments = parser.parse_args()
+    variants = SUITES[arguments.suite]
+    unknown = set(arguments.only or ()) - set(variants)
+    if unknown:
+        parser.error(f"{arguments.suite} has no variant {unknown.pop()!r}; it has {', '.join(variants)}")
+
+    torch.set_num_threads(arguments.threads)
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    done = arguments.output / f"{arguments.suite}.json"
+    results: dict[str, dict[str, dict[str, float]]] = json.loads(done.read_text()) if done.exists() else {}
+    experiment = None
+    for seed in range(arguments.seeds):
+        for name in arguments.only or variants:
+            runs = results.setdefault(name, {})
+            if str(seed) in runs:
+                continue
+            experiment = experiment or Experiment(arguments)
+            runs[str(seed)] = experiment.run(variants[name], seed)
+            done.write_text(json.dumps(results, indent=1))
+            print(f"seed {seed}, {name}: τ {runs[str(seed)]['tau']:.3f}", file=sys.stderr, flush=True)
+    table = as_table(results, list(variants))
+    print(circumstances(arguments), table, sep="\n\n")
+    if arguments.json:
+        content = {"circumstances": circumstances(arguments), "suite": arguments.suite, "results": results}
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+
+
+if __name__ == "__main__":
+    main()
