@@ -2,7 +2,8 @@
 
     python examples/experiments/compare.py losses corpus.bin regenerated.bin runs/losses --json losses.json
 
-Trains every variant of a suite from scratch for the packaged target, with each seed, and prints one table: τ of chains
+Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
+seed, and prints one table: τ of chains
 on held-out text that the target wrote itself, offline and exact (`hf_dart.training.evaluate`), with standard errors
 over seeds. The files are those of `examples/demo_pair` (`corpus.py`, `regenerate.py`). What is done is kept in the
 output folder: an interrupted run goes on, and `--seeds` may be raised later.
@@ -26,7 +27,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from hf_dart import DartHead
+from hf_dart import DartConfig, DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, PackedTokens
 
 _PREFIX = 16  # tokens of pytest's source in front of each held-out row
@@ -119,16 +120,19 @@ class Experiment:
         np.concatenate(rows).astype(np.uint16).tofile(file)
         return file
 
+    def _head(self, variant: Variant, seed: int) -> DartHead:
+        if self.arguments.start_from is None:
+            layers = self.arguments.feature_layers
+            return DartHead.from_target(
+                self.target, tokenizer=self.tokenizer, seed=seed, feature_layers=layers, **variant.head
+            )
+        config = DartConfig.from_pretrained(self.arguments.start_from, **variant.head)
+        return DartHead.from_pretrained(self.arguments.start_from, target=self.target, config=config)
+
     def run(self, variant: Variant, seed: int) -> dict[str, float]:
         """Train one head and evaluate it; the metrics of `DraftQuality`, and the time."""
         arguments = self.arguments
-        head = DartHead.from_target(
-            self.target,
-            tokenizer=self.tokenizer,
-            seed=seed,
-            feature_layers=arguments.feature_layers,
-            **variant.head,
-        )
+        head = self._head(variant, seed)
         rows = arguments.max_steps * arguments.batch_size
         trainer = DartTrainer(
             head,
@@ -200,8 +204,9 @@ def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) 
 
 def circumstances(arguments: argparse.Namespace) -> str:
     versions = ", ".join(f"{name} {version(name)}" for name in ("hf-dart", "torch", "transformers"))
+    begun = f"on from {Path(arguments.start_from).name}" if arguments.start_from else "from scratch"
     return (
-        f"{Path(arguments.target).name}, {arguments.max_steps} steps of {arguments.batch_size} rows of "
+        f"{Path(arguments.target).name}, {begun}, {arguments.max_steps} steps of {arguments.batch_size} rows of "
         f"{arguments.length - 1} positions with {arguments.anchors} blocks each, learning rate "
         f"{arguments.learning_rate:g}; {arguments.evaluation_rows} held-out rows; float32, "
         f"{platform.processor() or platform.machine()}; {versions}"
@@ -217,13 +222,14 @@ def main() -> None:
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="of the suite's variants")
-    parser.add_argument("--max-steps", type=int, default=250)
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--length", type=int, default=129, help="tokens of a row")
-    parser.add_argument("--anchors", type=int, default=16)
+    parser.add_argument("--max-steps", type=int, default=400)
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--length", type=int, default=97, help="tokens of a row")
+    parser.add_argument("--anchors", type=int, default=12)
+    parser.add_argument("--start-from", metavar="HEAD", help="train this head on in place of a new one")
     parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
-    parser.add_argument("--learning-rate", type=float, default=2e-3)
-    parser.add_argument("--evaluation-rows", type=int, default=384)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--evaluation-rows", type=int, default=256)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the table's figures there")
     arguments = parser.parse_args()
