@@ -1,4 +1,4 @@
-"""The `custom_generate` that heads are pushed with: by folder, and carried by a model's own repository."""
+"""The `custom_generate` that heads are pushed with: by folder, carried by a model's own repository, as an example."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hf_dart import TreeConfig, detach
 from hf_dart.hub import push
 
 FOLDER = Path(push.__file__).parent
+EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_generate"
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 
 
@@ -55,3 +56,8 @@ def test_carried_by_the_models_own_repository(tmp_path: Path) -> None:
     assert carried.generate is own
     assert head.last_stats is not None
     assert head.last_stats.accepted > 0
+
+
+@pytest.mark.parametrize("name", ["generate.py", "requirements.txt"])
+def test_the_example_is_what_heads_are_pushed_with(name: str) -> None:
+    assert (EXAMPLE / "custom_generate" / name).read_bytes() == (FOLDER / "custom_generate" / name).read_bytes()

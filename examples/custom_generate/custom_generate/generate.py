@@ -1,0 +1,13 @@
+"""What `model.generate(..., custom_generate="<this repository>", trust_remote_code=True)` runs."""
+
+from hf_dart.generation import attach
+
+
+def generate(model, assistant=None, tree_config=None, **kwargs):
+    """Decode with drafts; all other arguments are those of `generate`, as it was given them."""
+    if assistant is None:
+        raise ValueError("Pass a draft head: generate(..., assistant=DartHead.from_pretrained(path, target=model)).")
+    # A model whose own repository carries this folder would come here again, and for ever.
+    kwargs.pop("custom_generate", None)
+    given = {name: value for name, value in kwargs.items() if value is not None}
+    return attach.generate(model, assistant=assistant, tree_config=tree_config, **given)
