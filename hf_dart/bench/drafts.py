@@ -38,6 +38,7 @@ def ways(pair: Pair, nodes: int) -> dict[str, TreeConfig]:
     best = list(found)[-1]
     found[f"{best.removeprefix('marginal tree')} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
     found["the head's own"] = head.tree_config
+    found["the head's own, calibrated"] = replace(head.tree_config, calibrate=True)
     return found
 
 
