@@ -54,6 +54,7 @@ class DartConfig(PreTrainedConfig):
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
         selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
+        selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
         editor: the head can run again on its own draft (`hf_dart.refine.Editor`, `TreeConfig.refine`).
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
@@ -96,6 +97,7 @@ class DartConfig(PreTrainedConfig):
     rope_theta: float = 10000.0
     tree: dict[str, Any] = field(default_factory=dict)
     selector_rank: int = 0
+    selector_kind: str = "bigram"
     editor: bool = False
     initializer_range: float = 0.02
     vocab_size: int = 6144
@@ -126,6 +128,8 @@ class DartConfig(PreTrainedConfig):
                 f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
                 "or None for all of it."
             )
+        if self.selector_kind not in ("bigram", "markov"):
+            raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
         if not self.feature_layers:
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
         if self.feature_layers[0] < 0 or self.feature_layers[-1] > self.target_num_layers:
@@ -285,8 +289,6 @@ class TreeConfig:
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
         refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft.
-        calibrate: correct the scores of each depth by what the target accepts, as the call goes on
-            (`hf_dart.generation.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -305,7 +307,6 @@ class TreeConfig:
     ngram_weight: float = 0.5
     scores: str = "survival"
     refine: int = 0
-    calibrate: bool = False
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -321,8 +322,6 @@ class TreeConfig:
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
         if self.scores == "paper" and self.nodes is None:
             raise ValueError("TreeConfig.scores 'paper' does not say what a node is worth; give nodes, such as 60.")
-        if self.scores == "paper" and self.calibrate:
-            raise ValueError("TreeConfig.scores 'paper' is no chance that could be calibrated; leave calibrate=False.")
 
     @classmethod
     def paper(cls) -> TreeConfig:

@@ -201,14 +201,15 @@ class DartHead(PushWithCard, DraftingModel):
 
     # ---- other parts --------------------------------------------------------------------------------
 
-    def add_selector(self, rank: int, seed: int = 0) -> Self:
+    def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
         """Give a trained head a bigram selector (`hf_dart.refine`); untrained, it changes no score.
 
         Args:
             rank: its width.
             seed: of its initial weights; the global generators are not moved.
+            kind: "bigram" or "markov".
         """
-        self.config.selector_rank = rank
+        self.config.selector_rank, self.config.selector_kind = rank, kind
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             selector = BigramSelector(self.config)

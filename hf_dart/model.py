@@ -116,8 +116,7 @@ class DartModel(FittedDrafter[DartState]):
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, BigramSelector):
-            nn.init.zeros_(module.context.weight)
-            nn.init.zeros_(module.log_scale.weight)
+            module.start_neutral()
         elif isinstance(module, Editor):
             nn.init.zeros_(module.correction.weight)
         elif isinstance(module, (nn.Linear, nn.Embedding)):

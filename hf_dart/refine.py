@@ -1,7 +1,8 @@
 """Refiners of drafts: parallel logits know each position, not each other.
 
 `BigramSelector` scores every pair of neighbouring candidates, so that a tree prefers tokens that go together
-(the bigram term of UBTree, arXiv 2609.39972; the selector of DFlash 2).
+(the bigram term of UBTree, arXiv 2609.39972; the selector of DFlash 2), or, as a Markov head does (DSpark, arXiv
+2607.05147), by one low-rank matrix whatever the context.
 
 `Editor` lets the head run again on its own draft: initial draft, refined draft, 1 to 3 passes (edit passes of DEdit,
 arXiv 2609.38510, on the head itself). Mask slot j, which drafts token j + 1, now holds draft token j and what the
@@ -24,18 +25,24 @@ from hf_dart.configuration import DartConfig
 class BigramSelector(nn.Module):
     """delta_i(a, b) = scale_i * <P h_i * phi(a), psi(b)> for candidate b behind candidate a at depth i.
 
-    phi and psi read the target's frozen token embeddings, so that nothing grows with the vocabulary. With P
-    at zero, as it starts, delta is zero and the scores are the head's own.
+    phi and psi read the target's frozen token embeddings, so that nothing grows with the vocabulary. A Markov head has
+    no P: delta_i(a, b) = scale_i * <phi(a), psi(b)>. With P, or psi, at zero, as it starts, delta is zero and the
+    scores are the head's own.
     """
 
     def __init__(self, config: DartConfig) -> None:
         super().__init__()
         rank = config.selector_rank
-        self.context = nn.Linear(config.hidden_size, rank, bias=False)
+        self.context = nn.Linear(config.hidden_size, rank, bias=False) if config.selector_kind == "bigram" else None
         self.previous = _projection(config.embedding_size, rank)
         self.candidate = _projection(config.embedding_size, rank)
         self.log_scale = nn.Embedding(config.draft_length, 1)
         self._tables: tuple[Any, Tensor, Tensor] | None = None
+
+    def start_neutral(self) -> None:
+        """Let delta be zero, and every scale 1."""
+        nn.init.zeros_(self.candidate.get_parameter("2.weight") if self.context is None else self.context.weight)
+        nn.init.zeros_(self.log_scale.weight)
 
     def forward(self, hidden: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
         """delta of all pairs.
@@ -61,7 +68,8 @@ class BigramSelector(nn.Module):
 
     def _pairs(self, hidden: Tensor, phi: Tensor, psi: Tensor) -> Tensor:
         scale = self.log_scale.weight[: hidden.shape[-2]].exp()  # [d, 1]
-        context = (self.context(hidden) * scale)[..., None, :]  # [..., d, 1, r]
+        context = scale if self.context is None else self.context(hidden) * scale
+        context = context[..., None, :]  # [..., d, 1, r], or [d, 1, 1]
         return (context * phi) @ psi.transpose(-1, -2)
 
     @torch.no_grad()
@@ -69,7 +77,7 @@ class BigramSelector(nn.Module):
         weights = [self.previous[0].weight, self.previous[2].weight, self.candidate[0].weight, self.candidate[2].weight]
         key = [(id(weight), weight._version, weight.device) for weight in (*weights, embeddings.weight)]
         if self._tables is None or self._tables[0] != key:
-            device, dtype = self.context.weight.device, self.context.weight.dtype
+            device, dtype = weights[0].device, weights[0].dtype
             parts = []
             ids = torch.arange(embeddings.num_embeddings, device=embeddings.weight.device)
             for chunk in ids.split(8192):

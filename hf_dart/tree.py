@@ -29,7 +29,6 @@ class DraftTree:
         depths: [B, N]; 0 for the root and for empty nodes.
         ancestors: [B, N, N] bool; entry (i, j) says that j lies on the path from the root to i, i included.
         max_depth: no node lies deeper.
-        scores: [B, N] log-chance of each path, if it was grown by them; 0 for the root, -inf for empty nodes.
     """
 
     tokens: Tensor
@@ -37,7 +36,6 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
     max_depth: int
-    scores: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -48,13 +46,10 @@ class DraftTree:
         """The same tree on `device`."""
         tensors = (self.tokens, self.parents, self.depths, self.ancestors)
         tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
-        scores = None if self.scores is None else self.scores.to(device)
-        return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
+        return DraftTree(tokens, parents, depths, ancestors, self.max_depth)
 
     @classmethod
-    def from_parents(
-        cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None
-    ) -> DraftTree:
+    def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
         nodes = tokens.shape[1]
         one_step = torch.eye(nodes, device=tokens.device).expand(*tokens.shape, -1)
@@ -65,7 +60,7 @@ class DraftTree:
             reach = (reach @ reach).clamp(max=1)
             steps *= 2
         ancestors = reach > 0
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth, scores)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth)
 
     @classmethod
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:
@@ -224,8 +219,5 @@ def grow_tree(
     empty = kept_scores == -inf
     parents, tokens = parents.masked_fill(empty, -1), torch.where(empty, root, tokens)
     return DraftTree.from_parents(
-        torch.cat([root, tokens], dim=1),
-        torch.cat([torch.full_like(root, -1), parents], dim=1),
-        depth,
-        torch.cat([torch.zeros_like(kept_scores[:, :1]), kept_scores], dim=1),
+        torch.cat([root, tokens], dim=1), torch.cat([torch.full_like(root, -1), parents], dim=1), depth
     )

@@ -329,3 +329,30 @@ def test_editor_is_kept_in_the_files(target: Any, tmp_path: Any) -> None:
         other, _ = begun(again, features, tokens, [5])
         draft = first.logits.argmax(-1)
         assert torch.equal(again.refine(other, first, draft).logits, head.refine(state, first, draft).logits)
+
+
+# ---- the Markov head --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
+    head = tiny_head(target).add_selector(4, kind="markov")
+    features, tokens = texts(head, [5])
+    _, first = begun(head, features, tokens, [5])
+    candidates = first.logits.topk(3).indices
+    scores = first.logits.log_softmax(-1).gather(-1, candidates)
+    untrained = head.transitions(first, tokens[:, -1], candidates, scores)
+    torch.testing.assert_close(untrained, scores[:, :, None].expand_as(untrained), **CLOSE)
+    selector = head.selector
+    for weight in selector.parameters():
+        weight.normal_(generator=torch.Generator().manual_seed(1))
+    table = head.transitions(first, tokens[:, -1], candidates, scores)
+    embeddings = target.get_input_embeddings().weight
+    together = scores.logsumexp(-1)
+    for depth in range(head.draft_length):
+        before = tokens[:, -1:].expand(-1, 3) if depth == 0 else candidates[:, depth - 1]
+        pairs = selector.previous(embeddings[before[0]]) @ selector.candidate(embeddings[candidates[0, depth]]).T
+        scored = scores[0, depth] + selector.log_scale.weight[depth].exp() * pairs
+        torch.testing.assert_close(table[0, depth], scored.log_softmax(-1) + together[0, depth], rtol=1e-6, atol=0)
+    with pytest.raises(ValueError, match="selector_kind is 'gru'; give 'bigram' or 'markov'"):
+        tiny_head(target, selector_kind="gru")

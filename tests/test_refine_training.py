@@ -64,7 +64,8 @@ def test_training_pass_is_the_pass_of_inference(shape: dict[str, Any], tmp_path:
     """The head's own drafts, as they are, through two passes."""
     target = tiny_target(torch.float64)
     head = editing_head(target, **shape)
-    trainer = trainer_of(tmp_path, head, target, edit_passes=2, own_share=1, sampled_share=0, revealed_share=0)
+    shares = {"own_share": 1, "true_share": 0, "sampled_share": 0, "revealed_share": 0}
+    trainer = trainer_of(tmp_path, head, target, edit_passes=2, **shares)
     inputs = drawn(trainer)
     ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
     features, target_logits = trainer.teach(ids, documents)
@@ -116,10 +117,10 @@ def test_what_slots_hold(tmp_path: Path) -> None:
         truth = inputs["input_ids"][rows, target_positions(inputs["anchors"][present], count + 1)[:, 1:]]
         return found, drafted, truth, inputs
 
-    found, drafted, truth, _ = slots(own_share=1, sampled_share=0, revealed_share=0)
+    found, drafted, truth, _ = slots(own_share=1, true_share=0, sampled_share=0, revealed_share=0)
     assert torch.equal(found, drafted)
     assert not torch.equal(drafted, truth)
-    found, drafted, truth, _ = slots(own_share=0, sampled_share=0, revealed_share=0)
+    found, drafted, truth, _ = slots(own_share=0, true_share=0, sampled_share=0, revealed_share=0)
     mended = found == truth
     assert torch.equal(found, torch.where(mended, truth, drafted))
     assert 0.5 < mended.float().mean() < 1  # a tiny random head is rarely sure, and never right
@@ -128,7 +129,9 @@ def test_what_slots_hold(tmp_path: Path) -> None:
     assert torch.equal(found, torch.where(masked, -1, truth))
     assert masked.any()
     assert not masked.all()
-    found, drafted, truth, _ = slots(own_share=1, sampled_share=1, revealed_share=0)
+    found, drafted, truth, _ = slots(true_share=1, revealed_share=0)
+    assert torch.equal(found, truth)
+    found, drafted, truth, _ = slots(own_share=1, true_share=0, sampled_share=1, revealed_share=0)
     assert not torch.equal(found, drafted)
 
 

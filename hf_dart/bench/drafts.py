@@ -16,7 +16,7 @@ def ways(pair: Pair, nodes: int) -> dict[str, TreeConfig]:
     """What is compared, by name; ways that need an n-gram table or a selector are left out where there is none.
 
     Args:
-        pair: the head's `ngram` and `selector` count.
+        pair: the head's `ngram`, `selector` and `editor` count.
         nodes: size of all trees but chains and the head's own.
     """
     head = pair.head
@@ -37,8 +37,13 @@ def ways(pair: Pair, nodes: int) -> dict[str, TreeConfig]:
             found["+ selector + n-gram (calibrated)"] = replace(marginal, selector=True, ngram_weight=weight)
     best = list(found)[-1]
     found[f"{best.removeprefix('marginal tree')} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
+    if head.refines:
+        for before in ("marginal tree", "+ selector"):
+            if before in found:
+                name = before.removeprefix("marginal tree")
+                for passes in (1, 2, 3):
+                    found[f"{name} + edit x{passes}".strip()] = replace(found[before], refine=passes)
     found["the head's own"] = head.tree_config
-    found["the head's own, calibrated"] = replace(head.tree_config, calibrate=True)
     return found
 
 
@@ -50,6 +55,9 @@ def describe(pair: Pair, drafts: dict[str, TreeConfig]) -> dict[str, Any]:
         selector = getattr(pair.head, "selector", None)
         if selector is not None and tree.selector:
             size += sum(weight.nbytes for weight in selector.parameters())
+        editor = getattr(pair.head, "editor", None)
+        if editor is not None and tree.refine:
+            size += sum(weight.nbytes for weight in editor.parameters())
         described[name] = {"tree": asdict(tree), "bytes": size}
     return described
 

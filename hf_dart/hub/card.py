@@ -126,7 +126,7 @@ def _about(facts: HeadFacts) -> str:
         f"{injected}",
         "drafts": f"{config.draft_length} tokens in one pass, {config.block_attention} attention among them{mask}",
         "vocabulary": f"the {config.draft_vocab_size} tokens it was given" if config.draft_vocab_size else "",
-        "selector": f"bigram, rank {config.selector_rank}" if config.selector_rank else "",
+        "selector": f"{config.selector_kind}, rank {config.selector_rank}" if config.selector_rank else "",
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; embeddings and "
         "LM head are the target's",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",

@@ -282,6 +282,7 @@ def _refuse(config: DartConfig) -> None:
         "input_form='stream'": config.input_form != "pair",
         "block_attention='bidirectional'": config.block_attention != "causal",
         "a selector": config.selector_rank > 0,
+        "an editor": config.editor,
         f"features of layers {config.feature_layers}": len(config.feature_layers) != 3
         or config.feature_layers != default_feature_layers(config.target_num_layers),
         f"embeddings of another width ({config.embedding_size}) than its own": config.embedding_size

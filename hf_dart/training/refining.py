@@ -37,7 +37,9 @@ class EditTrainingArguments(DartTrainingArguments):
         edit_passes: passes behind the first one.
         edit_weight: of their mean loss, beside that of the first drafts.
         editor_only: train the editor alone; the head's first drafts stay as they are.
-        own_share: share of the blocks that hold the head's own draft as it is; in the others, a wrong token with
+        true_share: share of the blocks that hold the true tokens. With causal slots this alone is on target: what is
+            drafted behind a wrong token is never accepted. 1 also saves the draft.
+        own_share: share of the other blocks that hold the head's own draft as it is; in the rest, a wrong token with
             confidence c is put right with chance 1 - c.
         sampled_share: share of the blocks whose drafts are sampled, with the noise that the target's token was
             sampled with, as in `generate`; the others take the likeliest tokens.
@@ -49,7 +51,8 @@ class EditTrainingArguments(DartTrainingArguments):
     edit_passes: int = field(default=1, metadata={"help": "passes behind the first one"})
     edit_weight: float = field(default=1.0, metadata={"help": "of their mean loss"})
     editor_only: bool = field(default=False, metadata={"help": "train the editor of a frozen head"})
-    own_share: float = field(default=0.5, metadata={"help": "of the blocks: those that hold the draft as it is"})
+    true_share: float = field(default=0.5, metadata={"help": "of the blocks: those that hold the true tokens"})
+    own_share: float = field(default=0.5, metadata={"help": "of the others: those that hold the draft as it is"})
     sampled_share: float = field(default=0.5, metadata={"help": "of the blocks: those whose drafts are sampled"})
     revealed_share: float = field(default=0.1, metadata={"help": "of the blocks: those with true tokens revealed"})
     denoising_loss: str = field(default="score_entropy", metadata={"help": f"one of {', '.join(DENOISING)}"})
@@ -60,7 +63,7 @@ class EditTrainingArguments(DartTrainingArguments):
             raise ValueError(f"edit_passes is {self.edit_passes}; give 1 or more, or train with DartTrainer.")
         if not self.edit_weight > 0:
             raise ValueError(f"edit_weight is {self.edit_weight}; give a number above 0.")
-        for name in ("own_share", "sampled_share", "revealed_share"):
+        for name in ("true_share", "own_share", "sampled_share", "revealed_share"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number from 0 to 1.")
         if self.denoising_loss not in DENOISING:
@@ -96,7 +99,7 @@ class EditTrainer(DartTrainer):
         self._edits: EditQuality | None = None  # while an evaluation runs
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors` [B, K], and per block [B, K] `verbatim`, `sampled` and `times`; `masked` [B, K, d]; `seed`."""
+        """Adds `anchors` and per block `true`, `verbatim`, `sampled`, `times` [B, K], `masked` [B, K, d]; `seed`."""
         blocks = super().draw(inputs, generator)
         training, anchors = self._quality is None, inputs["anchors"]
         shape, device = anchors.shape, anchors.device
@@ -104,6 +107,7 @@ class EditTrainer(DartTrainer):
         def share(of: float) -> Tensor:
             return (torch.rand(shape, generator=generator) < of).to(device)
 
+        inputs["true"] = share(self.args.true_share) & training
         inputs["verbatim"] = share(self.args.own_share) | (not training)
         inputs["sampled"] = share(self.args.sampled_share) & training
         times = torch.ones(shape, device=device)
@@ -159,13 +163,24 @@ class EditTrainer(DartTrainer):
         goals = rows * ids.shape[1] + places  # [N, d]
         truth = ids.flatten()[goals[:, 1:]]
         held = ids.new_full((*anchors.shape, self.head.draft_length - 1), -1)
-        if number > self.args.edit_passes:
-            held[present] = truth
-            return held.flatten(1)
+        if number <= self.args.edit_passes:
+            known = inputs["true"][present][:, None]
+            own = (inputs, target_logits, hidden, goals[:, :-1], truth)
+            tokens = truth if bool(known.all()) else torch.where(known, truth, self._own(*own))
+            shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
+            truth = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
+        held[present] = truth
+        return held.flatten(1)
+
+    def _own(
+        self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
+    ) -> Tensor:
+        """The head's own draft, some of its wrong tokens put right: [N, d - 1]."""
+        present = inputs["anchors"] >= 0
         generator = seeded(inputs["seed"])  # the same noise in every pass
         drafted, confidence = [], []
         chunk = self.args.loss_chunk or max(len(hidden), 1)
-        parts = (hidden, goals[:, :-1], truth, inputs["sampled"][present])
+        parts = (hidden, goals, truth, inputs["sampled"][present])
         for states, where, label, sampled in zip(*(part.split(chunk) for part in parts), strict=True):
             logits = self.head.logits(states)
             columns = logits.argmax(-1)
@@ -177,11 +192,7 @@ class EditTrainer(DartTrainer):
             confidence.append(logits.softmax(-1).gather(-1, columns[..., None])[..., 0])
         chance = torch.rand(truth.shape, generator=generator).to(truth.device)
         mended = ~inputs["verbatim"][present][:, None] & (chance >= torch.cat(confidence))
-        tokens = torch.where(mended, truth, torch.cat(drafted))
-        revealing = (inputs["times"][present] < 1)[:, None]
-        shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
-        held[present] = torch.where(revealing, shown, tokens)
-        return held.flatten(1)
+        return torch.where(mended, truth, torch.cat(drafted))
 
     def draft_loss(
         self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
