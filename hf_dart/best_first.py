@@ -158,11 +158,19 @@ def _assemble(roots: list[int], rows: list[list[_Node]], size: int) -> DraftTree
     parents = np.full((batch, size), -1)
     depths = np.zeros((batch, size), dtype=np.int64)
     ancestors = np.broadcast_to(np.eye(size, dtype=bool), (batch, size, size)).copy()
+    scores = np.full((batch, size), -inf)
+    scores[:, 0] = 0
     for row, nodes in enumerate(rows):
         for place, node in enumerate(nodes, start=1):
+            scores[row, place] = node.score
             tokens[row, place], parents[row, place], depths[row, place] = node.token, node.parent, node.depth
             ancestors[row, place] |= ancestors[row, node.parent]
     as_tensor = torch.from_numpy
     return DraftTree(
-        as_tensor(tokens), as_tensor(parents), as_tensor(depths), as_tensor(ancestors), int(depths.max())
+        as_tensor(tokens),
+        as_tensor(parents),
+        as_tensor(depths),
+        as_tensor(ancestors),
+        int(depths.max()),
+        as_tensor(scores),
     )

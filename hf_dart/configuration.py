@@ -289,6 +289,8 @@ class TreeConfig:
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
         refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft.
+        calibrate: correct the scores of each depth by what the target accepts, as the call goes on
+            (`hf_dart.generation.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -307,6 +309,7 @@ class TreeConfig:
     ngram_weight: float = 0.5
     scores: str = "survival"
     refine: int = 0
+    calibrate: bool = False
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -322,6 +325,8 @@ class TreeConfig:
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
         if self.scores == "paper" and self.nodes is None:
             raise ValueError("TreeConfig.scores 'paper' does not say what a node is worth; give nodes, such as 60.")
+        if self.scores == "paper" and self.calibrate:
+            raise ValueError("TreeConfig.scores 'paper' is no chance that could be calibrated; leave calibrate=False.")
 
     @classmethod
     def paper(cls) -> TreeConfig:

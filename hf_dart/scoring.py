@@ -5,6 +5,7 @@ Two ways to put them together (`TreeConfig.scores`):
 
 - "survival": p(t) · q(t)^w, q being the table's probability, shared out among the candidates anew so that together
   they keep what the drafter gave them: an estimate of how likely the target's own token is t.
+  With `TreeConfig.calibrate`, corrected by what the target has accepted so far (`generation.calibration`).
 - "paper": DART's weighted sum (arXiv 2601.19278, section 3.3), which ranks but is no chance.
 
 Trees that grow on the host ask for one path at a time (`RowScores`), trees that grow in tensors for a beam of them
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.generation.calibration import Calibration
 from hf_dart.lookup import Graft
 from hf_dart.ngram import Array, Candidates, NgramTable
 from hf_dart.tree import Beam, Transitions
@@ -39,15 +41,17 @@ class PathScores:
     Attributes:
         config: `scores` and `ngram_weight` count.
         table: None for none.
+        calibration: corrects what came out, if there is one.
     """
 
     config: TreeConfig
     table: NgramTable | None
+    calibration: Calibration | None = None
 
     @property
     def plain(self) -> bool:
         """Is a score just what the drafter says?"""
-        return self.config.scores == "survival" and self._table is None
+        return self.config.scores == "survival" and self._table is None and self.calibration is None
 
     @property
     def _table(self) -> NgramTable | None:
@@ -84,7 +88,8 @@ class PathScores:
         if shares is not None:
             alone += weight * np.log(shares + _UNSEEN)
             alone += together - _log_sum(alone)
-        return alone.tolist()
+        scores = alone.tolist()
+        return scores if self.calibration is None else self.calibration.on_host(depth, scores)
 
     def on_device(self, depth: int, steps: Tensor, shares: Tensor | None) -> Tensor:
         """As `on_host`, for paths [B, W]: `steps` and `shares` are [B, W, K]."""
@@ -98,7 +103,7 @@ class PathScores:
         if shares is not None:
             steps = steps + weight * (shares + _UNSEEN).log().to(steps.dtype)
             steps = steps - steps.logsumexp(-1, keepdim=True) + together
-        return steps
+        return steps if self.calibration is None else self.calibration.on_device(depth, steps)
 
 
 class RowScores:

@@ -29,6 +29,7 @@ class DraftTree:
         depths: [B, N]; 0 for the root and for empty nodes.
         ancestors: [B, N, N] bool; entry (i, j) says that j lies on the path from the root to i, i included.
         max_depth: no node lies deeper.
+        scores: [B, N] log-chance of each path, if it was grown by them; 0 for the root, -inf for empty nodes.
     """
 
     tokens: Tensor
@@ -36,6 +37,7 @@ class DraftTree:
     depths: Tensor
     ancestors: Tensor
     max_depth: int
+    scores: Tensor | None = None
 
     @property
     def size(self) -> int:
@@ -46,10 +48,13 @@ class DraftTree:
         """The same tree on `device`."""
         tensors = (self.tokens, self.parents, self.depths, self.ancestors)
         tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
-        return DraftTree(tokens, parents, depths, ancestors, self.max_depth)
+        scores = None if self.scores is None else self.scores.to(device)
+        return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
 
     @classmethod
-    def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int) -> DraftTree:
+    def from_parents(
+        cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None
+    ) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
         nodes = tokens.shape[1]
         one_step = torch.eye(nodes, device=tokens.device).expand(*tokens.shape, -1)
@@ -60,7 +65,7 @@ class DraftTree:
             reach = (reach @ reach).clamp(max=1)
             steps *= 2
         ancestors = reach > 0
-        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth)
+        return cls(tokens, parents, ancestors.sum(-1) - 1, ancestors, max_depth, scores)
 
     @classmethod
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:
@@ -219,5 +224,8 @@ def grow_tree(
     empty = kept_scores == -inf
     parents, tokens = parents.masked_fill(empty, -1), torch.where(empty, root, tokens)
     return DraftTree.from_parents(
-        torch.cat([root, tokens], dim=1), torch.cat([torch.full_like(root, -1), parents], dim=1), depth
+        torch.cat([root, tokens], dim=1),
+        torch.cat([torch.full_like(root, -1), parents], dim=1),
+        depth,
+        torch.cat([torch.zeros_like(kept_scores[:, :1]), kept_scores], dim=1),
     )

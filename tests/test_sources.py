@@ -207,7 +207,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
     refused(lines({"text": TEXTS[3]}), "max_length is 3; a draft of 4 tokens needs longer rows", max_length=3)
 
     for name, content, match in (
-        ("empty.jsonl", b"", "empty.jsonl is empty"),
+        ("empty.jsonl", b"", "empty.jsonl is empty; give a source"),
         ("broken.jsonl", b'{"text": "a"}\nno json\n', "does not hold JSON lines, as its ending .jsonl says"),
         ("broken.parquet", b"no parquet", "does not hold Parquet"),
         ("latin.txt", "Küche".encode("latin1"), "does not hold UTF-8 text"),

@@ -39,6 +39,7 @@ def recipe(tmp_path: Path) -> Path:
         "max_length": 48,
         "draft_length": 3,
         "feature_layers": [2, 8],
+        "draft_vocab_size": 300,
         "tree": {"nodes": 8},
         "per_device_train_batch_size": 2,
         "anchors_per_row": 4,
@@ -98,6 +99,8 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     head = DartHead.from_pretrained(str(run / "final"), target=target, tokenizer=tokenizer)
     assert (head.draft_length, head.feature_layers, head.tree_config) == (3, [2, 8], TreeConfig(nodes=8))
+    assert head.config.draft_vocab_size == 300
+    assert tokenizer.eos_token_id in head.draft_vocabulary
     untrained = DartHead.from_target(target, draft_length=3, feature_layers=[2, 8])
     assert not torch.equal(head.fc.weight, untrained.fc.weight)
 
@@ -124,7 +127,7 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
     assert "denoise_steps=2 and this run 1" in capsys.readouterr().err
     options = yaml.safe_load(recipe.read_text())
     options |= {"drafter": "diffusion", "head": str(final), "output_dir": str(recipe.parent / "on")}
-    for name in ("draft_length", "feature_layers"):
+    for name in ("draft_length", "feature_layers", "draft_vocab_size"):
         del options[name]
     recipe.write_text(yaml.safe_dump(options))
     assert main(["train", str(recipe), *steps, "1", "--unmasking", "left_to_right", "--revealed_share", "1"]) == 0
@@ -136,9 +139,9 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
 def test_a_selector_is_trained_on_a_given_head(recipe: Path) -> None:
     run = run_of(recipe)
     options = yaml.safe_load(recipe.read_text())
-    for name in ("draft_length", "feature_layers"):
+    for name in ("draft_length", "feature_layers", "draft_vocab_size"):
         del options[name]
-    options |= {"head": str(PACKAGED_HEAD), "selector_only": True, "gamma": 0.8, "max_steps": 1, "eval_steps": 1}
+    options |= {"head": str(PACKAGED_HEAD), "selector_only": True, "gamma": 0.8, "max_steps": 1, "eval_strategy": "no"}
     json_recipe = recipe.with_suffix(".json")
     json_recipe.write_text(json.dumps(options))
     assert main(["train", str(json_recipe)]) == 0
@@ -149,6 +152,22 @@ def test_a_selector_is_trained_on_a_given_head(recipe: Path) -> None:
     changed = {name for name, value in after.items() if not torch.equal(value, before[name])}
     assert changed
     assert all(name.startswith("selector.") for name in changed)
+
+
+def test_lora_on_a_given_head(recipe: Path) -> None:
+    run = run_of(recipe)
+    options = yaml.safe_load(recipe.read_text())
+    for name in ("draft_length", "feature_layers", "draft_vocab_size"):
+        del options[name]
+    options |= {"head": str(PACKAGED_HEAD), "lora_rank": 2, "max_steps": 1, "save_steps": 1, "eval_strategy": "no"}
+    recipe.write_text(yaml.safe_dump(options))
+    assert main(["train", str(recipe)]) == 0
+    assert not (run / "final" / "model.safetensors").exists()
+    assert main(["train", str(recipe), "--resume_from_checkpoint", "--max_steps", "2"]) == 0
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    head = DartHead.from_pretrained(str(run / "final"), target=target)
+    assert head.adapted
+    assert any(value.abs().max() > 0 for name, value in head.state_dict().items() if "lora_B" in name)
 
 
 @pytest.mark.parametrize(
@@ -205,8 +224,10 @@ def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
     """The others are read off the target, its tokenizer and the data."""
     read_off = {"hidden_size", "embedding_size", "feature_size", "vocab_size", "target_model_type", "target_num_layers"}
     read_off |= {"target_revision", "tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
+    elsewhere = {"own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm"}
+    elsewhere |= {"rope_frequencies", "fingerprint", "editor"}  # copied layers, published heads, editors
     options = {one.name for one in fields(HeadArguments)} - {"drafter", "head"}
-    assert options == set(DartConfig.__annotations__) - read_off
+    assert options == set(DartConfig.__annotations__) - read_off - elsewhere
     options = {one.name for one in fields(DiffusionArguments)} - {"drafter", "head"}
     read_off = read_off - {"hidden_size"} | {"lm_head_size"}
     assert options == set(DiffusionConfig.__annotations__) - read_off

@@ -44,6 +44,7 @@ def ways(pair: Pair, nodes: int) -> dict[str, TreeConfig]:
                 for passes in (1, 2, 3):
                     found[f"{name} + edit x{passes}".strip()] = replace(found[before], refine=passes)
     found["the head's own"] = head.tree_config
+    found["the head's own, calibrated"] = replace(head.tree_config, calibrate=True)
     return found
 
 

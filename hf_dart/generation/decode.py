@@ -107,6 +107,7 @@ def speculative_generate(
                 accepted = call.walk(tree, logits, limits)
             with stats.phase("commit"):
                 call.commit(accepted)
+                call.grower.learn(tree, accepted)
                 stats.count(accepted.counts, limits, tree.size)
                 call.pace.count(accepted.counts, limits, tree.size)
         output = call.result(stats, features, accepted)

@@ -12,8 +12,10 @@ from transformers import LogitsProcessorList
 
 from hf_dart.best_first import RowDraft, best_first
 from hf_dart.configuration import TreeConfig
+from hf_dart.generation.calibration import Calibration
 from hf_dart.generation.candidates import Ranker, SeenTokens
 from hf_dart.generation.refinement import Refined, best_chain
+from hf_dart.generation.walk import Accepted
 from hf_dart.lookup import Graft, RowLookup
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.scoring import BeamScores, PathScores, RowScores
@@ -44,7 +46,9 @@ class TreeGrower:
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
-        self._scores = PathScores(config, drafter.ngram)
+        self._calibration = Calibration() if config.calibrate else None
+        self._scores = PathScores(config, drafter.ngram, self._calibration)
+        self._copied: list[list[int]] = []
 
     def __call__(
         self,
@@ -63,6 +67,7 @@ class TreeGrower:
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
         """
         copies = self._copies(deepest)
+        self._copied = [copied for copied, _ in copies]
         if proposal is None:
             if not any(copied for copied, _ in copies):
                 return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
@@ -99,6 +104,11 @@ class TreeGrower:
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
         device = self._device
         return candidates.to(device), scores.to(device), Refined(looked_at.to(device), better.to(device))
+
+    def learn(self, tree: DraftTree, accepted: Accepted) -> None:
+        """Take in what came of the last trees."""
+        if self._calibration is not None and tree.scores is not None:
+            self._calibration.learn(tree, accepted, self._copied)
 
     def _copies(self, deepest: list[int]) -> list[tuple[list[int], float]]:
         """What `RowLookup.suggest` finds for each row."""

@@ -89,6 +89,12 @@ class HeadArguments(DrafterArguments):
     block_attention: Literal["causal", "bidirectional"] | None = field(
         default=None, metadata={"help": "what the mask slots of a draft see of each other"}
     )
+    inject_features: bool | None = field(default=None, metadata={"help": "also as keys and values of every layer"})
+    mask_mode: Literal["learned", "peagle"] | None = field(default=None, metadata={"help": "what a mask slot holds"})
+    mask_token_id: int | None = field(default=None, metadata={"help": "with peagle; default: an unused token"})
+    draft_vocab_size: int | None = field(
+        default=None, metadata={"help": "draft only so many tokens, the most frequent of the training rows"}
+    )
     selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
 
 

@@ -91,9 +91,9 @@ def open_source(
         return _first_seen(name, _load(datasets, name, streaming, cache_dir, split))
     ending = files[0].suffix
     kind, what = _FORMATS[ending]
-    for file in files:
-        if not file.stat().st_size:
-            raise ValueError(f"{file} is empty; leave it out or give a file with something in it.")
+    files = [file for file in files if file.stat().st_size]
+    if not files:
+        raise ValueError(f"{name} is empty; give a source with something in it.")
     try:
         if kind == "bin":
             documents = _token_files(datasets, files, eos, streaming, cache_dir)

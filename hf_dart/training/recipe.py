@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
+from hf_dart.adapters import LoraArguments
 from hf_dart.pair import sentence
 from hf_dart.training.arguments import (
     DartTrainingArguments,
@@ -29,19 +30,20 @@ class Recipe:
     """What `hf-dart train` is told.
 
     Attributes:
-        target, head, data, training: the options by what they are about.
+        target, head, lora, data, training: the options by what they are about.
         given: those that were given, by name, for `yaml.safe_dump`.
     """
 
     target: TargetArguments
     head: DrafterArguments
+    lora: LoraArguments
     data: DataArguments
     training: DartTrainingArguments
     given: dict[str, Any]
 
 
 _GROUPS = {
-    "dart": (TargetArguments, HeadArguments, DataArguments, DartTrainingArguments),
+    "dart": (TargetArguments, HeadArguments, LoraArguments, DataArguments, DartTrainingArguments),
     "diffusion": (TargetArguments, DiffusionArguments, DataArguments, DiffusionTrainingArguments),
 }
 
@@ -82,10 +84,10 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
     given = {name: getattr(space, name) for name in names}
-    target, head, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
+    target, head, *lora, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")
-    return Recipe(target, head, data, training, given)
+    return Recipe(target, head, lora[0] if lora else LoraArguments(), data, training, given)
 
 
 def drafter_of(flags: Sequence[str]) -> str:

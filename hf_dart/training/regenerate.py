@@ -273,9 +273,8 @@ def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tu
     """Documents, shuffled unless they are streamed, and encoder of each source; errors as for `load_rows`."""
     sources = []
     for names in group_files(arguments.train_data):
-        source, encoder = open_encoded(arguments, names, "train", tokenizer, 1)
-        documents = source.documents if arguments.streaming else source.documents.shuffle(seed=seed)
-        sources.append((documents, encoder))
+        documents, encoder = open_encoded(arguments, names, "train", tokenizer, 1)
+        sources.append((documents if arguments.streaming else documents.shuffle(seed=seed), encoder))
     return sources
 
 

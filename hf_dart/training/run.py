@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
+from hf_dart.adapters import LoraArguments, apply_lora
 from hf_dart.configuration import cached_commit
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.head import DartHead
@@ -20,10 +22,12 @@ from hf_dart.training.recipe import Recipe
 from hf_dart.training.record import last_evaluation
 from hf_dart.training.sources import load_rows
 from hf_dart.training.trainer import DartTrainer
+from hf_dart.vocabulary import frequent_tokens
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""
 
+_COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 _KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
     "dart": (DartHead, DartTrainer),
     "diffusion": (DiffusionDrafter, DiffusionTrainer),
@@ -47,14 +51,19 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     args = recipe.training
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
-    head = _head(recipe.head, model, tokenizer, args.selector_only)
+    head = _head(recipe.head, recipe.lora, model, tokenizer, args.selector_only)
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
-    if checkpoint is not None:
+    size = recipe.head.config().get("draft_vocab_size")
+    if size is not None:
+        always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+        head.reduce_vocabulary(frequent_tokens(islice(train_rows, _COUNTED), size, head.config.vocab_size, always))
+    if checkpoint is not None and recipe.lora.lora_rank is None:  # adapters are compared where they are loaded
         _check_same_head(checkpoint, head)
+    head = apply_lora(head, recipe.lora)
     trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
     trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
@@ -122,9 +131,12 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     )
 
 
-def _head(arguments: DrafterArguments, model: Any, tokenizer: Any, selector_only: bool) -> Any:
+def _head(
+    arguments: DrafterArguments, lora: LoraArguments, model: Any, tokenizer: Any, selector_only: bool
+) -> Any:
     """A new drafter, or the given one, with weights in float32."""
-    config = arguments.config()
+    config = {**arguments.config(), **lora.head_options()}
+    config.pop("draft_vocab_size", None)  # chosen when the rows are there
     kind = _KINDS[arguments.drafter][0]
     if arguments.head is None:
         if selector_only:

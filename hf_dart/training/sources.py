@@ -22,6 +22,7 @@ from hf_dart.version import __version__
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig
 
+_BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
 
 
@@ -124,21 +125,20 @@ def load_rows(
     # Shares are one per name.
     alone = arguments.shares is not None
     for names in [[name] for name in arguments.train_data] if alone else group_files(arguments.train_data):
-        source, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
+        documents, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
         encoders.append(encoder)
-        documents = source.documents
         if arguments.eval_documents:
             if not arguments.streaming and len(documents) <= arguments.eval_documents:
                 raise ValueError(
-                    f"{source.name} has {len(documents)} documents; with eval_documents="
+                    f"{encoder.source} has {len(documents)} documents; with eval_documents="
                     f"{arguments.eval_documents} none is left to train on."
                 )
-            held_out.append(_rows(arguments, source, documents.take(arguments.eval_documents), encoder))
+            held_out.append(_rows(arguments, documents.take(arguments.eval_documents), encoder))
             documents = documents.skip(arguments.eval_documents)
-        train.append(_rows(arguments, source, documents, encoder, endless=arguments.streaming))
+        train.append(_rows(arguments, documents, encoder, endless=arguments.streaming))
     for names in group_files(arguments.eval_data):
-        source, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
-        held_out.append(_rows(arguments, source, source.documents, encoder))
+        documents, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
+        held_out.append(_rows(arguments, documents, encoder))
     chat = next((encoder.chat for encoder in encoders if encoder.chat is not None), None)
     if config is not None and chat is not None:
         config.chat_template_hash = template_hash(chat.template_text)
@@ -176,7 +176,7 @@ class Encoder:
 
     Args:
         kind: "input_ids", "messages" or "text".
-        name: the field that holds it.
+        columns: the field that holds it, and others that are read.
         tokenizer: the target's.
         chat: how conversations become text; None where there are none.
         all_tokens: train on everything, not only on what the assistant or the target wrote.
@@ -185,12 +185,17 @@ class Encoder:
     """
 
     kind: str
-    name: str
+    columns: Sequence[str]
     tokenizer: Any
     chat: ChatFormat | None
     all_tokens: bool
     pack: Packer
     source: str
+
+    @property
+    def name(self) -> str:
+        """The field that holds the documents."""
+        return self.columns[0]
 
     def __call__(self, examples: dict[str, list[Any]]) -> dict[str, list[np.ndarray]]:
         """Columns of documents to columns of rows."""
@@ -202,7 +207,8 @@ class Encoder:
         Raises:
             ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
         """
-        documents = getattr(self, f"_encode_{self.kind}")(examples)
+        ways = {"text": self._encode_text, "input_ids": self._encode_ids, "messages": self._encode_messages}
+        documents = ways[self.kind](examples)
         if self.all_tokens:
             documents = [(ids, np.ones_like(mask)) for ids, mask in documents]
         return documents
@@ -223,7 +229,7 @@ class Encoder:
             documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
         return documents
 
-    def _encode_input_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
+    def _encode_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
         prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
         documents = []
         for row, prompt in zip(examples[self.name], prompts, strict=True):
@@ -266,8 +272,8 @@ class Encoder:
 
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
-) -> tuple[Source, Encoder]:
-    """A source, and what makes rows of its documents; arguments and errors as for `load_rows` and `open_source`."""
+) -> tuple[Any, Encoder]:
+    """The documents of a source, and what makes rows of them; as for `load_rows` and `open_source`."""
     source = open_source(
         names,
         split=split,
@@ -280,9 +286,10 @@ def open_encoded(
     chat = None
     if kind == "messages":
         chat = ChatFormat(tokenizer, read_template(arguments.chat_template), arguments.enable_thinking)
-    return source, Encoder(
+    columns = [field_name, *(name for name in _BESIDE if name in source.columns)]
+    return source.documents.select_columns(columns), Encoder(
         kind=kind,
-        name=field_name,
+        columns=columns,
         tokenizer=tokenizer,
         chat=chat,
         all_tokens=arguments.train_on == "all",
@@ -310,7 +317,7 @@ def find_field(source: Source, text_field: str | None = None, messages_field: st
     )
 
 
-def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Encoder, endless: bool = False) -> Any:
+def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: bool = False) -> Any:
     """The packed rows of a source, at least one of them; a stream that is `endless` repeats them, shuffled."""
     import datasets
 
@@ -319,18 +326,18 @@ def _rows(arguments: DataArguments, source: Source, documents: Any, encoder: Enc
     options: dict[str, Any] = {
         "batched": True,
         "batch_size": _BATCH,
-        "remove_columns": source.columns,
+        "remove_columns": list(encoder.columns),
         "features": datasets.Features({name: datasets.Sequence(datasets.Value(kind), length) for name, kind in types}),
     }
     if not arguments.streaming:
-        options["desc"] = f"Tokenizing {source.name}"
+        options["desc"] = f"Tokenizing {encoder.source}"
         options["num_proc"] = arguments.num_proc
         options["new_fingerprint"] = _fingerprint(documents, encoder)
     try:
         rows = documents.map(encoder, **options)
         first = next(iter(rows), None)
     except UnicodeDecodeError as error:
-        raise ValueError(f"{source.name} is no UTF-8 text ({sentence(error)}).") from error
+        raise ValueError(f"{encoder.source} is no UTF-8 text ({sentence(error)}).") from error
     if first is None:
         raise ValueError(_why_nothing(documents, encoder))
     if endless:
