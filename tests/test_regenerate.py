@@ -87,7 +87,7 @@ def test_texts_are_continued_and_read_back(tmp_path: Path) -> None:
     pieces = []
     for text in documents["text"]:
         ids = encoder.tokenizer(text)["input_ids"]
-        pieces += [ids[at : at + 24] for at in range(0, len(ids), 24)]
+        pieces += [ids[at : at + 24] for at in range(0, len(ids), 24) if at == 0 or len(ids) - at >= 4]
     assert sorted(record["row"] for record in records) == list(range(len(pieces)))
     for record in records:
         given = record["prompt_tokens"]

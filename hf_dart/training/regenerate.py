@@ -93,12 +93,14 @@ def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -
 
 
 def _pieces(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[list[int]]:
+    """Documents cut to the length of a row; an end that is too short for a prefix is left out, a document is not."""
     eos = encoder.tokenizer.eos_token_id
     for examples in documents.iter(100):
         for ids, _ in encoder.encode(examples):
             text = ids[:-1] if len(ids) and ids[-1] == eos else ids
             for start in range(0, len(text), settings.length):
-                yield text[start : start + settings.length].tolist()
+                if start == 0 or len(text) - start >= settings.prefix[0]:
+                    yield text[start : start + settings.length].tolist()
 
 
 def _conversations(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[Conversation]:
