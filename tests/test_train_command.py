@@ -136,6 +136,15 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
     assert not torch.equal(after.mask_token.weight, drafter.mask_token.weight)
 
 
+def test_edit_passes_are_trained_by_the_command(recipe: Path) -> None:
+    words = ["--drafter", "edit", "--edit_passes", "2", "--max_steps", "2", "--eval_strategy", "no"]
+    assert main(["train", str(recipe), *words]) == 0
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    head = DartHead.from_pretrained(str(run_of(recipe) / "final"), target=target)
+    assert head.refines
+    assert head.editor.correction.weight.abs().sum() > 0
+
+
 def test_a_selector_is_trained_on_a_given_head(recipe: Path) -> None:
     run = run_of(recipe)
     options = yaml.safe_load(recipe.read_text())
@@ -243,7 +252,7 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in ("--train_data", "--revealed_share", "--denoise_steps"))
     assert "--selector_rank" not in shown
     assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
-    assert "drafter is 'ngram'; give one of dart, diffusion." in capsys.readouterr().err
+    assert "drafter is 'ngram'; give one of dart, edit, diffusion." in capsys.readouterr().err
 
 
 def test_flags_override_a_recipe(recipe: Path) -> None:

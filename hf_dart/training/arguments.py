@@ -46,8 +46,9 @@ class TargetArguments:
 class DrafterArguments:
     """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    drafter: Literal["dart", "diffusion"] = field(
-        default="dart", metadata={"help": "its kind; --drafter diffusion --help lists the options of that one"}
+    drafter: Literal["dart", "edit", "diffusion"] = field(
+        default="dart",
+        metadata={"help": "its kind, edit for a head with edit passes; --help lists the options of that kind"},
     )
     head: str | None = field(default=None, metadata={"help": "train this one on: a folder or a Hub id"})
     draft_length: int | None = field(default=None, metadata={"help": "d, tokens guessed at a time"})
@@ -96,6 +97,9 @@ class HeadArguments(DrafterArguments):
         default=None, metadata={"help": "draft only so many tokens, the most frequent of the training rows"}
     )
     selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
+    selector_kind: Literal["bigram", "markov"] | None = field(
+        default=None, metadata={"help": "whether its scores depend on the context; default: bigram, which do"}
+    )
 
 
 @dataclass

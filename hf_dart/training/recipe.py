@@ -22,6 +22,7 @@ from hf_dart.training.arguments import (
     TargetArguments,
 )
 from hf_dart.training.diffusion import DiffusionTrainingArguments
+from hf_dart.training.refining import EditTrainingArguments
 from hf_dart.training.sources import DataArguments
 
 
@@ -44,6 +45,7 @@ class Recipe:
 
 _GROUPS = {
     "dart": (TargetArguments, HeadArguments, LoraArguments, DataArguments, DartTrainingArguments),
+    "edit": (TargetArguments, HeadArguments, DataArguments, EditTrainingArguments),
     "diffusion": (TargetArguments, DiffusionArguments, DataArguments, DiffusionTrainingArguments),
 }
 

@@ -20,6 +20,7 @@ from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.diffusion import DiffusionTrainer
 from hf_dart.training.recipe import Recipe
 from hf_dart.training.record import last_evaluation
+from hf_dart.training.refining import EditTrainer
 from hf_dart.training.sources import load_rows
 from hf_dart.training.trainer import DartTrainer
 from hf_dart.vocabulary import frequent_tokens
@@ -30,10 +31,11 @@ FINAL = "final"
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 _KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
     "dart": (DartHead, DartTrainer),
+    "edit": (DartHead, EditTrainer),
     "diffusion": (DiffusionDrafter, DiffusionTrainer),
 }
 # What a head that was trained before may be given anew.
-_CHANGEABLE = ("selector_rank", "tree", "target_name", "denoise_steps", "unmasking")
+_CHANGEABLE = ("selector_rank", "selector_kind", "tree", "target_name", "denoise_steps", "unmasking")
 
 
 def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
@@ -52,6 +54,8 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
     head = _head(recipe.head, recipe.lora, model, tokenizer, args.selector_only)
+    if recipe.head.drafter == "edit" and head.editor is None:
+        head.add_editor()
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
@@ -146,9 +150,9 @@ def _head(
     if fixed:
         raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
     head: Any = kind.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()
-    rank = config.pop("selector_rank", None)
+    rank, sort = config.pop("selector_rank", None), config.pop("selector_kind", "bigram")
     if rank is not None and head.selector is None:
-        head.add_selector(rank)
+        head.add_selector(rank, kind=sort)
     elif rank is not None and rank != head.config.selector_rank:
         has = head.config.selector_rank
         raise ValueError(f"{arguments.head} has a selector of rank {has}; leave out selector_rank.")
