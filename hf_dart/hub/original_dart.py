@@ -18,12 +18,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dart.configuration import DartConfig, TreeConfig, default_feature_layers
 from hf_dart.fit import vocabulary_hash
 from hf_dart.hub.checkpoint import Fields, read_tensors
-from hf_dart.vocabulary import columns_of
+from hf_dart.hub.export import lm_head_rows, vocabulary_maps
 
 if TYPE_CHECKING:
     from hf_dart.head import DartHead
@@ -191,20 +191,12 @@ def _share_lm_head(config: DartConfig, weights: dict[str, Tensor], norm: Tensor 
     """Let the target score again if the head's LM head is what `write_original` makes of the target's."""
     if norm is None or not bool((weights["norm.weight"] == 1).all()):
         return
-    rows = _rows(target.get_output_embeddings(), weights.get("draft_vocabulary"))
+    rows = lm_head_rows(target.get_output_embeddings(), weights.get("draft_vocabulary"))
     if rows is None or not torch.equal(_scaled(rows, norm), weights["lm_head.weight"]):
         return
     config.own_lm_head = config.double_norm = False
     weights["norm.weight"] = norm
     del weights["lm_head.weight"]
-
-
-def _rows(lm_head: nn.Module, vocabulary: Tensor | None) -> Tensor | None:
-    """Rows of a target's LM head, on the CPU; None if they alone do not give its logits."""
-    if not isinstance(lm_head, nn.Linear) or lm_head.bias is not None or not lm_head.weight.dtype.is_floating_point:
-        return None
-    weight = lm_head.weight.detach().cpu()
-    return weight if vocabulary is None else weight[vocabulary.cpu()]
 
 
 def _scaled(rows: Tensor, norm: Tensor) -> Tensor:
@@ -224,15 +216,15 @@ def write_original(head: DartHead, folder: str | Path) -> None:
         ValueError: DART's code knows no such head; the message says why.
     """
     config = head.config
-    _refuse(config)
+    _refuse(config, head.adapted)
     state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
     vocabulary = state.pop("draft_vocabulary", None)
     if not config.own_lm_head:
-        rows = _rows(head.shared.lm_head, vocabulary)
+        rows = lm_head_rows(head.shared.lm_head, vocabulary)
         if rows is None:
             raise ValueError(
-                "The target's LM head is quantized or has a bias, which DART's format has no place for; bind the "
-                "head to the unquantized target, or train one with own_lm_head=True."
+                "The target's LM head is quantized, adapted or has a bias, which DART's format has no place for; bind "
+                "the head to the unquantized target, or train one with own_lm_head=True."
             )
         state["lm_head.weight"] = _scaled(rows, state["norm.weight"])
     elif not config.double_norm:
@@ -242,14 +234,12 @@ def write_original(head: DartHead, folder: str | Path) -> None:
     if not config.double_norm:
         tensors[_OWN_NORM] = state["norm.weight"].clone()
         tensors["norm.weight"] = torch.ones_like(state["norm.weight"])
-    tokens = torch.arange(config.vocab_size) if vocabulary is None else vocabulary
-    tensors["d2t"] = tokens - torch.arange(len(tokens))
-    tensors["t2d"] = columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
+    tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
     content = {
         "architectures": ["LlamaForCausalLMDart"],
         "model_type": "llama",
         "draft_length": config.draft_length - 1,
-        "draft_vocab_size": len(tokens),
+        "draft_vocab_size": len(tensors["d2t"]),
         "vocab_size": config.vocab_size,
         "hidden_size": config.hidden_size,
         "target_hidden_size": config.feature_size,
@@ -274,8 +264,9 @@ def write_original(head: DartHead, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
 
 
-def _refuse(config: DartConfig) -> None:
+def _refuse(config: DartConfig, adapted: bool) -> None:
     has = {
+        "an adapter (call head.merge_adapter() first)": adapted,
         f"{config.num_layers} layers": config.num_layers > 1,
         "injected features": config.inject_features,
         "mask_mode='peagle'": config.mask_mode != "learned",

@@ -1,0 +1,91 @@
+"""`hf-dart convert`: heads and n-grams into the formats of other projects, and back."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_dart.commands.common import positive
+from hf_dart.pair import DTYPES, PACKAGED_TARGET, UserError, load_pair, sentence
+
+_HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser("convert", help="to and from the formats of DART's own code; to vLLM's")
+    parser.add_argument("source", help="a head (folder or Hub id); for --to ngram a .trie file, for --to trie a table")
+    parser.add_argument("out", type=Path, help="the folder or file to write; there must be none yet")
+    parser.add_argument(
+        "--to",
+        required=True,
+        choices=(*_HEADS, *_NGRAMS),
+        help="dart: our format; original-dart: that of DART's released code; vllm: that of speculators (P-EAGLE); "
+        "ngram: our table of n-grams; trie: DART's",
+    )
+    parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
+    parser.add_argument("--dtype", choices=DTYPES, help="of target and head; default: as the target was saved")
+    parser.add_argument("--verifier", metavar="ID", help="for --to vllm: where it finds the target (default: --target)")
+    parser.add_argument("--tokenizer", help="with --to ngram: the target's (default: the packaged target's)")
+    parser.add_argument("--chunk", type=positive, help="nodes of a trie that are held in memory (default: 1048576)")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.out.exists():
+        raise UserError(f"{str(arguments.out)!r} is there already; give a name that is free.")
+    if not arguments.out.resolve().parent.is_dir():
+        raise UserError(f"There is no folder {str(arguments.out.resolve().parent)!r} to write to.")
+    try:
+        (_convert_head if arguments.to in _HEADS else _convert_ngrams)(arguments)
+    except (OSError, ValueError) as error:
+        raise UserError(sentence(error)) from error
+    print(f"Wrote {arguments.out}.")
+    return 0
+
+
+def _convert_head(arguments: argparse.Namespace) -> None:
+    pair = load_pair(arguments.target or str(PACKAGED_TARGET), arguments.source, arguments.dtype)
+    from hf_dart.head import DartHead
+    from hf_dart.hub.export import write_vllm
+    from hf_dart.hub.original_dart import write_original
+
+    head = pair.head
+    if not isinstance(head, DartHead):
+        raise UserError(f"{arguments.source!r} is a {type(head).__name__}, and only DART heads are converted.")
+    if head.adapted and arguments.to != "dart":
+        head.merge_adapter()
+    if arguments.to == "dart":
+        head.save_pretrained(arguments.out)
+    elif arguments.to == "original-dart":
+        write_original(head, arguments.out)
+    else:
+        verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
+        write_vllm(head, arguments.out, target=pair.model, verifier=verifier)
+        options = {
+            "method": "eagle3",  # vLLM does not find out by itself that P-EAGLE runs there
+            "model": str(arguments.out),
+            "num_speculative_tokens": head.draft_length,
+            "parallel_drafting": True,
+        }
+        print(f"vllm serve {verifier} --speculative-config '{json.dumps(options)}'")
+
+
+def _convert_ngrams(arguments: argparse.Namespace) -> None:
+    from hf_dart.hub.trie import CHUNK, read_trie, write_trie
+    from hf_dart.ngram import NgramTable
+
+    options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": _tell}
+    if arguments.to == "trie":
+        write_trie(NgramTable.load(arguments.source), arguments.out, **options)
+        return
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or str(PACKAGED_TARGET))
+    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, **options)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr)

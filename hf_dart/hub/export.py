@@ -1,0 +1,177 @@
+"""Heads for serving engines: `mask_mode="peagle"` heads in the format of vLLM's `speculators` package (0.9).
+
+vLLM's P-EAGLE (arXiv 2602.01469) is the same network, so its logits are the head's: `fc`, a first layer over pairs,
+further ones as in Llama, one norm, an LM head of its own, a vocabulary mapped by offsets, and mask slots of a feature
+vector and a token. It drafts chains. What it does not know is refused here, because it would be served as something
+else without a word.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from hf_dart.vocabulary import columns_of
+
+if TYPE_CHECKING:
+    from hf_dart.configuration import DartConfig
+    from hf_dart.head import DartHead
+
+SPECULATORS_VERSION = "0.9.0"
+"""The version that reads what is written here, and that it was compared with."""
+_PARTS = {
+    "fc.weight": "fc.weight",
+    "mask_slot.weight": "mask_hidden",
+    "embedding_norm.weight": "layers.0.input_layernorm.weight",
+    "feature_norm.weight": "layers.0.hidden_norm.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+}
+_LAYER_PARTS = {
+    "mlp_norm.weight": "post_attention_layernorm.weight",
+    **{f"self_attn.{x}_proj.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
+    **{f"mlp.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
+}
+
+
+def lm_head_rows(lm_head: nn.Module, vocabulary: Tensor | None) -> Tensor | None:
+    """Rows of an LM head, on the CPU; None if they alone do not give its logits (quantized, adapted, with a bias).
+
+    Args:
+        vocabulary: [M] the rows wanted; None for all.
+    """
+    if type(lm_head) is not nn.Linear or lm_head.bias is not None or not lm_head.weight.dtype.is_floating_point:
+        return None
+    weight = lm_head.weight.detach().cpu()
+    return weight if vocabulary is None else weight[vocabulary.cpu()]
+
+
+def vocabulary_maps(config: DartConfig, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+    """`d2t` [M], what is to be added to a draft token to get the target's, and `t2d` [V], which tokens are drafted."""
+    tokens = torch.arange(config.vocab_size) if vocabulary is None else vocabulary.cpu()
+    return tokens - torch.arange(len(tokens)), columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
+
+
+def write_vllm(head: DartHead, folder: str | Path, *, target: Any, verifier: str | None = None) -> None:
+    """Write a head for vLLM: config.json and model.safetensors, without token embeddings, which are the target's.
+
+    Args:
+        head: bound to its target, without an adapter.
+        folder: is made if there is none.
+        target: the model that it drafts for.
+        verifier: its Hub id or folder, for vLLM to find; the head's `target_name` if left out.
+
+    Raises:
+        ValueError: vLLM knows no such head; the message says why.
+    """
+    config = head.config
+    _refuse(head)
+    state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    vocabulary = state.pop("draft_vocabulary", None)
+    if not config.own_lm_head:
+        rows = lm_head_rows(head.shared.lm_head, vocabulary)
+        if rows is None:
+            raise ValueError(
+                "The target's LM head is quantized, adapted or has a bias, and vLLM's drafters have a plain one of "
+                "their own; convert with the unquantized target."
+            )
+        state["lm_head.weight"] = rows.to(head.dtype)
+    names = dict(_PARTS)
+    for index in range(config.num_layers):
+        names |= {f"layers.{index}.{ours}": f"layers.{index}.{theirs}" for ours, theirs in _LAYER_PARTS.items()}
+        if index:
+            names[f"layers.{index}.input_norm.weight"] = f"layers.{index}.input_layernorm.weight"
+    if unknown := state.keys() ^ names.keys():
+        raise ValueError(f"This head has {min(unknown)} or lacks it, which vLLM's P-EAGLE does not; it is not written.")
+    tensors = {theirs: state[ours].clone() for ours, theirs in names.items()}
+    tensors["mask_hidden"] = tensors["mask_hidden"][None]  # [1, 1, F]
+    if vocabulary is not None:
+        tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
+    name = verifier or config.target_name
+    if name is None:
+        raise ValueError("vLLM has to be told the target; give verifier=, its Hub id or folder.")
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    content = json.dumps(_config(head, target, name), indent=2) + "\n"
+    (folder / "config.json").write_text(content, encoding="utf8")
+
+
+def _config(head: DartHead, target: Any, verifier: str) -> dict[str, Any]:
+    """Every flag is said: defaults differ between vLLM, its algorithms and their versions."""
+    config, text = head.config, target.config.get_text_config(decoder=True)
+    layer = {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_attention_heads,
+        "num_key_value_heads": config.num_key_value_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "max_position_embeddings": int(text.max_position_embeddings),
+        "rms_norm_eps": config.rms_norm_eps,
+        "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
+        "attention_bias": False,
+        "mlp_bias": False,
+        "tie_word_embeddings": False,
+    }
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": config.draft_length,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    return {
+        "architectures": ["PEagleSpeculator"],
+        "speculators_model_type": "peagle",
+        "speculators_version": SPECULATORS_VERSION,
+        "speculators_config": {
+            "algorithm": "peagle",
+            "proposal_methods": [proposal],
+            "default_proposal_method": "greedy",
+            "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
+        },
+        "transformer_layer_config": layer,
+        "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
+        "target_hidden_size": None,
+        "mask_token_id": config.mask_token_id,
+        "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
+        "norm_before_residual": False,
+        "norm_before_fc": False,
+        "fc_norm": False,
+        "norm_output": False,
+        "embed_requires_grad": False,
+        "dtype": str(head.dtype).removeprefix("torch."),
+    }
+
+
+def _refuse(head: DartHead) -> None:
+    config = head.config
+    if config.mask_mode != "peagle":
+        raise ValueError(
+            "vLLM serves heads whose mask slots go through fc like real positions (P-EAGLE), and this head's are free "
+            "vectors; train one with mask_mode='peagle'."
+        )
+    has = {
+        "an adapter (call head.merge_adapter() first)": head.adapted,
+        "a selector": config.selector_rank > 0,
+        "a double final norm": config.double_norm,
+        f"features of {len(config.feature_layers)} layers instead of 3": len(config.feature_layers) != 3,
+        f"features of layer 0 or the last ({config.feature_layers})": config.feature_layers[0] == 0
+        or config.feature_layers[-1] == config.target_num_layers,
+        f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
+        "features)": not config.hidden_size == config.embedding_size == config.feature_size,
+    }
+    for what, applies in has.items():
+        if applies:
+            raise ValueError(
+                f"This head has {what}, which vLLM's P-EAGLE does not know; it would be served as another head, so it "
+                "is not written."
+            )

@@ -1,0 +1,253 @@
+"""Heads for vLLM, and `hf-dart convert`.
+
+`python tests/with_speculators.py FOLDER`, in an environment with vLLM's `speculators` package, compares the same
+files with what that package computes (`docs/serving.md`); here they are held against a plain forward of that format.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from guests import original_checkpoint
+from peft import LoraConfig
+from safetensors.torch import load_file
+from test_trie import Trie
+from tiny import prompts, tiny_target
+from torch import Tensor
+
+from hf_dart import DartHead
+from hf_dart.cli import main
+from hf_dart.features import features_request, gather_features
+from hf_dart.hub.export import write_vllm
+from hf_dart.ngram import NgramTable
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("llama", num_hidden_layers=8)
+
+
+def peagle_head(target: Any, seed: int = 0, **config: Any) -> DartHead:
+    fields = {"mask_mode": "peagle", "mask_token_id": 47, "draft_length": 5, "initializer_range": 0.3}
+    head = DartHead.from_target(target, seed=seed, **{**fields, **config})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, weight in head.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn_like(weight))
+    return head
+
+
+def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
+    """P-EAGLE as vLLM and speculators define it on the files in `folder`, for a whole text; logits [K, M].
+
+    Args:
+        embeddings: [V, H] the target's table.
+        features: [T, 3 H] of positions i.
+        tokens: [T] those at i + 1.
+    """
+    config = json.loads((folder / "config.json").read_text())
+    weights = {name: tensor.double() for name, tensor in load_file(folder / "model.safetensors").items()}
+    embeddings, features = embeddings.double(), features.double()
+    layer_config = config["transformer_layer_config"]
+    count = config["speculators_config"]["proposal_methods"][0]["speculative_tokens"]
+    size, eps = layer_config["head_dim"], layer_config["rms_norm_eps"]
+    assert not any(config[flag] for flag in ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output"))
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return weights[f"{name}.weight"] * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+    def project(x: Tensor, name: str) -> Tensor:
+        return x @ weights[f"{name}.weight"].T
+
+    masks = count - 1
+    ids = torch.cat([tokens, tokens.new_full((masks,), config["mask_token_id"])])
+    hidden = torch.cat([features, weights["mask_hidden"].reshape(1, -1).expand(masks, -1)])
+    residual = project(hidden, "fc")
+    at = torch.arange(len(ids), dtype=torch.float64)
+    theta = layer_config["rope_parameters"]["rope_theta"]
+    angles = at[:, None] / theta ** (torch.arange(0, size, 2).double() / size)
+    cos, sin = (torch.cat([part, part], -1)[:, None] for part in (angles.cos(), angles.sin()))
+
+    def rotate(x: Tensor) -> Tensor:
+        return x * cos + torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1) * sin
+
+    for index in range(layer_config["num_hidden_layers"]):
+        name = f"layers.{index}"
+        if index == 0:
+            embedded = norm(embeddings[ids], f"{name}.input_layernorm")
+            x = torch.cat([embedded, norm(residual, f"{name}.hidden_norm")], -1)
+        else:
+            x = norm(residual, f"{name}.input_layernorm")
+        split = (len(ids), -1, size)
+        query, key = (rotate(project(x, f"{name}.self_attn.{part}_proj").view(split)) for part in "qk")
+        value = project(x, f"{name}.self_attn.v_proj").view(split)
+        shared = torch.arange(query.shape[1]) // (query.shape[1] // key.shape[1])
+        scores = torch.einsum("qhd,khd->hqk", query, key[:, shared]) / size**0.5
+        scores = scores.masked_fill(at[:, None] < at, -torch.inf)
+        mixed = torch.einsum("hqk,khd->qhd", scores.softmax(-1), value[:, shared]).flatten(1)
+        residual = residual + project(mixed, f"{name}.self_attn.o_proj")
+        inside = norm(residual, f"{name}.post_attention_layernorm")
+        gate = torch.nn.functional.silu(project(inside, f"{name}.mlp.gate_proj"))
+        residual = residual + project(gate * project(inside, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
+    return project(norm(residual[-count:], "norm"), "lm_head")
+
+
+def drafted(target: Any, head: DartHead, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
+    """Logits [K, M] behind a text, and what they were read from: features [T, F] and next tokens [T]."""
+    tokens = prompts([length + 1], vocabulary=40)["input_ids"]
+    states = target(tokens[:, :-1], **features_request(head.feature_layers))
+    features = gather_features(states, head.feature_layers, tokens[:, :-1])
+    state = head.begin(1, 4)
+    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([length]))
+    return proposal.logits[0], features[0], tokens[0, 1:]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("config", "tokens"), [({}, None), ({"num_layers": 3}, list(range(1, 48, 2))), ({"draft_length": 1}, None)]
+)
+def test_logits_are_those_that_are_served(
+    target: Any, tmp_path: Path, config: dict[str, Any], tokens: list[int] | None
+) -> None:
+    head = peagle_head(target, **config, draft_vocabulary=tokens)
+    write_vllm(head, tmp_path, target=target, verifier="someone/target")
+    ours, features, after = drafted(target, head)
+    theirs = served(tmp_path, target.get_input_embeddings().weight, features, after)
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
+    content = json.loads((tmp_path / "config.json").read_text())
+    assert content["speculators_config"]["verifier"]["name_or_path"] == "someone/target"
+    assert content["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    weights = load_file(tmp_path / "model.safetensors")
+    assert ("d2t" in weights) == (tokens is not None)
+    if tokens is not None:
+        assert (torch.arange(len(tokens)) + weights["d2t"]).tolist() == tokens
+        assert weights["t2d"].nonzero()[:, 0].tolist() == tokens
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "mask_mode='peagle'": {"mask_mode": "learned", "mask_token_id": None},
+    "selector": {"selector_rank": 4},
+    "double": {"own_lm_head": True, "double_norm": True},
+    "2 layers": {"feature_layers": [2, 4]},
+    "layer 0": {"feature_layers": [0, 4, 5]},
+    "the last": {"feature_layers": [2, 4, 8]},
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_vllm_does_not_serve(target: Any, tmp_path: Path, words: str) -> None:
+    head = peagle_head(target, **REFUSED[words])
+    with pytest.raises(ValueError, match=re.escape(words)) as error:
+        write_vllm(head, tmp_path / "out", target=target, verifier="x")
+    assert str(error.value).endswith(".")
+    assert not (tmp_path / "out").exists()
+
+
+# ---- the command -------------------------------------------------------------------------------------------
+
+
+def converted(*words: object) -> int:
+    return main(["convert", *map(str, words)])
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A target with a tokenizer, and heads for it."""
+    from test_fit import letters
+
+    folder = tmp_path_factory.mktemp("saved")
+    model = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
+    model.save_pretrained(folder / "target")
+    letters("abcdefgh").save_pretrained(folder / "target")
+    DartHead.from_target(model, initializer_range=0.3).save_pretrained(folder / "head")
+    peagle = peagle_head(model)
+    peagle.save_pretrained(folder / "peagle")
+    peagle.add_adapter(LoraConfig(r=2), "a")
+    with torch.no_grad():
+        for name, weight in peagle.named_parameters():
+            if "lora_B" in name:
+                weight.normal_()
+    peagle.save_pretrained(folder / "adapter")
+    return folder
+
+
+def test_to_darts_format_and_back(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--target", saved / "target")
+    assert converted(saved / "head", tmp_path / "theirs", "--to", "original-dart", *options) == 0
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "--to", "dart", *options) == 0
+    before, after = (load_file(folder / "model.safetensors") for folder in (saved / "head", tmp_path / "ours"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    capsys.readouterr()
+    assert converted(saved / "head", tmp_path / "theirs", "--to", "original-dart", *options) == 2
+    assert "is there already" in capsys.readouterr().err
+    assert converted(saved / "head", tmp_path / "no" / "folder", "--to", "dart", *options) == 2
+    assert "no folder" in capsys.readouterr().err
+
+
+@torch.no_grad()
+def test_to_vllm(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--to", "vllm", "--target", saved / "target", "--verifier", "me/target")
+    assert converted(saved / "head", tmp_path / "no", *options) == 2
+    assert "mask_mode='peagle'" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()
+    assert converted(saved / "peagle", tmp_path / "yes", *options) == 0
+    said = capsys.readouterr().out
+    assert "vllm serve me/target --speculative-config" in said
+    assert json.loads(said.split("'")[1])["num_speculative_tokens"] == 5
+
+
+@torch.no_grad()
+def test_adapters_are_merged(saved: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(saved / "target")
+    options = ("--to", "vllm", "--target", saved / "target")
+    assert converted(saved / "adapter", tmp_path / "merged", *options) == 0
+    adapted = DartHead.from_pretrained(str(saved / "adapter"), target=model)
+    with pytest.raises(ValueError, match="merge_adapter"):
+        write_vllm(adapted, tmp_path / "no", target=model, verifier="x")
+    ours, features, after = drafted(model, adapted)
+    theirs = served(tmp_path / "merged", model.get_input_embeddings().weight, features, after)
+    torch.testing.assert_close(ours.double(), theirs, rtol=1e-3, atol=1e-4)
+    plain = DartHead.from_pretrained(str(saved / "peagle"), target=model)
+    assert not torch.allclose(drafted(model, plain)[0], ours, atol=1e-2)
+
+
+def test_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trie = Trie(3).add([5, 6, 7, 5, 6, 8]).add([5, 6])
+    (tmp_path / "a.trie").write_bytes(trie.saved())
+    assert converted(tmp_path / "a.trie", tmp_path / "a.ngram", "--to", "ngram") == 0
+    table = NgramTable.load(tmp_path / "a.ngram")
+    assert table.count(2, (5 << table.spec.bits) | 6) == 3
+    assert table.spec.tokenizer_hash is not None
+    assert converted(tmp_path / "a.ngram", tmp_path / "b.trie", "--to", "trie") == 0
+    assert (tmp_path / "b.trie").read_bytes() == trie.canonical()
+    capsys.readouterr()
+    assert converted(tmp_path / "b.trie", tmp_path / "c.trie", "--to", "trie") == 2
+    assert "n-gram table" in capsys.readouterr().err
+
+
+def test_other_drafters_are_not_converted(
+    target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from guests import ZLAB, dflash_checkpoint
+
+    path = dflash_checkpoint(tmp_path / "dflash", target, ZLAB)
+    assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 2
+    assert "DFlashDrafter" in capsys.readouterr().err
+
+
+def test_published_heads_on_the_command_line(
+    target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    head = original_checkpoint(tmp_path, target, hf_dart={"tree": {"nodes": 4}})
+    command = ["generate", "--target", str(saved / "target"), "--head", head, "--temperature", "0", "--stats"]
+    assert main([*command, "--max-new-tokens", "6", "abc"]) == 0
+    assert "drafts accepted" in capsys.readouterr().err
