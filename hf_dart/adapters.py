@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,7 +28,7 @@ from peft import (
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import cached_file
 
@@ -42,6 +43,7 @@ LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 """What LoRA stands on, besides `fc`, unless told otherwise."""
 _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
 _CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
 
 
@@ -105,8 +107,6 @@ def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
 def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
     copied = head.config.copied_layer is not None
-    if copied and head.draft_vocabulary is not None:
-        raise ValueError("An adapter's folder holds no draft vocabulary; call reduce_vocabulary when it is trained.")
     if not copied and not head.name_or_path:
         raise ValueError(
             "This head lies in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
@@ -140,7 +140,8 @@ def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> Non
     if not peft_configs(head):
         head._base_fingerprint = base_fingerprint(head)
     try:
-        with torch.random.fork_rng(devices=[]):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")  # several are meant to be here
             torch.default_generator.manual_seed(seed)
             inject_adapter_in_model(config, head, name)
     except ValueError as error:
@@ -215,10 +216,12 @@ def unwrap(head: DartHead, merge: str | None) -> None:
 
 
 def save(head: DartHead, folder: Path) -> None:
-    """What makes an adapter's folder whole, beside the files that transformers writes: the config of its head."""
+    """What makes an adapter's folder whole, beside what transformers writes: the head's config and draft vocabulary."""
     config = copy.deepcopy(head.config)
     config.fingerprint = head._base_fingerprint
     config.save_pretrained(folder)
+    if head.draft_vocabulary is not None:
+        save_file({"draft_vocabulary": head.draft_vocabulary}, folder / _VOCABULARY, metadata={"format": "pt"})
 
 
 def find(path: str, file: str = _CONFIG, **where: Any) -> dict[str, Any] | None:
@@ -289,7 +292,7 @@ def load(head: DartHead, path: str, name: str, **where: Any) -> None:
 
 def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None:
     """Fill adapter `name` with `state`, whose every weight has to fit."""
-    wanted = get_peft_model_state_dict(head, adapter_name=name)
+    wanted = get_peft_model_state_dict(head, adapter_name=name, save_embedding_layers=False)
     wrong = sorted(wanted.keys() ^ state.keys())
     wrong += [key for key in wanted.keys() & state.keys() if wanted[key].shape != state[key].shape]
     if wrong:
@@ -305,14 +308,20 @@ def reread(head: DartHead, folder: str) -> None:
     read(head, _state(folder), folder, head.active_adapters()[0])
 
 
-def _state(path: str, **where: Any) -> dict[str, Tensor]:
-    file = _file(path, _WEIGHTS, **where)
+def take_vocabulary(head: DartHead, path: str, **where: Any) -> None:
+    """Draft what the adapter in `path` was trained to draft."""
+    if (find(path, "config.json", **where) or {}).get("draft_vocab_size") is not None:
+        head.reduce_vocabulary(_state(path, _VOCABULARY, **where)["draft_vocabulary"])
+
+
+def _state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
+    file = _file(path, name, **where)
     if file is None:
-        raise ValueError(f"{path} holds an {_CONFIG} without its weights ({_WEIGHTS}); fetch the adapter as a whole.")
+        raise ValueError(f"{path} holds an {_CONFIG} and no {name}; fetch the adapter as a whole.")
     try:
-        return {name.removeprefix(_PREFIX): weight for name, weight in load_file(file).items()}
+        return {key.removeprefix(_PREFIX): weight for key, weight in load_file(file).items()}
     except SafetensorError as error:
-        raise ValueError(f"The {_WEIGHTS} in {path} is truncated or damaged ({error}); fetch it again.") from error
+        raise ValueError(f"The {name} in {path} is truncated or damaged ({error}); fetch it again.") from error
 
 
 def _check_base(head: DartHead, path: str, **where: Any) -> None:

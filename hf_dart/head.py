@@ -101,6 +101,7 @@ class DartHead(PushWithCard, DraftingModel):
             return super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
         head = adapters.head_of(cls, path, base or adapter.get("base_model_name_or_path"), target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
+        adapters.take_vocabulary(head, path, **where)
         return head.eval()
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]

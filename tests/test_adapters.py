@@ -19,6 +19,7 @@ from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
 from hf_dart.adapters import LoraArguments, apply_lora
+from hf_dart.hub.push import write_folder
 
 EXACT = tally("float64, heads with adapters")
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
@@ -83,6 +84,9 @@ def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base:
     assert (drafts(loaded) - plain).abs().max() > 1e-2
     for options in (GREEDY, SAMPLED):
         assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
+    write_folder(tmp_path, tmp_path / "hub", "me/adapter", card=None)
+    pushed = DartHead.from_pretrained(str(tmp_path / "hub"), target=target)
+    assert torch.equal(drafts(pushed), drafts(head))
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT's wrapper asks for it
@@ -131,7 +135,7 @@ def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_pa
     weights.write_bytes(good[:-50])
     refused("truncated or damaged")
     weights.unlink()
-    refused("without its weights")
+    refused("no adapter_model.safetensors")
     weights.write_bytes(good)
     config.write_text(json.dumps({**json.loads(said), "r": 3}))
     refused("does not fit this head")
@@ -165,6 +169,23 @@ def test_what_takes_no_adapter(target: Any, base: str) -> None:
     with pytest.raises(ValueError, match="no adapter 'python'") as error:
         head.set_adapter("python")
     one_sentence(error)
+
+
+def test_the_draft_vocabulary_goes_with_the_adapter(target: Any, base: str, tmp_path: Path) -> None:
+    some = [3, 7, 11, 30]
+    trained = DartHead.from_pretrained(base, target=target).reduce_vocabulary(some)
+    copied = tiny_head(target, copy_layer=1, feature_layers=[1], draft_vocabulary=some)
+    for number, head in enumerate((trained, copied)):
+        folder = tmp_path / str(number)
+        head.add_adapter(LoraConfig(r=2))
+        shaken(head).save_pretrained(folder)
+        loaded = DartHead.from_pretrained(str(folder), target=target)
+        assert loaded.draft_vocabulary is not None
+        assert loaded.draft_vocabulary.tolist() == some
+        assert torch.equal(drafts(loaded), drafts(head))
+    (folder / "draft_vocabulary.safetensors").unlink()
+    with pytest.raises(ValueError, match="no draft_vocabulary"):
+        DartHead.from_pretrained(str(folder), target=target)
 
 
 # ---- several ----------------------------------------------------------------------------------------------
@@ -375,9 +396,6 @@ def test_what_a_copy_needs(target: Any) -> None:
         with pytest.raises(ValueError, match=word) as error:
             tiny_head(target, **{"feature_layers": [1], **wrong})
         one_sentence(error)
-    head = tiny_head(target, copy_layer=1, feature_layers=[1], draft_vocabulary=[3, 4])
-    with pytest.raises(ValueError, match="reduce_vocabulary"):
-        head.add_adapter(LoraConfig())
 
 
 def test_the_runs_accepted_drafts() -> None:

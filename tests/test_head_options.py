@@ -91,7 +91,7 @@ def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> 
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
     head = head_with(target, option)
     inputs = prompts([9, 3, 7, 13][:size])

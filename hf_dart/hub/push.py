@@ -26,7 +26,7 @@ from hf_dart.version import __version__
 BENCH = "bench.json"
 _SHIM = Path(__file__).parent / "custom_generate"
 # A trainer's folder holds optimizer states too, which nobody needs to draft.
-_WEIGHTS = ("config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
+_WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
 _LOGGER = logging.getLogger(__name__)
 
 
