@@ -16,9 +16,9 @@ class DiffusionConfig(PreTrainedConfig):
     """The shape of a [`DiffusionDrafter`]; `DiffusionConfig.for_target` reads most of it off a target.
 
     Args:
-        draft_length: γ, mask slots of a block: how many tokens a draft has at most.
+        draft_length: γ, how many tokens a draft has at most.
         denoise_steps: T, reverse steps per draft; what `drafter.denoise_steps` starts as.
-        unmasking: which slots a reverse step reveals: those whose best token is likeliest ("confidence"), or the
+        unmasking: which tokens a reverse step reveals: those whose best choice is likeliest ("confidence"), or the
             first ("left_to_right"); what `drafter.unmasking` starts as.
         context_window: W, how many tokens back a position sees; at most the length of the rows trained on.
         hidden_size, num_layers, num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps,

@@ -1,7 +1,9 @@
 """`DiffusionDrafter`: a masked diffusion language model drafts (SpecDiff, arXiv 2408.05636).
 
-A block of γ mask slots stands behind the text; reverse steps reveal it, from all masked to all known (absorbing
-diffusion: MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it.
+A masked block stands behind the text; reverse steps reveal it, from all masked to all known (absorbing diffusion:
+MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it. Predictions are shifted, as in diffusion
+models made from language models (DiffuLLaMA, arXiv 2410.17891): an entry predicts the token behind it, so that the last
+token of the text predicts the first of the draft, and γ - 1 mask slots the others.
 
 The text itself attends causally, the slots of a block see the text and each other in both directions. A model that
 reads the text bidirectionally, too, would have to read all of it anew for every draft, since each token changes the
@@ -61,8 +63,7 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
     """A masked diffusion LM with the target's tokenizer, as `assistant=`.
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
-    what is known of a token before the target reads it. γ mask slots follow; slot i predicts the token i places
-    behind the last one.
+    what is known of a token before the target reads it. γ - 1 slots follow, for all tokens of the draft but the last.
 
     Attributes:
         denoise_steps: T, reverse steps per draft; 1 reads all distributions off the masked block. More than the
@@ -211,40 +212,43 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
         batch, known = next_tokens.shape
         depth = depth or self.draft_length
         counts = counts.to(self._device)
-        slots = self.embed(next_tokens.new_full((batch, depth), MASK, dtype=torch.long))
+        slots = self.embed(next_tokens.new_full((batch, depth - 1), MASK, dtype=torch.long))
         x = torch.cat([self._text(next_tokens, features), slots], dim=1)
         if batch > 1:
             # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
-            entry = torch.arange(known + depth, device=self._device)
+            entry = torch.arange(known + depth - 1, device=self._device)
             padding = (entry >= counts[:, None]) & (entry < known)
-            x = torch.where(padding[..., None], slots[:, :1], x)
-        hidden = self._run(state, x, depth, counts)
+            x = torch.where(padding[..., None], self.mask_token.weight, x)
+        hidden = self._run(state, x, depth - 1, counts)
         if batch > 1:
-            places = counts[:, None] + torch.arange(depth, device=self._device)
+            places = (counts - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
             hidden = hidden.gather(1, _along(places, hidden))
         else:
-            hidden = hidden[:, known:]
+            hidden = hidden[:, known - 1 :]
         self._advance(state, counts, known)
         return self._denoise(state, Proposal(self.logits(hidden), hidden))
 
     def _denoise(self, state: DiffusionState, proposal: Proposal) -> Proposal:
-        """The reverse steps behind the first, whose reading of the masked block is `proposal`."""
+        """The reverse steps behind the first, whose reading of the masked block is `proposal`.
+
+        The first token's distribution stays: no slot comes before the entry that predicts it.
+        """
         logits, hidden = proposal.logits, proposal.hidden
         batch, depth, _ = logits.shape
         steps = min(self.denoise_steps, depth)
-        slots = torch.full((batch, depth), MASK, device=self._device)
+        tokens = torch.full((batch, depth), MASK, device=self._device)
         masked = torch.arange(depth, device=self._device).expand(batch, depth)  # [B, M], in ascending order
         for step in range(1, steps):
             # Linear schedule: behind step s of T, s / T of the block is revealed.
             left = depth - depth * step // steps
             candidates = logits.gather(1, _along(masked, logits))
-            best, tokens = candidates.max(-1)
+            best, likeliest = candidates.max(-1)
             confident = self.unmasking == "confidence"
             order = (best - candidates.logsumexp(-1) if confident else -masked).argsort(-1, descending=True)
             revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
-            slots = slots.scatter(1, masked.gather(1, revealed), tokens.to(self._device).gather(1, revealed))
+            tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self._device).gather(1, revealed))
             masked = masked.gather(1, kept.sort(-1).values)
-            read = self._run(state, self.embed(slots), depth)
+            read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), depth - 1)], dim=1)
             read = read.gather(1, _along(masked, read))
             hidden = hidden.scatter(1, _along(masked, read), read)
             fresh = self.logits(read)

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.diffusion import MASK, DiffusionDrafter
 from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.blocks import build_blocks, labels_behind, target_positions
+from hf_dart.training.blocks import build_blocks, gather_blocks, labels_behind, target_positions
 from hf_dart.training.chunks import chunked
 from hf_dart.training.losses import NO_LABEL, log_probabilities, masked_cross_entropy, score_entropy
 from hf_dart.training.trainer import DartTrainer
@@ -74,7 +74,7 @@ class DiffusionTrainer(DartTrainer):
         super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, γ]: the revealed tokens, `MASK` for the others."""
+        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, γ]: revealed tokens, `MASK` for the others."""
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         present, draft_length = anchors >= 0, self.head.draft_length
@@ -102,16 +102,15 @@ class DiffusionTrainer(DartTrainer):
         self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
     ) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
-        # The text's last entry drafts nothing itself: one slot more than a head's block has.
-        length, window = self.head.draft_length + 1, self.head.config.context_window
+        length, window = self.head.draft_length, self.head.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
         everything = model(
-            tokens=torch.cat([ids[:, 1:], slots.flatten(1)], dim=1),
+            tokens=torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
             features=features[:, :-1],
             positions=blocks.positions,
             attention_mask=blocks.mask,
         )
-        return everything[:, ids.shape[1] - 1 :].unflatten(1, slots.shape[1:])
+        return gather_blocks(everything, anchors, length)
 
     def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
         """Which of the N blocks are all masked."""
