@@ -106,7 +106,7 @@ def test_texts_are_continued_and_read_back(tmp_path: Path) -> None:
 def test_greedy_text_is_what_generate_writes(tmp_path: Path) -> None:
     writer, sources = small_writer(), sources_of(tmp_path, text_file(tmp_path))
     settings = RegenerateSettings(length=24, prefix=(4, 9), batch_size=4)
-    for record in records_in(run(tmp_path / "out", sources, writer, settings)):
+    for record in records_in(run(tmp_path / "out", sources, writer, settings, rows=8)):
         prompt = record["input_ids"][: record["prompt_tokens"]]
         alone = writer.model.generate(torch.tensor([prompt]), max_new_tokens=24 - len(prompt), do_sample=False)
         length = len(record["input_ids"])

@@ -34,7 +34,7 @@ def stream(names: list[str]) -> Any:
     return load_rows(arguments, chat_tokenizer(None), 4)[0]
 
 
-@pytest.mark.parametrize("step", [3, 9])
+@pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.matrix), 9])
 def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None:
     """Within the first pass through the documents, and behind it."""
     names, weights = write_sources(tmp_path), []
