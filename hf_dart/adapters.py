@@ -147,6 +147,7 @@ def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> Non
     except ValueError as error:
         raise ValueError(f"PEFT cannot put adapter {name!r} on this head: {' '.join(str(error).split())}") from error
     head._hf_peft_config_loaded = True
+    head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
 
 
 def _refuse_clash(head: DartHead, config: PeftConfig) -> None:

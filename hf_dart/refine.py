@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
+from hf_dart.vocabulary import state_of
 
 
 class BigramSelector(nn.Module):
@@ -75,7 +76,7 @@ class BigramSelector(nn.Module):
     @torch.no_grad()
     def _vocabulary_tables(self, embeddings: nn.Embedding) -> tuple[Tensor, Tensor]:
         weights = [self.previous[0].weight, self.previous[2].weight, self.candidate[0].weight, self.candidate[2].weight]
-        key = [(id(weight), weight._version, weight.device) for weight in (*weights, embeddings.weight)]
+        key = [state_of(weight) for weight in (*weights, embeddings.weight)]
         if self._tables is None or self._tables[0] != key:
             device, dtype = weights[0].device, weights[0].dtype
             parts = []

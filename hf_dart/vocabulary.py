@@ -102,6 +102,12 @@ def restricted(
     return target_logits[..., vocabulary], columns_of(labels, vocabulary, no_label)
 
 
+def state_of(weight: Any) -> tuple[Any, ...]:
+    """What differs when a weight has changed. Those made in inference mode do not count their changes."""
+    version = 0 if weight.is_inference() else weight._version
+    return id(weight), version, weight.device, weight.dtype
+
+
 class HeadRows:
     """The rows of an LM head that belong to a draft vocabulary, copied out once.
 
@@ -116,11 +122,12 @@ class HeadRows:
         weight: Any = lm_head.weight
         if type(lm_head) is not nn.Linear or weight.is_meta:  # quantized, adapted or offloaded: rows mean nothing
             return lm_head(hidden)[..., vocabulary]
-        key = (id(weight), weight._version, weight.device)
+        key = state_of(weight)
         if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
-            rows = vocabulary.to(weight.device)
-            bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
-            self._rows = (key, vocabulary, weight.detach()[rows], bias)
+            with torch.inference_mode(False):  # what was made in that mode could not be trained through later
+                rows = vocabulary.to(weight.device)
+                bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
+                self._rows = (key, vocabulary, weight.detach()[rows], bias)
         return F.linear(hidden, self._rows[2], self._rows[3])
 
 

@@ -235,6 +235,21 @@ def test_an_adapter_is_switched_in_mid_conversation(target: Any, base: str, tmp_
         inputs = {"input_ids": more, "attention_mask": torch.ones_like(more)}
 
 
+def test_dropout_of_lora_never_moves_the_generator(target: Any, base: str, tmp_path: Path) -> None:
+    """An adapter works in the head's mode from the start; in train mode, dropout is refused as the target's is."""
+    head = DartHead.from_pretrained(base, target=target)
+    head.add_adapter(LoraConfig(r=2, lora_dropout=0.5))
+    shaken(head).save_pretrained(tmp_path)
+    loaded = DartHead.from_pretrained(base, target=target)
+    loaded.load_adapter(str(tmp_path))
+    for each in (head, loaded):
+        for options in (GREEDY, SAMPLED):
+            assert_identical(target, each, prompts([7, 4]), **options, into=EXACT)
+    with pytest.raises(ValueError, match="train mode") as error:
+        run(target, prompts([7]), 0, assistant=head.train(), **GREEDY)
+    one_sentence(error)
+
+
 def test_a_merged_head_is_a_head(target: Any, base: str, tmp_path: Path) -> None:
     head = DartHead.from_pretrained(adapter(target, base, tmp_path / "adapter"), target=target)
     adapted = drafts(head)

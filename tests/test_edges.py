@@ -109,6 +109,29 @@ def test_the_length_of_a_criterion_of_ones_own_counts() -> None:
         target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
 
 
+def test_copied_weights_follow_the_targets_dtype() -> None:
+    target = tiny_target("llama", dtype=torch.float32)
+    head = tiny_head(target, selector_rank=4, draft_vocabulary=range(0, VOCABULARY, 2))
+    run(target, prompts([7]), 0, max_new_tokens=8, assistant=head)
+    target.double()
+    assert_identical(target, head.double(), prompts([7]), do_sample=False, max_new_tokens=8)
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    """Neither tensors that no gradient goes through, nor refusals of weights that were made in it."""
+    fields: dict[str, Any] = {"selector_rank": 4, "draft_vocabulary": range(0, VOCABULARY, 2)}
+    with torch.inference_mode():
+        target = tiny_target("llama")
+        assert_identical(target, tiny_head(target, **fields), prompts([7]), do_sample=False, max_new_tokens=8)
+    target = tiny_target("llama")
+    head = tiny_head(target, **fields)
+    with torch.inference_mode():
+        run(target, prompts([7]), 0, max_new_tokens=8, assistant=head)
+    hidden = torch.randn(1, head.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    head.logits(hidden).sum().backward()
+    assert hidden.grad is not None
+
+
 def test_skipped_noise_is_not_kept() -> None:
     noise = NoiseStream(2, 5, torch.device("cpu"))
     wanted = NoiseStream(2, 5, torch.device("cpu")).exponentials([300, 300], 3)

@@ -16,7 +16,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_options
+from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_drafter, refuse_options
 from hf_dart.generation.pace import Pace
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
@@ -84,6 +84,7 @@ def speculative_generate(
     length = length_limit(stopping_criteria, input_ids.shape[1])
     prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    refuse_drafter(assistant)
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)

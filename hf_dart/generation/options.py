@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
@@ -14,6 +14,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer
+from hf_dart.proposal import Drafter
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
@@ -65,8 +66,25 @@ def refuse_target(model: Any) -> None:
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
-    if model.training or any(isinstance(part, _DropoutNd) and part.training and part.p for part in model.modules()):
+    if model.training or _drops_out(model):
         raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
+
+
+def refuse_drafter(drafter: Drafter[Any]) -> None:
+    """Raise for drafters that would draw from the generator that tokens are drawn from.
+
+    Raises:
+        ValueError: active dropout.
+    """
+    if isinstance(drafter, nn.Module) and _drops_out(drafter):
+        raise ValueError(
+            "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "
+            "eval() first."
+        )
+
+
+def _drops_out(model: nn.Module) -> bool:
+    return any(isinstance(part, _DropoutNd) and part.training and part.p for part in model.modules())
 
 
 def refuse_options(
