@@ -96,6 +96,7 @@ def test_arguments_change_the_preset(tmp_path: Path) -> None:
         "chain_rule": "block",
         "chain_form": "log",
         "chain_beta": 0.5,
+        "chain_warmup": 0.25,
     }
     assert changed.keys() == {one.name for one in fields(Objective)}
     for preset, objective in PRESETS.items():
@@ -122,6 +123,8 @@ def test_arguments_change_the_preset(tmp_path: Path) -> None:
         {"chain_rule": "soft"},
         {"chain_form": "power"},
         {"chain_beta": 0.0},
+        {"chain_warmup": 1.5, "chain_form": "log"},
+        {"chain_warmup": 0.5},
         {"token_weight": 0.0},
         {"selector_only": True, "loss": "dpace"},
     ],
@@ -222,3 +225,28 @@ def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp
     assert blocks > 30
     assert largest == [blocks * per_block, 3 * per_block]
     torch.testing.assert_close(*results, rtol=1e-9, atol=1e-12)
+
+
+def test_chains_grow_with_the_training(tmp_path: Path) -> None:
+    """From the mean of a chain's parts to chain_beta, and no further; evaluations are at the end of it."""
+    draft, target, labels = examples()
+    fields = {"divergence": "ce", "token_weight": 0.0, "chain_weight": 1.0, "chain_form": "log", "chain_beta": 0.8}
+    growing = Objective(**fields, chain_warmup=0.5)
+    for progress, beta in ((0.25, 0.4), (0.5, 0.8), (1.0, 0.8)):
+        expected = Objective(**{**fields, "chain_beta": beta})(draft, target, labels)
+        torch.testing.assert_close(growing(draft, target, labels, progress=progress), expected)
+    at_first = growing(draft, target, labels, progress=0.0)
+    chain = losses.hard_chain(losses.cross_entropy(draft, labels), labels)
+    torch.testing.assert_close(at_first, losses.chain_loss(chain, "log", 0.0))
+    torch.testing.assert_close(at_first, losses.chain_loss(chain, "log", 2e-3), rtol=0.02, atol=1e-3)
+
+    target = tiny_target()
+    head = tiny_head(target)
+    rows = token_rows(LENGTHS)
+    options = {"token_weight": 0.0, "chain_weight": 1.0, "chain_form": "log"}
+    trainer = tiny_trainer(tmp_path, head, target, rows, **options, chain_warmup=0.5)
+    trainer.state.max_steps, trainer.state.global_step = 8, 1
+    batch = batch_of(rows, head.draft_length, 20)
+    for training, beta in ((True, 0.25), (False, 1.0)):
+        expected = tiny_trainer(tmp_path, head, target, rows, **options, chain_beta=beta).compute_loss(head, batch)
+        torch.testing.assert_close(trainer.compute_loss(head.train(training), batch), expected)

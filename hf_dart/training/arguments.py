@@ -125,7 +125,7 @@ class DartTrainingArguments(TrainingArguments):
         anchors_per_row: K, blocks trained per row.
         loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk" (`objective.PRESETS`).
         divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
-        chain_rule, chain_form, chain_beta: change that field of the preset (`objective.Objective`).
+        chain_rule, chain_form, chain_beta, chain_warmup: change that field of the preset (`objective.Objective`).
         selector_only: train the head's bigram selector on the frozen head, by annealed KL.
         selector_candidates: K, tokens per depth that the selector learns to rank.
         early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
@@ -153,6 +153,9 @@ class DartTrainingArguments(TrainingArguments):
     chain_rule: str | None = field(default=None, metadata={"help": "hard, token, block or coupled"})
     chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
     chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
+    chain_warmup: float | None = field(
+        default=None, metadata={"help": "share of the training during which that exponent grows from 0"}
+    )
     selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
     selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
     early_stopping_patience: int | None = field(

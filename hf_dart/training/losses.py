@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 NO_LABEL = -100
+_LEAST_BETA = 1e-3  # below, logsumexp(beta c) / beta loses in fp32 more than the limit is off
 
 
 def log_probabilities(logits: Tensor) -> Tensor:
@@ -201,8 +202,8 @@ def chain_loss(chain: Tensor, form: str = "linear", beta: float = 1.0) -> Tensor
         form: "linear" is the expected number of accepted tokens, negated. Its gradient vanishes where a draft is
             hopeless, so it needs another loss beside it. "log" is -(1 / beta) log mean_k exp(beta c_k): free of
             scale, and with a gradient everywhere.
-        beta: of the log form: 1 is -log(expected number / d); towards 0 it becomes the linearly weighted
-            cross-entropy.
+        beta: of the log form: 1 is -log(expected number / d); 0 is the limit, the linearly weighted cross-entropy
+            where the chain is hard.
     """
     if form == "linear":
         return -chain.exp().sum(-1)
@@ -210,6 +211,8 @@ def chain_loss(chain: Tensor, form: str = "linear", beta: float = 1.0) -> Tensor
     count = known.sum(-1)
     # A block of which nothing is known: any finite value, so that no gradient is NaN.
     chain = torch.where((count == 0)[..., None], 0, chain)
+    if beta < _LEAST_BETA:
+        return -torch.where(known, chain, 0).sum(-1) / count.clamp(min=1)
     mean = (beta * chain).logsumexp(-1) - count.clamp(min=1).to(chain.dtype).log()
     return torch.where(count == 0, 0, -mean / beta)
 

@@ -43,6 +43,8 @@ class Objective:
             per expected token.
         chain_rule: "hard", "token" or "block" verification, or "coupled" noise.
         chain_form, chain_beta: as for `losses.chain_loss`.
+        chain_warmup: share of the training during which the exponent of the log form grows from 0 to chain_beta, in
+            [0, 1]: from every token for itself to whole chains (0.5 in arXiv 2609.34832).
 
     Raises:
         ValueError: a field is out of range.
@@ -59,6 +61,7 @@ class Objective:
     chain_rule: str = "hard"
     chain_form: str = "linear"
     chain_beta: float = 1.0
+    chain_warmup: float = 0.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -70,6 +73,10 @@ class Objective:
             raise ValueError(f"dpace_alpha is {self.dpace_alpha}; give a number in [0, 1].")
         if not self.chain_beta > 0:
             raise ValueError(f"chain_beta is {self.chain_beta}; give a number above 0.")
+        if not 0 <= self.chain_warmup <= 1:
+            raise ValueError(f"chain_warmup is {self.chain_warmup}; give a number in [0, 1].")
+        if self.chain_warmup and self.chain_form != "log":
+            raise ValueError("chain_warmup is for the log form of the chain; give chain_form='log', or leave it out.")
         for name in ("lk_eta", "token_weight", "focal_weight", "chain_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of 0 or more.")
@@ -93,8 +100,9 @@ class Objective:
         target_logits: Tensor,  # [n, d, V]
         labels: Tensor,  # [n, d]
         acceptance: Tensor | None = None,  # [d], of the whole batch, where `needs_acceptance`
+        progress: float = 1.0,
     ) -> Tensor:
-        """Losses [n]."""
+        """Losses [n]; `progress` is the share of the training that is done."""
         cross_entropies = cache(lambda: losses.cross_entropy(draft_logits, labels))
         parts = []
         if self.token_weight:
@@ -121,7 +129,8 @@ class Objective:
                 chain = losses.hard_chain(cross_entropies(), labels)
             else:
                 chain = _CHAINS[self.chain_rule](draft_logits, target_logits, labels)
-            parts.append(self.chain_weight * losses.chain_loss(chain, self.chain_form, self.chain_beta))
+            beta = self.chain_beta * (min(progress / self.chain_warmup, 1.0) if self.chain_warmup else 1.0)
+            parts.append(self.chain_weight * losses.chain_loss(chain, self.chain_form, beta))
         return torch.stack(parts).sum(0)
 
 

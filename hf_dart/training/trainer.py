@@ -170,9 +170,11 @@ class DartTrainer(DrafterTrainer):
         """
         target_logits, labels = restricted(target_logits, labels, self.head.draft_vocabulary, NO_LABEL)
         acceptance = self._acceptance(hidden, target_logits, goals) if self.objective.needs_acceptance else None
+        # Evaluations compare, whenever they are: all with the loss of the end.
+        done = self.state.global_step / self.state.max_steps if self.head.training and self.state.max_steps else 1.0
 
         def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
-            return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance)
+            return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance, done)
 
         return chunked(block_losses, hidden, goals, labels, chunk_size=self.args.loss_chunk)
 
