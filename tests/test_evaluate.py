@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -241,7 +242,8 @@ def test_prompts_are_taken_from_the_evaluation_rows(tmp_path: Path) -> None:
     tokens = rounds = 0
     for row in ROWS[:2]:
         prompt = row["input_ids"][None, :6]
-        trainer.target.generate(prompt, assistant=head, do_sample=False, max_new_tokens=12)
+        tree = replace(head.tree_config, lookup=0)
+        trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=12)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == logged
     assert first_prompts([{"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}], 3, 4)[

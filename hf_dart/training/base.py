@@ -7,6 +7,7 @@ import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ class DrafterTrainer(Trainer):
         ValueError: one process sees several GPUs.
     """
 
-    def __init__(self, drafter: nn.Module, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+    def __init__(self, drafter: Any, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         if args.n_gpu > 1:
             raise ValueError(
                 f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', or name one in "
@@ -64,7 +65,8 @@ class DrafterTrainer(Trainer):
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
             prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
-            self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens))
+            tree = replace(drafter.tree_config, lookup=0)  # copied text would hide what the drafter knows
+            self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens, tree))
         if args.early_stopping_patience is not None:
             self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
 

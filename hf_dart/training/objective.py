@@ -75,8 +75,6 @@ class Objective:
             raise ValueError(f"chain_beta is {self.chain_beta}; give a number above 0.")
         if not 0 <= self.chain_warmup <= 1:
             raise ValueError(f"chain_warmup is {self.chain_warmup}; give a number in [0, 1].")
-        if self.chain_warmup and self.chain_form != "log":
-            raise ValueError("chain_warmup is for the log form of the chain; give chain_form='log', or leave it out.")
         for name in ("lk_eta", "token_weight", "focal_weight", "chain_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of 0 or more.")
