@@ -230,7 +230,9 @@ class Candidates:
 
     def __init__(self, table: NgramTable, tokens: Array) -> None:
         real = (tokens >= 0) & (tokens < table.spec.vocab_size)
-        self._table = table
+        from hf_dart.ngram_lookup import compiled
+
+        self._table, self._compiled = table, compiled()
         self._all_real = bool(real.all())
         self._real = real
         self._tokens = np.where(real, tokens, 0).astype(np.int64)
@@ -238,10 +240,8 @@ class Candidates:
 
     def behind(self, context: Sequence[int]) -> Array:
         """[K] float64, as `NgramTable.probabilities`, behind one context [C]."""
-        from hf_dart.ngram_lookup import compiled
-
         table, spec, found = self._table, self._table.spec, self._shares.copy()
-        fast = compiled()
+        fast = self._compiled
         if fast is not None:
             front = np.array(context, dtype=np.int64)
             arrays = (table.unigrams, tuple(table.keys), tuple(table.counts))
@@ -267,8 +267,9 @@ class Candidates:
             hit = keys.take(places, mode="clip") == wanted
             if not self._all_real:
                 hit &= self._real
-            if hit.any():
-                found[hit] = np.minimum(table.counts[length - 1][places[hit]] / total, 1.0)
+            at = hit.nonzero()[0]
+            if len(at):
+                found[at] = np.minimum(table.counts[length - 1][places[at]] / total, 1.0)
         return found
 
 

@@ -66,30 +66,40 @@ class PathScores:
         """Do candidates at this depth, from 0, look into the table?"""
         return self._table is not None and (self.config.scores == "survival" or depth > 0)
 
-    def on_host(self, depth: int, steps: Sequence[float], shares: Array | None) -> list[float]:
-        """Scores [K] of the candidates behind one path.
+    def drafted(self, depth: int, steps: Sequence[float]) -> tuple[Array, float]:
+        """The drafter's part of the scores [K] at `depth`, from 0, and the log of what its candidates have together.
 
         Args:
             depth: of the candidates, from 0.
             steps: [K] their log-probabilities by the drafter.
-            shares: [K] their probabilities by the table, where it is used.
         """
         alone = np.array(steps)
         together = _log_sum(alone)
-        if together == -np.inf:
-            return list(steps)
-        weight = self.config.ngram_weight
-        if self.config.scores == "paper":
-            scores = _FADING**depth * np.log(np.exp(alone - together) + _EPSILON)
-            if shares is not None:
-                scores += weight * np.log(shares + _EPSILON)
+        if self.config.scores == "paper" and together > -np.inf:
+            part = _FADING**depth * np.log(np.exp(alone - together) + _EPSILON)
             # The epsilon would make a candidate of what is none.
-            return np.where(alone == -np.inf, -np.inf, scores * (depth + 1) ** _LEVEL).tolist()
-        if shares is not None:
-            alone += weight * np.log(shares + _UNSEEN)
-            alone += together - _log_sum(alone)
-        scores = alone.tolist()
-        return scores if self.calibration is None else self.calibration.on_host(depth, scores)
+            alone = np.where(alone == -np.inf, -np.inf, part)
+        return alone, together
+
+    def on_host(self, depth: int, drafted: tuple[Array, float], shares: Array | None) -> list[float]:
+        """Scores [K] of the candidates behind one path.
+
+        Args:
+            depth: of the candidates, from 0.
+            drafted: what `drafted` gave for them.
+            shares: [K] their probabilities by the table, where it is used.
+        """
+        scores, together = drafted
+        weight, paper = self.config.ngram_weight, self.config.scores == "paper"
+        if together > -np.inf:
+            if shares is not None:
+                scores = scores + weight * np.log(shares + (_EPSILON if paper else _UNSEEN))
+            if paper:
+                scores = scores * (depth + 1) ** _LEVEL
+            elif shares is not None:
+                scores += together - _log_sum(scores)
+        values = scores.tolist()
+        return values if self.calibration is None else self.calibration.on_host(depth, values)
 
     def on_device(self, depth: int, steps: Tensor, shares: Tensor | None) -> Tensor:
         """As `on_host`, for paths [B, W]: `steps` and `shares` are [B, W, K]."""
@@ -118,15 +128,19 @@ class RowScores:
         self._scores = scores
         self._tokens = candidates
         self._looked_up: dict[int, Candidates] = {}
+        # The same log-probabilities are asked for behind many paths; they live as long as the round.
+        self._drafted: dict[int, tuple[Array, float]] = {}
 
     def __call__(self, depth: int, steps: Sequence[float], context: Sequence[int]) -> list[float]:
         """Scores [K] of the candidates at `depth`, from 0, of log-probabilities `steps`, behind `context`."""
-        table = self._scores.table
+        table, drafted = self._scores.table, self._drafted.get(id(steps))
+        if drafted is None:
+            drafted = self._drafted[id(steps)] = self._scores.drafted(depth, steps)
         if table is None or not self._scores.uses_table(depth):
-            return self._scores.on_host(depth, steps, None)
+            return self._scores.on_host(depth, drafted, None)
         if depth not in self._looked_up:
             self._looked_up[depth] = Candidates(table, np.array(self._tokens[depth]))
-        return self._scores.on_host(depth, steps, self._looked_up[depth].behind(context))
+        return self._scores.on_host(depth, drafted, self._looked_up[depth].behind(context))
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,7 @@ def test_who_is_learned_from() -> None:
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_changes_no_token(size: int, options: dict[str, Any]) -> None:
     """And equal calls make equal rounds: nothing that was learned outlives its call."""
     target = tiny_target("llama")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from functools import cache
 from math import exp, inf, log
 from pathlib import Path
 from random import Random
@@ -108,13 +110,19 @@ def trees(head: Any, config: TreeConfig, way: str, noisy: bool, deepest: list[in
 
 
 def head_with(table: NgramTable, rank: int = 0) -> DartHead:
+    head = random_head(rank)
+    head.ngram = table
+    return head
+
+
+@cache
+def random_head(rank: int) -> DartHead:
     head = tiny_head(tiny_target("qwen3"), selector_rank=rank)
     generator = torch.Generator().manual_seed(5)
     if rank:
         with torch.no_grad():
             for weight in head.selector.parameters():
                 weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    head.ngram = table
     return head
 
 
@@ -136,7 +144,9 @@ def test_host_and_device_grow_the_same_trees(
 
 @pytest.mark.parametrize("scores", ["survival", "paper"])
 @pytest.mark.parametrize("way", ["_on_host", "_on_device"])
-def test_scores_are_those_of_the_formula(table: NgramTable, way: str, scores: str) -> None:
+def test_scores_are_those_of_the_formula(
+    table: NgramTable, way: str, scores: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The best N of all paths, each scored on its own, word for word."""
     head = head_with(table)
     nodes, depth, width, weight = 20, 3, 4, 0.7
@@ -148,7 +158,7 @@ def test_scores_are_those_of_the_formula(table: NgramTable, way: str, scores: st
     def remember(proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> None:
         drafts.extend([candidates, scores])
 
-    head.transitions = remember  # type: ignore[method-assign, assignment]
+    monkeypatch.setattr(head, "transitions", remember)
     found = trees(head, config, way, False, [9, 9, 9])
     candidates, alone = (part.tolist() for part in drafts)
     random = Random(1)
@@ -213,13 +223,13 @@ def test_the_papers_tree_is_of_given_size() -> None:
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 3])
 def test_a_table_changes_no_token(tmp_path: Path, size: int, options: dict[str, Any]) -> None:
     """And one that was counted from the greedy text gets more of it accepted."""
     target = tiny_target("llama")
     head = tiny_head(target)
     inputs = prompts([9, 3, 7, 12][:size])
-    options = {**options, "max_new_tokens": 30}
+    options = {**options, "max_new_tokens": 24}
     written = run(target, inputs, 0, **options).sequences
     head.ngram = build(written.tolist(), tmp_path / "table", order=4, vocab_size=VOCABULARY)
     taus = []
@@ -262,10 +272,18 @@ def test_tables_of_other_tokenizers_are_refused(tmp_path: Path, table: NgramTabl
 # ---- commands ---------------------------------------------------------------------------------------------
 
 
-def test_generate_and_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, report = str(tmp_path / "table"), tmp_path / "report.json"
+def test_generate_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(tmp_path / "table")
     assert main(["ngram", "build", path, "--text", __file__]) == 0
     assert main(["generate", "import os\n", "--ngram", path, "--max-new-tokens", "8", "--nodes", "6"]) == 0
+    assert main(["generate", "import os\n", "--ngram", __file__]) == 2
+    assert "cannot be read as an n-gram table" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path, report = str(tmp_path / "table"), tmp_path / "report.json"
+    assert main(["ngram", "build", path, "--text", __file__]) == 0
     words = ["drafts", "--ngram", path, "--nodes", "6", "--prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
     assert main([*words, "--json", str(report)]) == 0
     shown = capsys.readouterr().out
@@ -273,6 +291,7 @@ def test_generate_and_drafts(tmp_path: Path, capsys: pytest.CaptureFixture[str])
         assert f"| {name} | " in shown
     assert "| yes |" in shown
     assert "| no |" not in shown
-    assert report.exists()
-    assert main(["generate", "import os\n", "--ngram", __file__]) == 2
-    assert "cannot be read as an n-gram table" in capsys.readouterr().err
+    content = json.loads(report.read_text())
+    assert content["drafts"]["chain"]["bytes"] == 0
+    assert content["drafts"]["+ n-gram (paper)"]["bytes"] == NgramTable.load(path).nbytes
+    assert {one["method"] for one in content["results"]} == {"stock", *content["drafts"]}
