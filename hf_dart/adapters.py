@@ -9,7 +9,6 @@ heads of copied layers all that is new) are trained as a whole, by `modules_to_s
 from __future__ import annotations
 
 import copy
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,11 +29,10 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.utils import cached_file
 
 from hf_dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.fitted import HUB_OPTIONS
-from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
 
 if TYPE_CHECKING:
     from hf_dart.head import DartHead
@@ -42,7 +40,7 @@ if TYPE_CHECKING:
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA stands on, besides `fc`, unless told otherwise."""
 _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
 
@@ -225,34 +223,12 @@ def save(head: DartHead, folder: Path) -> None:
         save_file({"draft_vocabulary": head.draft_vocabulary}, folder / _VOCABULARY, metadata={"format": "pt"})
 
 
-def find(path: str, file: str = _CONFIG, **where: Any) -> dict[str, Any] | None:
-    """The adapter_config.json (or another) of a folder or a repository; None if it holds none.
-
-    Raises:
-        ValueError: it is not JSON.
-        OSError: the Hub does not give it.
-    """
-    found = _file(path, file, **where)
-    if found is None:
-        return None
-    try:
-        return dict(json.loads(found.read_text(encoding="utf8")))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"The {file} in {path} is damaged ({error}); fetch it again.") from error
-
-
-def _file(path: str, name: str, **where: Any) -> Path | None:
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
-        found = cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
-
-
 def head_of(
     cls: type[DartHead], path: str, base: str | None, target: Any, tokenizer: Any, **kwargs: Any
 ) -> DartHead:
     """The head that the adapter in `path` stands on, without the adapter."""
     where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    content = find(path, "config.json", **where) or {}
+    content = optional_json(path, "config.json", **where) or {}
     if content.get("copied_layer") is not None:
         if target is None:
             raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
@@ -272,9 +248,9 @@ def head_of(
 
 def load(head: DartHead, path: str, name: str, **where: Any) -> None:
     """`DartHead.load_adapter`: all of it or nothing."""
-    content = find(path, **where)
+    content = optional_json(path, ADAPTER_CONFIG, **where)
     if content is None:
-        raise ValueError(f"{path} holds no {_CONFIG}; give the folder or the repository of an adapter.")
+        raise ValueError(f"{path} holds no {ADAPTER_CONFIG}; give the folder or the repository of an adapter.")
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     _check_base(head, path, **where)
@@ -282,7 +258,7 @@ def load(head: DartHead, path: str, name: str, **where: Any) -> None:
     try:
         config = PeftConfig.from_peft_type(**content)
     except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"The {_CONFIG} in {path} is not one of PEFT ({error}); fetch it again.") from error
+        raise ValueError(f"The {ADAPTER_CONFIG} in {path} is not one of PEFT ({error}); fetch it again.") from error
     config.inference_mode = False
     active = head.active_adapters()[0] if peft_configs(head) else None
     with _undone(head, name, active):
@@ -311,14 +287,14 @@ def reread(head: DartHead, folder: str) -> None:
 
 def take_vocabulary(head: DartHead, path: str, **where: Any) -> None:
     """Draft what the adapter in `path` was trained to draft."""
-    if (find(path, "config.json", **where) or {}).get("draft_vocab_size") is not None:
+    if (optional_json(path, "config.json", **where) or {}).get("draft_vocab_size") is not None:
         head.reduce_vocabulary(_state(path, _VOCABULARY, **where)["draft_vocabulary"])
 
 
 def _state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
-    file = _file(path, name, **where)
+    file = optional_file(path, name, **where)
     if file is None:
-        raise ValueError(f"{path} holds an {_CONFIG} and no {name}; fetch the adapter as a whole.")
+        raise ValueError(f"{path} holds an {ADAPTER_CONFIG} and no {name}; fetch the adapter as a whole.")
     try:
         return {key.removeprefix(_PREFIX): weight for key, weight in load_file(file).items()}
     except SafetensorError as error:
@@ -327,11 +303,11 @@ def _state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
 
 def _check_base(head: DartHead, path: str, **where: Any) -> None:
     """An adapter that we wrote says what it stands on; one that PEFT alone wrote does not."""
-    known = (find(path, "config.json", **where) or {}).get("fingerprint")
+    known = (optional_json(path, "config.json", **where) or {}).get("fingerprint")
     own = head._base_fingerprint if peft_configs(head) else base_fingerprint(head)
     if known is not None and own is not None and not same_fingerprint(known, own):
         raise ValueError(
-            f"The adapter in {path} was trained on another head; load it on that one (its {_CONFIG} says which)."
+            f"The adapter in {path} was trained on another head; load it on that one (its {ADAPTER_CONFIG} says which)."
         )
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from hf_dart.copied import copied_fields, initialise
 from hf_dart.drafting import DraftingModel
 from hf_dart.fitted import HUB_OPTIONS
+from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.refine import BigramSelector, Editor
 from hf_dart.vocabulary import checked, unused_token
@@ -90,15 +91,15 @@ class DartHead(PushWithCard, DraftingModel):
             ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
             OSError: there are no such files, or the Hub does not give them.
         """
-        from hf_dart import adapters
-
         local = Path(path).is_absolute() or str(path).startswith(".")
         where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        adapter = None if local and not Path(path).is_dir() else adapters.find(path, **where)
+        adapter = None if local and not Path(path).is_dir() else optional_json(path, ADAPTER_CONFIG, **where)
         if adapter is None:
             if base is not None:
                 raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
             return super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
+        from hf_dart import adapters  # PEFT takes a second to import
+
         head = adapters.head_of(cls, path, base or adapter.get("base_model_name_or_path"), target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
         adapters.take_vocabulary(head, path, **where)
@@ -123,7 +124,7 @@ class DartHead(PushWithCard, DraftingModel):
         Args:
             adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it stands on all projections of the
                 layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
-                train all their new parts.
+                also train all their new parts, and the norms.
             adapter_name: "default" if left out.
             seed: of its initial weights; the global generators are not moved.
 

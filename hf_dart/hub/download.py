@@ -10,6 +10,36 @@ from transformers.utils import cached_file
 
 from hf_dart.hub.errors import hub_errors
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""The file that makes a folder that of an adapter."""
+
+
+def optional_file(path: str, name: str, **where: Any) -> Path | None:
+    """File `name` of a folder or a Hub repository, None if there is none; `where` as for `head_config`.
+
+    Raises:
+        OSError: the Hub does not give it.
+    """
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+        found = cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
+    """As `optional_file`, what a JSON file holds.
+
+    Raises:
+        ValueError: it is not JSON.
+        OSError: the Hub does not give it.
+    """
+    file = optional_file(path, name, **where)
+    if file is None:
+        return None
+    try:
+        return dict(json.loads(file.read_text(encoding="utf8")))
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"The {name} in {path} is damaged ({error}); fetch it again.") from error
+
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """The config.json of a head, and the commit of the Hub that it came from, to take the weights from the same one.
