@@ -119,7 +119,7 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
             tokens = tokens.new_full(tokens.shape[:-1], MASK, dtype=torch.long)
         if tokens.is_floating_point():
             return self._project(tokens)
-        # Without ids below 0 there is nothing to mask; the text is embedded so, too, and is not looked through.
+        # Asking whether any is masked would make the host wait for the device.
         known = tokens.clamp(min=0).to(self._device)
         if self.config.share_embeddings:
             embedded = self._project(self.shared.embeddings(known.to(self.shared.embeddings.weight.device)))
