@@ -1,0 +1,182 @@
+"""Damaged tables: refused in one sentence, without allocating what a false head asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+import tracemalloc
+from collections import Counter
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import numpy as np
+import pytest
+from test_ngram import VOCABULARY, corpus
+
+from hf_dart import NgramTable
+from hf_dart.ngram_build import build
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> NgramTable:
+    return build(corpus(), tmp_path / "table", vocab_size=VOCABULARY)
+
+
+def parts(path: Path) -> tuple[dict[str, Any], bytes]:
+    """Header and data of a safetensors file."""
+    content = path.read_bytes()
+    (length,) = struct.unpack("<Q", content[:8])
+    return json.loads(content[8 : 8 + length]), content[8 + length :]
+
+
+def put_together(path: Path, header: dict[str, Any], data: bytes) -> Path:
+    encoded = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(encoded)) + encoded + data)
+    return path
+
+
+def refused(path: Path) -> str:
+    """The message; refusing takes no memory to speak of."""
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=r"\.$") as caught:
+        NgramTable.load(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 4e6
+    assert str(path) in str(caught.value)
+    return str(caught.value)
+
+
+def test_truncated_or_other_files(tmp_path: Path, table: NgramTable) -> None:
+    content = table.path.read_bytes()
+    broken = tmp_path / "broken"
+    for length in (0, 5, 8, 100, len(content) // 2, len(content) - 1):
+        broken.write_bytes(content[:length])
+        assert "cannot be read" in refused(broken)
+    broken.write_bytes(struct.pack("<Q", 2**62) + content[8:])
+    assert "cannot be read" in refused(broken)
+    broken.write_bytes(content + b"more")
+    assert "cannot be read" in refused(broken)
+    with pytest.raises(ValueError, match="There is no file"):
+        NgramTable.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="There is no file"):
+        NgramTable.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("format", "other", "no n-gram table"),
+        ("version", "2", "version '2'"),
+        ("order", "4", "damaged"),
+        ("order", "60", "fits into 63 bits"),
+        ("order", "9" * 5000, "damaged"),
+        ("order", "three", "damaged"),
+        ("vocab_size", str(2**31), "fits into 63 bits"),
+        ("vocab_size", "12", "shapes and types"),
+        ("tokens", str(2**63), "damaged"),
+        ("tokens", "-1", "damaged"),
+        ("tokens", "7", "beyond the 7 of its corpus"),
+        ("min_counts", "1", "damaged"),
+        ("min_counts", "0,1", "damaged"),
+        ("min_counts", "1,x", "damaged"),
+        ("min_counts", "1,9", "below the 9 that it kept"),
+    ],
+)
+def test_a_wrong_head(tmp_path: Path, table: NgramTable, name: str, value: str, message: str) -> None:
+    header, data = parts(table.path)
+    header["__metadata__"][name] = value
+    assert re.search(message, refused(put_together(tmp_path / "broken", header, data)))
+
+
+def test_wrong_arrays(tmp_path: Path, table: NgramTable) -> None:
+    broken = tmp_path / "broken"
+    header, data = parts(table.path)
+    size = len(table.keys[1])
+    begin, end = header["keys.3"]["data_offsets"]
+    for dtype, shape in (("F64", [size]), ("U64", [size]), ("I64", [size, 1]), ("I32", [2 * size])):
+        wrong = {**header, "keys.3": {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}}
+        assert "shapes and types" in refused(put_together(broken, wrong, data))
+    for shape, offsets in (([2**60], [begin, end]), ([2**60], [begin, begin + 2**63]), ([size], [begin - 8, end])):
+        wrong = {**header, "keys.3": {"dtype": "I64", "shape": shape, "data_offsets": offsets}}
+        assert "cannot be read" in refused(put_together(broken, wrong, data))
+    wrong = {("keys.9" if name == "keys.3" else name): value for name, value in header.items()}
+    assert "no whole n-gram table" in refused(put_together(broken, wrong, data))
+
+
+@pytest.mark.parametrize(
+    ("name", "place", "value", "message"),
+    [
+        ("keys.3", 5, 0, "order 3 are not sorted"),
+        ("keys.2", -1, 2**62, "hold tokens beyond"),
+        ("keys.2", 0, -1, "hold tokens beyond"),
+        ("keys.3", -1, (12 << 8) | (14 << 4), "hold tokens beyond"),
+        ("counts.2", 3, 0, "counts of order 2 below"),
+        ("counts.2", 3, 2**32 - 1, "counts of order 2 beyond"),
+        ("counts.1", 3, 2**62, "counts single tokens beyond"),
+        ("counts.1", 3, -2, "counts single tokens beyond"),
+        ("counts.1", 12, 0, "do not add up"),
+    ],
+)
+def test_wrong_content(
+    tmp_path: Path, table: NgramTable, name: str, place: int, value: int, message: str
+) -> None:
+    header, data = parts(table.path)
+    begin, end = header[name]["data_offsets"]
+    array = np.frombuffer(data[begin:end], dtype="<u4" if header[name]["dtype"] == "U32" else "<i8").copy()
+    array[place] = value
+    assert message in refused(put_together(tmp_path / "broken", header, data[:begin] + array.tobytes() + data[end:]))
+    # Unchecked, it is useless but harmless.
+    loose = NgramTable.load(tmp_path / "broken", check=False)
+    contexts = np.array([[a, b] for a in range(VOCABULARY) for b in range(VOCABULARY)])
+    loose.probabilities(contexts, np.tile(np.arange(VOCABULARY), (len(contexts), 1)))
+
+
+def mutate(path: Path, content: bytes, random: Random) -> None:
+    """Write `content` with some bytes changed, cut out or put in."""
+    changed = bytearray(content)
+    for _ in range(random.choice([1, 1, 2, 8])):
+        place = random.randrange(len(changed))
+        kind = random.random()
+        if kind < 0.6:
+            changed[place] = random.choice([0, 255, changed[place] ^ (1 << random.randrange(8)), random.randrange(256)])
+        elif kind < 0.8:
+            del changed[place : place + random.randrange(1, 40)]
+        else:
+            changed[place:place] = random.randbytes(random.randrange(1, 40))
+    path.write_bytes(changed)
+
+
+def survives(path: Path) -> bool:
+    """A changed file is refused in one sentence or answers with numbers; which of them?"""
+    try:
+        table = NgramTable.load(path)
+    except ValueError as error:
+        if str(path) not in str(error):
+            raise
+        return False
+    contexts = np.array([[a, b] for a in range(-1, VOCABULARY) for b in range(VOCABULARY)])
+    shares = table.probabilities(contexts, np.tile(np.arange(-1, VOCABULARY), (len(contexts), 1)))
+    assert np.isfinite(shares).all()
+    assert 0 <= shares.min() <= shares.max() <= 1
+    return True
+
+
+@pytest.mark.parametrize("count", [150, pytest.param(3000, marks=pytest.mark.matrix)])
+def test_mutated_files(tmp_path: Path, table: NgramTable, count: int) -> None:
+    content = table.path.read_bytes()
+    head = struct.unpack("<Q", content[:8])[0] + 8
+    random = Random(count)
+    outcomes: Counter[bool] = Counter()
+    for number in range(count):
+        # Half of the mutations in the head, which is small.
+        end = head if number % 2 else len(content)
+        mutate(tmp_path / "mutated", content[:end], random)
+        if number % 2:
+            with open(tmp_path / "mutated", "ab") as file:
+                file.write(content[end:])
+        outcomes[survives(tmp_path / "mutated")] += 1
+    assert outcomes[False] > 0.8 * count
+    assert outcomes[True] > 0
