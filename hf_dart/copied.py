@@ -116,8 +116,8 @@ def fill(head: DartModel, target: Any) -> None:
     if config.fingerprint is not None and not same_fingerprint(found, config.fingerprint):
         raise ValueError(
             f"This head stands on layer {config.copied_layer} of {config.target_name or 'another target'}, and "
-            f"{type(target).__name__} {target.config.name_or_path} has other weights there; load the target that the "
-            "head was trained for."
+            f"{target.config.name_or_path or type(target).__name__} has other weights there; load the target that "
+            "the head was trained for."
         )
     for copy, source, state in zip(head.layers, sources, states, strict=True):
         copy.to(next(iter(state.values())))  # nothing is rounded
