@@ -17,6 +17,7 @@ from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trai
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
+from hf_dart.generation.refinement import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
 from hf_dart.training.evaluate import DraftQuality, first_prompts
 from hf_dart.training.losses import NO_LABEL
@@ -126,6 +127,47 @@ def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: P
                 trainer.compute_loss(head, inputs)
             assert trainer._quality.metrics()["tau"] == committed
         begin += committed
+
+
+@torch.no_grad()
+def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
+    """From the anchor of every round: what drafting there gives, and for one token what decoding has accepted."""
+    target, head = trained()
+    head.add_selector(8)
+    torch.nn.init.normal_(head.selector.context.weight, std=3.0, generator=torch.Generator().manual_seed(7))
+    prompt = torch.tensor([[7, 11, 13, 17]])
+    decoded = target.generate(
+        prompt,
+        attention_mask=torch.ones_like(prompt),
+        assistant=head,
+        tree_config=TreeConfig(nodes=2, depth=1, lookup=0),
+        do_sample=False,
+        max_new_tokens=60,
+        eos_token_id=None,
+    )
+    trainer = tiny_trainer(tmp_path, head, target, ROWS)
+    features, logits = trainer.teach(decoded, torch.zeros_like(decoded))
+    begin, alone, firsts = prompt.shape[1] - 1, 0, []
+    for (committed,) in head.last_stats.committed[:-1]:
+        if begin + head.draft_length + 1 < decoded.shape[1]:
+            trainer._quality = DraftQuality(head.draft_length)
+            batch = {"input_ids": decoded, "documents": torch.zeros_like(decoded), "anchors": torch.tensor([[begin]])}
+            trainer.compute_loss(head, batch)
+            assert trainer._quality.metrics()["acceptance_1"] == committed - 1
+            firsts.append(committed - 1)
+            state = head.begin(1, decoded.shape[1])
+            known = slice(begin + 1)
+            proposal = head.propose(
+                state, features[:, known], decoded[:, 1 : begin + 2], torch.tensor([begin + 1]), None
+            )
+            scores, candidates = proposal.logits.log_softmax(-1).topk(head.tree_config.top_k)
+            chain = best_chain(candidates, head.transitions(proposal, decoded[:, begin + 1], candidates, scores))
+            right = (chain == logits[:, begin + 1 : begin + 1 + head.draft_length].argmax(-1)).cummin(-1).values
+            assert trainer._quality.metrics()["tau"] == 1 + int(right.sum())
+            alone += int((proposal.logits.argmax(-1) != chain).any())
+        begin += committed
+    assert 0 < sum(firsts) < len(firsts)
+    assert alone > 0  # the selector did choose
 
 
 def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> None:

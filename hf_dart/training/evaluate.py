@@ -22,6 +22,8 @@ from hf_dart.training.losses import NO_LABEL, coupled_chain
 class DraftQuality:
     """How far the drafts of blocks, each a chain of its likeliest tokens, would get.
 
+    A selector has its say in the greedy figures, not in `tau_sampled`.
+
     Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
     On other text a block says nothing about greedy decoding behind the first token that the target would not have
     chosen; it then counts as long as it can be watched (Kaplan and Meier's estimate of survival).
@@ -34,10 +36,15 @@ class DraftQuality:
         self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
 
     @staticmethod
-    def count(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -> Tensor:
-        """What each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d]."""
+    def count(
+        draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None
+    ) -> Tensor:
+        """What each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d].
+
+        `drafted` [n, d] are the tokens of the chains, where each is not just the likeliest by `draft_logits`.
+        """
         chosen = target_logits.argmax(-1)
-        right = draft_logits.argmax(-1) == chosen
+        right = (draft_logits.argmax(-1) if drafted is None else drafted) == chosen
         accepted = right.cummin(-1).values  # [n, d]
         watched = F.pad((accepted & (labels == chosen)).cummin(-1).values[:, :-1], (1, 0), value=True)
         complete = (labels != NO_LABEL).all(-1)

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from transformers import default_data_collator
 
 from hf_dart.features import features_request, gather_features
+from hf_dart.generation.refinement import best_chain
 from hf_dart.head import DartHead
 from hf_dart.hub.push import push_folder
+from hf_dart.proposal import Proposal
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.base import DrafterTrainer
 from hf_dart.training.blocks import (
@@ -107,9 +109,13 @@ class DartTrainer(DrafterTrainer):
             loss = self.draft_loss(inputs, hidden, target_logits, goals, labels)
         if self._quality is not None:
             chunk = self.args.loss_chunk or max(len(hidden), 1)
-            parts = zip(hidden.split(chunk), goals.split(chunk), labels.split(chunk), strict=True)
-            full = self._full_logits
-            counts = [self._quality.count(full(h, target_logits), target_logits[g], y) for h, g, y in parts]
+            roots = ids.flatten()[goals[:, 0]]
+            parts = zip(*(each.split(chunk) for each in (hidden, goals, labels, roots)), strict=True)
+            counts = []
+            for part, at, known, root in parts:
+                logits = self._full_logits(part, target_logits)
+                drafted = self._chains(part, logits, root)
+                counts.append(self._quality.count(logits, target_logits[at], known, drafted))
             per_block = torch.cat(counts).float()
             per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
             # By row, so that rows which only fill up the last batch of several processes can be left out.
@@ -181,6 +187,13 @@ class DartTrainer(DrafterTrainer):
     def _full_logits(self, hidden: Tensor, target_logits: Tensor) -> Tensor:
         """Draft logits [n, d, V] over all tokens of the target's [..., V]: what is never drafted is never right."""
         return spread(self.head.logits(hidden), self.head.draft_vocabulary, target_logits.shape[-1])
+
+    def _chains(self, hidden: Tensor, logits: Tensor, roots: Tensor) -> Tensor:
+        """The tokens [n, d] of greedy drafts behind the roots [n], of hidden [n, d, H] and logits [n, d, V]."""
+        width = min(self.head.tree_config.top_k, logits.shape[-1])
+        scores, candidates = logits.log_softmax(-1).topk(width)
+        table = self.head.transitions(Proposal(logits, hidden), roots, candidates, scores)
+        return best_chain(candidates, table)
 
     @torch.no_grad()
     def _acceptance(self, hidden: Tensor, target_logits: Tensor, goals: Tensor) -> Tensor:
