@@ -265,7 +265,7 @@ def test_text_is_stocks_in_every_mode(target: Any, tmp_path: Path, style: str, m
         assert_identical(target, drafter, inputs, **MODES[mode], max_new_tokens=40, tree_config=shape, into=TALLY)
 
 
-MANY = ["llama", "gpt2", "mistral", "opt", "gemma2", "qwen3_moe"]
+MANY = ["llama", "gpt2", "mistral", "opt", "cohere2", "qwen3_moe"]
 
 
 @pytest.mark.parametrize("family", ["gemma3", *(pytest.param(name, marks=pytest.mark.matrix) for name in MANY)])

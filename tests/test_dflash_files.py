@@ -13,6 +13,8 @@ import torch
 from attacks import changed, damaged, seeds, survives
 from compare import assert_identical
 from guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from hub import Hub, Repository, sha256
+from hub import hub as hub
 from safetensors.torch import save_file
 from test_fit import letters
 from tiny import VOCABULARY, prompts, tiny_target
@@ -29,7 +31,7 @@ def target() -> Any:
 
 
 def refused(read: Callable[[], Any], words: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(words)) as error:
+    with pytest.raises((ValueError, OSError), match=re.escape(words)) as error:
         read()
     message = str(error.value)
     assert "\n" not in message, message
@@ -101,6 +103,10 @@ def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) ->
 
 def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
     refused(lambda: load(tmp_path / "nowhere", target), "no folder")
+    (tmp_path / "empty").mkdir()
+    refused(lambda: load(tmp_path / "empty", target), "no config.json")
+    with pytest.raises(OSError, match="cannot be reached"):
+        DFlashDrafter.from_pretrained("someone/dflash", target=target)
     path = Path(dflash_checkpoint(tmp_path / "one", target, ZLAB))
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
@@ -108,6 +114,8 @@ def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
     for file in ("../one.safetensors", "/tmp/one.safetensors", "pytorch_model.bin", 3):
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": file}}))
         refused(lambda: load(path, target), "model.safetensors.index.json")
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')
+    refused(lambda: load(path, target), "lacks a file")
     (path / "model.safetensors.index.json").write_text("[]")
     refused(lambda: load(path, target), "JSON")
     (path / "model.safetensors").write_bytes(weights[:-8])
@@ -223,3 +231,31 @@ def test_weights_of_nan_change_no_token(target: Any, tmp_path: Path) -> None:
     assert_identical(target, drafter, prompts([7, 3]), **GREEDY)
     assert_identical(target, drafter, prompts([7, 3]), do_sample=True, max_new_tokens=16)
     assert target.config.vocab_size == VOCABULARY
+
+
+def test_from_the_hub(target: Any, tmp_path: Path, hub: Hub) -> None:
+    """Config and shards are fetched, and nothing else; least of all the code that lies beside them."""
+    config = dflash_config(target, ZLAB)
+    path = Path(save(tmp_path / "here", config, dflash_tensors(config)))
+    index = {"weight_map": dict.fromkeys(dflash_tensors(config), "a.safetensors")}
+    files = {
+        "config.json": (path / "config.json").read_bytes(),
+        "a.safetensors": (path / "model.safetensors").read_bytes(),
+        "model.safetensors.index.json": json.dumps(index).encode(),
+        "dflash.py": b"raise SystemExit",
+    }
+    hub.objects[sha256(files["a.safetensors"])] = files["a.safetensors"]  # large files lie elsewhere
+    hub.repositories["lab/dflash"] = Repository()
+    hub.repositories["lab/dflash"].commit("main", None, files, "all")
+    drafter = DFlashDrafter.from_pretrained("lab/dflash", target=target)
+    local = DFlashDrafter.from_pretrained(str(path), target=target)
+    assert all(torch.equal(drafter.state_dict()[name], tensor) for name, tensor in local.state_dict().items())
+    assert not any("dflash.py" in request for request in hub.requests)
+    for words, changes in (("model.safetensors", {"a.safetensors": None, "model.safetensors.index.json": None}),
+                           ("config.json", {"config.json": None})):  # fmt: skip
+        less = {name: content for name, content in files.items() if name not in changes}
+        name = f"lab/{words}"
+        hub.repositories[name] = Repository()
+        hub.repositories[name].commit("main", None, less, "less")
+        refused(lambda name=name: DFlashDrafter.from_pretrained(name, target=target), words)
+    refused(lambda: DFlashDrafter.from_pretrained("lab/nothing", target=target), "no repository")

@@ -145,7 +145,7 @@ class DFlashDrafter(Drafter[DFlashState], nn.Module):
         Raises:
             ValueError: the drafter does not fit the target, or the files are not those of one; the message says
                 what differs.
-            OSError: there are no such files.
+            OSError: there are no such files, or the Hub does not give them.
         """
         config = DFlashConfig.read(read_config(path, **where))
         with torch.device("meta"):  # nothing is allocated by what a config says alone

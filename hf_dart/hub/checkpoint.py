@@ -19,6 +19,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from hf_dart.hub.errors import hub_errors
+
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_JSON = 64 * 1024**2
 _FLOATS = ("F64", "F32", "F16", "BF16")
@@ -33,11 +35,27 @@ def read_config(path: str, **where: Any) -> dict[str, Any]:
 
     Raises:
         ValueError: there is no such folder, or the file is not one JSON object with every name once.
-        OSError: there is no such file.
+        OSError: there is no such file, or the Hub does not give it.
     """
     if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
-    return _read_json(Path(cached_file(path, "config.json", **where)))
+    sentence = f"{path} holds no config.json; give the folder or the Hub repository of a drafter."
+    return _read_json(Path(_located(path, "config.json", where, sentence)))
+
+
+def _found(path: str, name: str, where: dict[str, Any]) -> str | None:
+    """A file of a folder or of the Hub's cache, fetched if need be; None if it is not there."""
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+        return cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
+
+
+def _located(path: str, name: str, where: dict[str, Any], missing: str) -> str:
+    """The same of a file that has to be there; `missing` is what is said if it is not."""
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision"), otherwise=missing):
+        file = cached_file(path, name, **where)
+    if file is None:  # of a folder without config.json
+        raise OSError(missing)
+    return file
 
 
 def read_tensors(
@@ -60,7 +78,7 @@ def read_tensors(
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape or kind, or a file is damaged.
-        OSError: there are no weights in safetensors.
+        OSError: there are no weights in safetensors, or the Hub does not give them.
     """
     dtypes = dtypes or {}
     with ExitStack() as files:
@@ -109,22 +127,20 @@ def _check(path: str, name: str, tensor: Any, wanted: tuple[int, ...], dtype: to
 
 
 def _weight_files(path: str, where: dict[str, Any]) -> list[str]:
-    quiet = {"_raise_exceptions_for_missing_entries": False}
-    single = cached_file(path, _WEIGHTS, **where, **quiet)
+    single = _found(path, _WEIGHTS, where)
     if single is not None:
         return [single]
-    index = cached_file(path, _INDEX, **where, **quiet)
+    index = _found(path, _INDEX, where)
     if index is None:
-        raise ValueError(
-            f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened, convert them to safetensors first."
-        )
+        return [_located(path, _WEIGHTS, where, f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened.")]
     names = _read_json(Path(index)).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
         raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
     for name in names.values():
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
             raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
-    return [cached_file(path, name, **where) for name in sorted(set(names.values()))]
+    lacks = f"{path} lacks a file that its {_INDEX} names; fetch it as a whole."
+    return [_located(path, name, where, lacks) for name in sorted(set(names.values()))]
 
 
 def _read_json(file: Path) -> dict[str, Any]:
