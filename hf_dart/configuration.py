@@ -288,7 +288,8 @@ class TreeConfig:
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
-        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft.
+        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft. Each time
+            costs about as much as the draft itself, which pays where the target is much slower than that.
         calibrate: correct the scores of each depth by what the target accepts, as the call goes on
             (`hf_dart.generation.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
