@@ -31,6 +31,10 @@ class Shared:
         self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
         self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
 
+    def rows(self, vocab_size: int) -> int:
+        """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
+        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
 

@@ -247,7 +247,8 @@ class DartHead(PushWithCard, DraftingModel):
         """
         if self.lm_head is not None:
             raise ValueError("This head scores tokens with an LM head of its own, whose vocabulary cannot be changed.")
-        ids = None if tokens is None else checked(tokens, self.config.vocab_size).to(self.device)
+        rows = self.config.vocab_size if self._shared is None else self._shared.rows(self.config.vocab_size)
+        ids = None if tokens is None else checked(tokens, rows).to(self.device)
         self.config.draft_vocab_size = None if ids is None else len(ids)
         self.draft_vocabulary = ids
         return self

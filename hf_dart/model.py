@@ -128,11 +128,11 @@ class DartModel(FittedDrafter[DartState]):
 
     def bind(self, target: Any, tokenizer: Any = None) -> Self:
         """As `FittedDrafter.bind`; tokens of the head's own have to be tokens of the target's, too."""
-        if self.draft_vocabulary is not None:
-            checked(self.draft_vocabulary, self.config.vocab_size)
         if self.config.mask_token_id is not None and tokenizer is not None:
             check_unused(self.config.mask_token_id, tokenizer)
         super().bind(target, tokenizer)
+        if self.draft_vocabulary is not None:
+            checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
         if self.config.copied_layer is not None and not self._filled:
             fill(self, target)
             self._filled = True

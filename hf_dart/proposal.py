@@ -44,12 +44,20 @@ class Proposal:
         logits = torch.where(chosen, self.logits, older.logits)
         return Proposal(logits, torch.where(chosen, self.hidden, older.hidden), self.vocabulary)
 
+    def within(self, vocab_size: int) -> Proposal:
+        """This proposal for a target with V logits, where a drafter's own table has more or fewer padding rows."""
+        rows = self.logits.shape[-1]
+        if self.vocabulary is not None or rows == vocab_size:
+            return self
+        vocabulary = torch.arange(rows, device=self.logits.device) if rows < vocab_size else None
+        return Proposal(self.logits[..., :vocab_size], self.hidden, vocabulary)
+
     def make_certain(self, rows: list[bool], token: int) -> None:
         """Let those rows draft `token` alone, if they can."""
         column = token
         if self.vocabulary is not None:
             column = int(columns_of(torch.tensor(token, device=self.vocabulary.device), self.vocabulary, -1))
-        if column >= 0:
+        if 0 <= column < self.logits.shape[-1]:
             self.logits[torch.tensor(rows), :, column] = _CERTAIN
 
 

@@ -124,7 +124,9 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
         if self.config.share_embeddings:
             embedded = self._project(self.shared.embeddings(known.to(self.shared.embeddings.weight.device)))
         else:
-            embedded = self.token_embedding(known)
+            rows = self.config.vocab_size  # of which the target may have more: padding
+            tokens = torch.where(tokens < rows, tokens, MASK)
+            embedded = self.token_embedding(known.clamp(max=rows - 1))
         return torch.where((tokens < 0).to(self._device)[..., None], self.mask_token.weight[0], embedded)
 
     def _project(self, embeddings: Tensor) -> Tensor:

@@ -129,6 +129,7 @@ class DartCandidateGenerator(CandidateGenerator):
 
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
         """A chain behind `ids` [1, T], up to its first end token, drawn with the call's processors."""
+        proposal = proposal.within(vocab_size)
         logits = proposal.logits.float()
         if proposal.vocabulary is not None:  # stock's processors look at the whole vocabulary
             logits = spread(logits, proposal.vocabulary, vocab_size)

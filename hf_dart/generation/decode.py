@@ -171,8 +171,9 @@ class _Call:
         self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None
         self.verify = Verifier(self.model, self.cache, kinds, layers, self.hidden_states is not None)
         logits = outputs.logits[:, -1:].to(rows.device)
+        self.vocab_size = logits.shape[-1]
         if config.do_sample:
-            self.noise = NoiseStream(batch, logits.shape[-1], rows.device)
+            self.noise = NoiseStream(batch, self.vocab_size, rows.device)
         self.walk = Walker(
             self.processors,
             rows,
@@ -226,13 +227,15 @@ class _Call:
             gumbel = self.noise.gumbel(self.rows.emitted, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        return self.grower(proposal, gumbel, deepest, None if proposal is None else partial(self.refine, proposal))
+        if proposal is None:
+            return self.grower(None, gumbel, deepest)
+        return self.grower(proposal.within(self.vocab_size), gumbel, deepest, partial(self.refine, proposal))
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft behind a second look at `tokens` [B, d]."""
         proposal = self.drafter.refine(self.draft.state, first, tokens)
         self.hold_ended_rows(proposal)
-        return proposal
+        return proposal.within(self.vocab_size)
 
     def hold_ended_rows(self, proposal: Proposal) -> None:
         """Rows that are only filled up must not hold up the others."""
