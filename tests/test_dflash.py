@@ -243,8 +243,7 @@ def test_stocks_loop_accepts_as_many_of_its_own(target: Any, tmp_path: Path) -> 
 SHAPES = [TreeConfig(nodes=8, lookup=0), TreeConfig.chain(5)]
 
 
-@pytest.mark.parametrize("style", [ZLAB, ASSISTANT])
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(("style", "size"), [(ZLAB, 4), (ASSISTANT, 1)])
 def test_text_is_stocks(target: Any, tmp_path: Path, style: str, size: int) -> None:
     drafter = load(tmp_path, target, style)
     inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
@@ -276,7 +275,7 @@ def test_families(tmp_path: Path, family: str) -> None:
     assert_identical(target, drafter, prompts([9, 3, 7, 13]), **MODES["T=1"], max_new_tokens=20, into=TALLY)
 
 
-@pytest.mark.parametrize("variant", ["sliding", "causal"])
+@pytest.mark.parametrize("variant", ["sliding", pytest.param("causal", marks=pytest.mark.matrix)])
 def test_variants_draft_exactly(target: Any, tmp_path: Path, variant: str) -> None:
     drafter = load(tmp_path, target, **VARIANTS[variant])
     assert_identical(target, drafter, prompts([12, 3]), **MODES["greedy"], max_new_tokens=20, into=TALLY)

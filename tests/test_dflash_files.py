@@ -141,8 +141,8 @@ def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
     ("style", "changed_target", "words"),
     [
         (ZLAB, {"hidden_size": 64}, "hidden size"),
-        (ZLAB, {"num_hidden_layers": 3}, "number of layers"),
-        (ZLAB, {"vocab_size": 64}, "vocabulary"),
+        pytest.param(ZLAB, {"num_hidden_layers": 3}, "number of layers", marks=pytest.mark.matrix),
+        pytest.param(ZLAB, {"vocab_size": 64}, "vocabulary", marks=pytest.mark.matrix),
         (ASSISTANT, {"num_hidden_layers": 1}, "layers"),
         (ASSISTANT, {"vocab_size": 40}, "tokens"),
     ],
@@ -178,6 +178,7 @@ def test_the_kind_is_told_by_the_config(target: Any, tmp_path: Path) -> None:
     refused(lambda: load_drafter(path, target=target), "DFlash2")
 
 
+@pytest.mark.matrix
 def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 
@@ -195,7 +196,7 @@ def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture
     assert capsys.readouterr().out == drafted.out
 
 
-@pytest.mark.parametrize("part", seeds(60, 1200))
+@pytest.mark.parametrize("part", seeds(30, 1200))
 @pytest.mark.parametrize("style", [ZLAB, ASSISTANT])
 def test_configs_under_attack(target: Any, tmp_path: Path, style: str, part: range) -> None:
     config = dflash_config(target, style)
@@ -207,7 +208,7 @@ def test_configs_under_attack(target: Any, tmp_path: Path, style: str, part: ran
     assert 0 < read < len(part) / 2
 
 
-@pytest.mark.parametrize("part", seeds(60, 1200))
+@pytest.mark.parametrize("part", seeds(30, 1200))
 def test_weights_under_attack(target: Any, tmp_path: Path, part: range) -> None:
     path = Path(dflash_checkpoint(tmp_path, target, ZLAB))
     content = (path / "model.safetensors").read_bytes()
