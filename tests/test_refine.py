@@ -231,12 +231,12 @@ def test_refined_scores_stand_behind_the_draft_only() -> None:
 
 
 def check_exact(model: Any, head: DartHead, inputs: dict[str, Any], passes: tuple[int, ...], **options: Any) -> None:
-    """Drafted against stock, for several numbers of passes; some draft is accepted."""
+    """Drafted against stock, for several numbers of passes; some draft is accepted, unless rows end at once."""
     accepted = 0
     for number in passes:
         assert_identical(model, head, inputs, seed=1, refine=number, **options)
         accepted += head.last_stats.accepted
-    assert accepted
+    assert accepted or "eos_token_id" in options
 
 
 def selecting_head(model: Any) -> DartHead:
