@@ -119,7 +119,7 @@ class Drafter(ABC, Generic[State]):
             features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
             next_tokens: [B, A] the token behind each position; [B, A, E] its embedding where the prompt was given
                 as `inputs_embeds`.
-            counts: [B] how many of the A entries of a row are real; the rest is padding.
+            counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
         """
 
     def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:

@@ -135,6 +135,21 @@ def test_tables_that_differ_in_padding_rows(rows: int) -> None:
             target.generate(**prompts([7]), do_sample=sample, max_new_tokens=8, custom_generate=loop)
 
 
+@pytest.mark.parametrize("make", [tiny_head, tiny_diffusion_drafter])
+def test_padding_in_front_of_one_row_costs_no_drafts(make: Any) -> None:
+    model = tiny_target("llama")
+    drafter = make(model)
+    ids = prompts([9])["input_ids"]
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), ids], dim=1)
+    accepted = []
+    for given in (ids, padded):
+        mask = (torch.arange(given.shape[1]) >= given.shape[1] - 9).long()[None]
+        model.generate(given, attention_mask=mask, assistant=drafter, do_sample=False, max_new_tokens=32)
+        accepted.append(drafter.last_stats.accepted_per_depth)
+    assert sum(accepted[0]) > 0
+    assert accepted[1] == accepted[0]
+
+
 def test_a_draft_vocabulary_is_the_targets() -> None:
     """Its LM head may have fewer rows than its embedding table."""
     target = tiny_target("llama")

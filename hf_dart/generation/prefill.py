@@ -37,12 +37,12 @@ class PromptFeed:
         if ready == 0:
             return
         slots = slice(self._next + 1, self._next + 1 + ready)
-        # Rows begin behind their padding.
+        # Rows begin behind their padding; no entry is left over where the longest of them has none.
         skipped = (self._pads - self._next).clamp(0, ready)
-        entries = (torch.arange(ready) + skipped[:, None]).clamp(max=ready - 1)
-        self._drafter.extend(
-            self._state, _taken(features, entries), _taken(self._prompt[:, slots], entries), ready - skipped
-        )
+        counts = ready - skipped
+        entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
+        if entries.shape[1]:
+            self._drafter.extend(self._state, _taken(features, entries), _taken(self._prompt[:, slots], entries), counts)
         self._next += ready
 
 
