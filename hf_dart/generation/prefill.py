@@ -42,7 +42,8 @@ class PromptFeed:
         counts = ready - skipped
         entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
         if entries.shape[1]:
-            self._drafter.extend(self._state, _taken(features, entries), _taken(self._prompt[:, slots], entries), counts)
+            next_tokens = _taken(self._prompt[:, slots], entries)
+            self._drafter.extend(self._state, _taken(features, entries), next_tokens, counts)
         self._next += ready
 
 
