@@ -1,4 +1,4 @@
-"""Offline, one thread per test (the models are tiny), and the session's figures at the end."""
+"""Offline, one thread per test (the models are tiny), and the session's figures at the end, of all processes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compare import TALLIES
+from compare import TALLIES, tally
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -22,6 +22,19 @@ transformers.logging.set_verbosity_error()
 def _known_generator_state() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    handed_on = getattr(session.config, "workeroutput", None)  # where pytest-xdist runs this process
+    if handed_on is not None:
+        handed_on["tallies"] = [(one.title, one.taus, one.near_ties) for one in TALLIES.values()]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node: Any) -> None:
+    for title, taus, near_ties in getattr(node, "workeroutput", {}).get("tallies", []):
+        tally(title).taus += taus
+        tally(title).near_ties += near_ties
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -114,6 +114,9 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
 
 
 def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = yaml.safe_load(recipe.read_text())
+    del options["draft_vocab_size"]  # of DART heads alone
+    recipe.write_text(yaml.safe_dump(options))
     kind = ["--drafter", "diffusion", "--num_layers", "1"]
     steps = ["--eval_strategy", "no", "--max_steps"]
     assert main(["train", str(recipe), *kind, "--denoise-steps", "2", *steps, "2"]) == 0
@@ -125,9 +128,8 @@ def test_a_diffusion_drafter_is_trained_and_trained_on(recipe: Path, capsys: pyt
 
     assert main(["train", str(recipe), *kind, "--resume_from_checkpoint"]) == 2
     assert "denoise_steps=2 and this run 1" in capsys.readouterr().err
-    options = yaml.safe_load(recipe.read_text())
     options |= {"drafter": "diffusion", "head": str(final), "output_dir": str(recipe.parent / "on")}
-    for name in ("draft_length", "feature_layers", "draft_vocab_size"):
+    for name in ("draft_length", "feature_layers"):
         del options[name]
     recipe.write_text(yaml.safe_dump(options))
     assert main(["train", str(recipe), *steps, "1", "--unmasking", "left_to_right", "--revealed_share", "1"]) == 0
