@@ -38,6 +38,6 @@ def pytest_testnodedown(node: Any) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    for tally in TALLIES.values():
-        if tally.taus:
-            terminalreporter.write_line(str(tally))
+    for one in TALLIES.values():
+        if one.taus:
+            terminalreporter.write_line(str(one))
