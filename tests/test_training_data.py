@@ -1,4 +1,4 @@
-"""Rows to train on: packing and mixing."""
+"""Rows to train on: packing."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from hf_dart.training import Mixture, PackedTokens
+from hf_dart.training import PackedTokens
 
 
 def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:
@@ -32,13 +32,3 @@ def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:
     alone = PackedTokens(path, length=16, eos=0, minimum=3, share_rows=False)
     assert [row["input_ids"][row["documents"] == 0].tolist() for row in alone] == found
     assert all(row["documents"].max() == 0 for row in alone)
-
-
-def test_mixture_keeps_its_shares_and_repeats_what_is_short() -> None:
-    mixture = Mixture([list(range(3)), list(range(100, 200))], (0.25, 0.75), rows=40)  # type: ignore[list-item]
-    drawn = [mixture[i] for i in range(len(mixture))]
-    assert len(drawn) == 40
-    short, long = [x for x in drawn if x < 100], [x for x in drawn if x >= 100]
-    assert len(short) == 10
-    assert all(short.count(x) in (3, 4) for x in range(3))
-    assert len(set(long)) == len(long) == 30

@@ -1,12 +1,12 @@
 """Training recipes side by side: the same initial weights, rows, order and steps, several seeds.
 
-    python examples/experiments/compare.py losses corpus.bin regenerated.bin runs/losses --json losses.json
+    python examples/experiments/compare.py causal corpus.bin regenerated.bin runs/losses --json losses.json
 
 Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
-seed, and prints one table: τ of chains
-on held-out text that the target wrote itself, offline and exact (`hf_dart.training.evaluate`), with standard errors
-over seeds. The files are those of `examples/demo_pair` (`corpus.py`, `regenerate.py`). What is done is kept in the
-output folder: an interrupted run goes on, and `--seeds` may be raised later.
+seed, and prints one table: τ of chains on held-out text that the target wrote itself, offline and exact
+(`hf_dart.training.evaluate`), with standard errors over seeds. The data are those of `examples/demo_pair`: the corpus
+and what `hf-dart regenerate` made of it. What is done is kept in the output folder: an interrupted run goes on, and
+`--seeds` may be raised later.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_dart import DartConfig, DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments, Mixture, PackedTokens
+from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, PackedTokens, load_rows
 
 _PREFIX = 16  # tokens of pytest's source in front of each held-out row
 
@@ -83,11 +83,7 @@ class Experiment:
         self.arguments = arguments
         self.target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-        eos = self.tokenizer.eos_token_id
-        self.sources = [
-            PackedTokens(path, arguments.length, eos) for path in (arguments.corpus, arguments.regenerated)
-        ]
-        self.held_out = PackedTokens(self._held_out_text(), arguments.length, eos)
+        self.held_out = PackedTokens(self._held_out_text(), arguments.length, self.tokenizer.eos_token_id)
 
     def _held_out_text(self) -> Path:
         """Rows of the target's own, sampled behind short prefixes of pytest's source, which it has never seen."""
@@ -129,11 +125,22 @@ class Experiment:
         config = DartConfig.from_pretrained(self.arguments.start_from, **variant.head)
         return DartHead.from_pretrained(self.arguments.start_from, target=self.target, config=config)
 
+    def _rows(self, variant: Variant, draft_length: int, seed: int) -> Any:
+        shares = {self.arguments.corpus: 1 - variant.own_share, self.arguments.regenerated: variant.own_share}
+        used = {str(path): share for path, share in shares.items() if share}
+        data = DataArguments(
+            train_data=list(used),
+            shares=list(used.values()) if len(used) > 1 else None,
+            max_length=self.arguments.length,
+            train_on="all",
+            shuffle_seed=seed,
+        )
+        return load_rows(data, self.tokenizer, draft_length)[0]
+
     def run(self, variant: Variant, seed: int) -> dict[str, float]:
         """Train one head and evaluate it; the metrics of `DraftQuality`, and the time."""
         arguments = self.arguments
         head = self._head(variant, seed)
-        rows = arguments.max_steps * arguments.batch_size
         trainer = DartTrainer(
             head,
             self.target,
@@ -155,7 +162,7 @@ class Experiment:
                 seed=seed,
                 **variant.training,
             ),
-            train_dataset=Mixture(self.sources, (1 - variant.own_share, variant.own_share), rows, seed=seed),
+            train_dataset=self._rows(variant, head.draft_length, seed),
             eval_dataset=self.held_out,
         )
         seconds = trainer.train().metrics["train_runtime"]
@@ -167,10 +174,13 @@ class Experiment:
 _NOT_QUALITY = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch", "eval_loss")
 
 
-def mean_and_error(values: list[float]) -> tuple[float, float]:
-    """The mean and its standard error over seeds (nan for one)."""
-    error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
-    return statistics.fmean(values), error
+def with_error(values: list[float], form: str) -> str:
+    """The mean of several seeds and its standard error over them; of one seed, the figure alone."""
+    mean = form.format(statistics.fmean(values))
+    if len(values) == 1:
+        return mean
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    return f"{mean} ± {form.replace('+', '').format(error)}"
 
 
 def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) -> str:
@@ -191,10 +201,10 @@ def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) 
             continue
         cells = [name, str(len(runs))]
         for figure in ("tau", "tau_sampled"):
-            cells.append("{:.3f} ± {:.3f}".format(*mean_and_error([run[figure] for run in runs.values()])))
+            cells.append(with_error([run[figure] for run in runs.values()], "{:.3f}"))
             # Drafted tokens beyond the bonus are what training can change, but speed follows τ: ratios are of τ.
             ratios = [100 * (run[figure] / base[seed][figure] - 1) for seed, run in runs.items() if seed in base]
-            cells.append("" if name == names[0] or not ratios else "{:+.1f} ± {:.1f} %".format(*mean_and_error(ratios)))
+            cells.append("" if name == names[0] or not ratios else with_error(ratios, "{:+.1f}") + " %")
         depths = [statistics.fmean(run.get(f"acceptance_{k}", 0.0) for run in runs.values()) for k in (1, 2, 3)]
         cells.append(", ".join(f"{share:.2f}" for share in depths))
         cells.append(f"{statistics.fmean(run['waste'] for run in runs.values()):.0%}")

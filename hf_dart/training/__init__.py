@@ -1,7 +1,7 @@
 """Training draft heads on `transformers.Trainer`: blocks, losses, data, the trainer."""
 
 from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.data import Mixture, PackedTokens, tokenize
+from hf_dart.training.data import PackedTokens, tokenize
 from hf_dart.training.diffusion import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.evaluate import DecodingCallback
 from hf_dart.training.refining import EditTrainer, EditTrainingArguments
@@ -17,7 +17,6 @@ __all__ = [
     "DiffusionTrainingArguments",
     "EditTrainer",
     "EditTrainingArguments",
-    "Mixture",
     "PackedTokens",
     "load_rows",
     "tokenize",

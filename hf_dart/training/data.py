@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -80,33 +80,3 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
             documents[at : at + size] = number
             at += size
         return {"input_ids": ids, "documents": documents}
-
-
-class Mixture(Dataset[Any]):
-    """`rows` rows of several datasets in given shares; a dataset that is used up begins anew, reshuffled.
-
-    Args:
-        datasets: map-style datasets.
-        shares: parts of the mixture, e.g. (0.5, 0.5).
-        rows: length of the mixture.
-        seed: of the shuffles.
-    """
-
-    def __init__(self, datasets: Sequence[Dataset[Any]], shares: Sequence[float], rows: int, seed: int = 0) -> None:
-        self.datasets = list(datasets)
-        random = np.random.default_rng(seed)
-        total = sum(shares)
-        picks = []
-        for number, (dataset, share) in enumerate(zip(datasets, shares, strict=True)):
-            size, wanted = len(dataset), round(rows * share / total)  # type: ignore[arg-type]
-            passes = [random.permutation(size) for _ in range(-(-wanted // size))]
-            indices = np.concatenate([np.zeros(0, dtype=np.int64), *passes])[:wanted]
-            picks.append(np.stack([np.full(wanted, number), indices], axis=1))
-        self.picks = random.permutation(np.concatenate(picks))
-
-    def __len__(self) -> int:
-        return len(self.picks)
-
-    def __getitem__(self, index: int) -> Any:
-        number, row = self.picks[index]
-        return self.datasets[number][int(row)]
