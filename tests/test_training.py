@@ -173,6 +173,15 @@ def test_bf16_casts_the_target_and_its_lm_head_too(tmp_path: Path) -> None:
     assert head.fc.weight.dtype == torch.float32
 
 
+def test_a_target_in_16_bits_and_a_head_in_32(tmp_path: Path) -> None:
+    target = tiny_target(torch.bfloat16)
+    head = tiny_head(target).float()
+    trainer = tiny_trainer(tmp_path, head, target, token_rows(LENGTHS), max_steps=2, logging_steps=1)
+    trainer.train()
+    assert math.isfinite(float(trainer.state.log_history[0]["loss"]))
+    assert head.fc.weight.dtype == torch.float32
+
+
 def test_evaluation_reports_the_mean_block_loss(tmp_path: Path) -> None:
     target = tiny_target()
     head = tiny_head(target)

@@ -32,7 +32,7 @@ class Recipe:
 
     Attributes:
         target, head, lora, data, training: the options by what they are about.
-        given: those that were given, by name, for `yaml.safe_dump`.
+        given: those that were given, by name, for `yaml.safe_dump`; tokens of the Hub left out.
     """
 
     target: TargetArguments
@@ -85,7 +85,8 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     space, rest = reader.parse_known_args(flags)
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
-    given = {name: getattr(space, name) for name in names}
+    # What gives access is not written down.
+    given = {name: getattr(space, name) for name in names if not name.endswith("_token")}
     target, head, *lora, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")

