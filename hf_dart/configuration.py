@@ -112,8 +112,7 @@ class DartConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self.feature_layers = sorted(set(self.feature_layers))
-        if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
-            raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+        check_shape(self)
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
         if self.block_attention not in ("causal", "bidirectional"):
@@ -132,16 +131,6 @@ class DartConfig(PreTrainedConfig):
             raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
         if not self.feature_layers:
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
-        if self.feature_layers[0] < 0 or self.feature_layers[-1] > self.target_num_layers:
-            raise ValueError(
-                f"feature_layers {self.feature_layers} do not lie in 0..{self.target_num_layers}, the "
-                "hidden_states of the target; count from 0 (the embeddings) and use no negative index."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})."
-            )
 
     def _check_mask_mode(self) -> None:
         if self.mask_mode not in ("learned", "peagle"):
@@ -221,6 +210,23 @@ class DartConfig(PreTrainedConfig):
             "target_num_layers": layers,
         }
         return cls(**{**fields, **overrides})
+
+
+def check_shape(config: Any) -> None:
+    """Raise a `ValueError` if what the configs of drafters have in common is out of range; `feature_layers` ascend."""
+    if not 1 <= config.draft_length <= MAX_DRAFT_LENGTH:
+        raise ValueError(f"draft_length is {config.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+    layers, last = config.feature_layers, config.target_num_layers
+    if layers and not 0 <= layers[0] <= layers[-1] <= last:
+        raise ValueError(
+            f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
+            "embeddings) and use no negative index."
+        )
+    if config.num_attention_heads % config.num_key_value_heads:
+        raise ValueError(
+            f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
+            f"({config.num_key_value_heads})."
+        )
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

@@ -6,64 +6,59 @@ import torch
 from torch import Tensor
 
 from hf_dart.layers import rotation_at
-from hf_dart.model import DartModel, DartState, Entries
+from hf_dart.model import DartModel, Entries
 from hf_dart.proposal import Proposal, Verified
-from hf_dart.slots import SlotSpec, SlotStore
+from hf_dart.slots import SlotSpec, SlotState
 
 
 class DraftingModel(DartModel):
     """The network as a drafter."""
 
-    def begin(self, batch_size: int, capacity: int) -> DartState:
-        config, device = self.config, self.device
-        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, device)
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
+        config = self.config
+        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self.device)
         buffers = self._buffers_per_layer * config.num_layers
-        store = SlotStore([spec] * buffers, batch_size, capacity + config.draft_length)
-        return DartState(store, torch.zeros(batch_size, dtype=torch.long, device=device), 0)
+        return SlotState.begin(spec, buffers, batch_size, capacity + config.draft_length)
 
     @property
     def _buffers_per_layer(self) -> int:
         return 4 if self.config.inject_features else 2
 
-    def resume(self, state: DartState, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
         if not state.store.writable(self.device, self.dtype):
             return False
         for verified in pending:
             self.extend(state, *verified)
-        lengths = lengths.to(state.lengths.device)
-        if bool((state.lengths < lengths).any()):
-            return False
-        state.lengths, state.longest = lengths, int(lengths.max())
-        return True
+        return state.cut(lengths)
 
-    def extend(self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._run(state, self._real_inputs(features, next_tokens), counts.to(self.device))
-        self._advance(state, counts, features.shape[1])
+        state.advance(counts)
 
     def propose(
-        self, state: DartState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         batch, real = next_tokens.shape[:2]
         depth = depth or self.config.draft_length
         # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
         draft = depth if self.config.block_attention == "causal" else self.config.draft_length
-        counts = counts.to(self.device)
+        known = counts.to(self.device)
         entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, draft - 1))
         if batch > 1:
             # A row's mask slots begin right behind its own last real entry; what lies behind its d - 1 slots
             # is never looked at.
             entry = torch.arange(real + draft - 1, device=self.device)
-            padding = ((entry >= counts[:, None]) & (entry < real))[..., None]
+            padding = ((entry >= known[:, None]) & (entry < real))[..., None]
             slot = self.slot_inputs(1, 1)
             x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
             entries = Entries(x, residual, entries.context)
-        hidden = self._run(state, entries, counts)
+        hidden = self._run(state, entries, known)
         if batch > 1:
-            block = (counts - 1).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
+            block = (known - 1).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
             hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
         else:
             hidden = hidden[:, real - 1 :]
-        self._advance(state, counts, real)
+        state.advance(counts)
         hidden = hidden[:, :depth]
         return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
 
@@ -71,7 +66,7 @@ class DraftingModel(DartModel):
     def refines(self) -> bool:
         return self.editor is not None
 
-    def refine(self, state: DartState, first: Proposal, tokens: Tensor) -> Proposal:
+    def refine(self, state: SlotState, first: Proposal, tokens: Tensor) -> Proposal:
         if self.editor is None:
             return super().refine(state, first, tokens)
         # The slots of the first pass, whose keys and values are overwritten.
@@ -98,7 +93,7 @@ class DraftingModel(DartModel):
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
 
-    def _run(self, state: DartState, entries: Entries, counts: Tensor) -> Tensor:
+    def _run(self, state: SlotState, entries: Entries, counts: Tensor) -> Tensor:
         """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
 
         The first `counts` [B] entries of a row are real, the next d - 1 the slots of its block.
@@ -141,8 +136,3 @@ class DraftingModel(DartModel):
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
             mask = mask | (inside & ~before & (keys_at < behind))
         return (torch.cat([mask, known], dim=-1) if self.config.inject_features else mask)[:, None]
-
-    def _advance(self, state: DartState, counts: Tensor, entries: int) -> None:
-        state.lengths = state.lengths + counts.to(state.lengths.device)
-        # One row: its entries are all real, and the device need not be asked.
-        state.longest = state.longest + entries if len(counts) == 1 else int(state.lengths.max())

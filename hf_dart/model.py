@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -20,24 +19,12 @@ from hf_dart.copied import copied_names, fill
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, rotation_at
 from hf_dart.refine import BigramSelector, Editor
-from hf_dart.slots import SlotStore
+from hf_dart.slots import SlotState
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
     from typing_extensions import Self
-
-
-@dataclass
-class DartState:
-    """The draft cache of one call: keys and values of verified positions, position p in slot p.
-
-    Mask slots are written behind them and overwritten by the next round. Injected features have buffers of their own.
-    """
-
-    store: SlotStore
-    lengths: Tensor  # [B] verified positions taken in, on the head's device
-    longest: int  # the largest of them, on the host
 
 
 class Entries(NamedTuple):
@@ -77,7 +64,7 @@ class Edits(NamedTuple):
     draft: Callable[[int, Tensor], Tensor]
 
 
-class DartModel(FittedDrafter[DartState]):
+class DartModel(FittedDrafter[SlotState]):
     """The modules of a head, what they read through the target, and the pass that training runs."""
 
     config_class = DartConfig

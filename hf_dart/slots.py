@@ -89,3 +89,47 @@ class SlotStore:
             from_slots = source.to(storage.device)[None, :, None, :, None].expand(shape)
             to_slots = target.to(storage.device)[None, :, None, :, None].expand(shape)
             storage.scatter_(3, to_slots, storage.gather(3, from_slots))
+
+
+@dataclass
+class SlotState:
+    """The draft cache of one call: keys and values of what is verified, position p of a row in slot p.
+
+    What is drafted is written behind them and overwritten by the next round.
+
+    Attributes:
+        store: the buffers.
+        lengths: [B] positions taken in, on the device of the buffers.
+        counted: [B] the same on the host, so that the device need not be asked.
+    """
+
+    store: SlotStore
+    lengths: Tensor
+    counted: Tensor
+
+    @classmethod
+    def begin(cls, spec: SlotSpec, buffers: int, batch_size: int, capacity: int) -> SlotState:
+        """An empty one, of so many buffers."""
+        none = torch.zeros(batch_size, dtype=torch.long)
+        return cls(SlotStore([spec] * buffers, batch_size, capacity), none.to(spec.device), none)
+
+    @property
+    def shortest(self) -> int:
+        return int(self.counted.min())
+
+    @property
+    def longest(self) -> int:
+        return int(self.counted.max())
+
+    def advance(self, counts: Tensor) -> None:
+        """Take in `counts` [B] more positions, which are written already."""
+        self.counted = self.counted + counts.cpu()
+        self.lengths = self.lengths + counts.to(self.lengths.device)
+
+    def cut(self, lengths: Tensor) -> bool:
+        """Drop what lies behind `lengths` [B]; False, and nothing is changed, where there is less than that."""
+        lengths = lengths.cpu()
+        if bool((self.counted < lengths).any()):
+            return False
+        self.counted, self.lengths = lengths, lengths.to(self.lengths.device)
+        return True

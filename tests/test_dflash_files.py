@@ -111,7 +111,7 @@ def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
     weights = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").rename(path / "pytorch_model.bin")
     refused(lambda: load(path, target), "safetensors")
-    for file in ("../one.safetensors", "/tmp/one.safetensors", "pytorch_model.bin", 3):
+    for file in ("../one.safetensors", "/elsewhere/one.safetensors", "pytorch_model.bin", 3):
         (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"norm.weight": file}}))
         refused(lambda: load(path, target), "model.safetensors.index.json")
     (path / "model.safetensors.index.json").write_text('{"weight_map": {"norm.weight": "b.safetensors"}}')

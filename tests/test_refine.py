@@ -14,12 +14,12 @@ from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.drafting import DartState
 from hf_dart.generation.attach import attach
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.refinement import Refined, best_chain
 from hf_dart.layers import rotation_at
 from hf_dart.proposal import Proposal
+from hf_dart.slots import SlotState
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [
@@ -53,7 +53,7 @@ def texts(head: DartHead, lengths: list[int], seed: int = 1) -> tuple[Tensor, Te
     return features, torch.randint(VOCABULARY, shape, generator=generator)
 
 
-def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[DartState, Proposal]:
+def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[SlotState, Proposal]:
     state = head.begin(len(counts), 4)
     return state, head.propose(state, features, tokens, torch.tensor(counts))
 

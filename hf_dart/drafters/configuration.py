@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.configuration import MAX_DRAFT_LENGTH, DartConfig
+from hf_dart.configuration import DartConfig, check_shape
 
 UNMASKING = ("confidence", "left_to_right")
 
@@ -69,8 +69,7 @@ class DiffusionConfig(PreTrainedConfig):
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
         self.feature_layers = sorted(set(self.feature_layers))
-        if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
-            raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+        check_shape(self)
         for name in ("denoise_steps", "num_layers", "hidden_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
@@ -80,16 +79,6 @@ class DiffusionConfig(PreTrainedConfig):
             raise ValueError(
                 f"context_window ({self.context_window}) must be larger than draft_length ({self.draft_length}), or "
                 "the last slots would see no context."
-            )
-        if self.feature_layers and not 0 <= self.feature_layers[0] <= self.feature_layers[-1] <= self.target_num_layers:
-            raise ValueError(
-                f"feature_layers {self.feature_layers} do not lie in 0..{self.target_num_layers}, the "
-                "hidden_states of the target; count from 0 (the embeddings) and use no negative index."
-            )
-        if self.num_attention_heads % self.num_key_value_heads:
-            raise ValueError(
-                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of "
-                f"num_key_value_heads ({self.num_key_value_heads})."
             )
 
     @property

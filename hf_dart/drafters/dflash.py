@@ -10,7 +10,6 @@ The layers are Qwen3's, as in both published formats (`hf_dart.drafters.dflash_c
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -25,22 +24,10 @@ from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared
 from hf_dart.hub.checkpoint import read_config, read_tensors
 from hf_dart.proposal import Drafter, Proposal, Verified
-from hf_dart.slots import SlotSpec, SlotStore
+from hf_dart.slots import SlotSpec, SlotState
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [B, 1, Q, head_dim]."""
-
-
-@dataclass
-class DFlashState:
-    """The draft cache of one call: keys and values of verified positions, position p in slot p.
-
-    Those of a block are written behind them and overwritten by the next round.
-    """
-
-    store: SlotStore
-    lengths: Tensor  # [B] verified positions taken in, on the drafter's device
-    longest: int  # the largest of them, on the host
 
 
 class DFlashAttention(nn.Module):
@@ -104,7 +91,7 @@ class DFlashLayer(nn.Module):
         return mask.expand(behind.shape)[:, None]
 
 
-class DFlashDrafter(Drafter[DFlashState], nn.Module):
+class DFlashDrafter(Drafter[SlotState], nn.Module):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 
     It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
@@ -259,35 +246,28 @@ class DFlashDrafter(Drafter[DFlashState], nn.Module):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> DFlashState:
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
         shape, weight = self.config.backbone, self.fc.weight
         spec = SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
-        store = SlotStore([spec] * (2 * len(self.layers)), batch_size, capacity + self.config.block_size)
-        return DFlashState(store, torch.zeros(batch_size, dtype=torch.long, device=weight.device), 0)
+        return SlotState.begin(spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
 
-    def resume(self, state: DFlashState, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
         if not state.store.writable(self.fc.weight.device, self.fc.weight.dtype):
             return False
         for verified in pending:
             self.extend(state, *verified)
-        lengths = lengths.to(state.lengths.device)
-        if bool((state.lengths < lengths).any()):
-            return False
-        state.lengths, state.longest = lengths, int(lengths.max())
-        return True
+        return state.cut(lengths)
 
-    def extend(self, state: DFlashState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
         positions, slots, _ = self._places(state, features.shape[1])
         rotation = self._rotation(positions)
         for index, layer in enumerate(self._stack):
             self._remember(state, index, layer.self_attn.keys_and_values(known, rotation), slots)
-        state.lengths = state.lengths + counts.to(state.lengths.device)
-        # Counts lie on the host, lengths on the device, which one row need not ask.
-        state.longest = state.longest + int(counts[0]) if len(counts) == 1 else int(state.lengths.max())
+        state.advance(counts)
 
     def propose(
-        self, state: DFlashState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
@@ -311,7 +291,7 @@ class DFlashDrafter(Drafter[DFlashState], nn.Module):
     def _stack(self) -> list[DFlashLayer]:
         return cast("list[DFlashLayer]", list(self.layers))
 
-    def _places(self, state: DFlashState, entries: int) -> tuple[Tensor, Tensor | int, int]:
+    def _places(self, state: SlotState, entries: int) -> tuple[Tensor, Tensor | int, int]:
         """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""
         positions = state.lengths[:, None] + torch.arange(entries, device=state.lengths.device)
         end = state.longest + entries
@@ -319,7 +299,7 @@ class DFlashDrafter(Drafter[DFlashState], nn.Module):
         return positions, state.longest if len(positions) == 1 else positions, end
 
     def _remember(
-        self, state: DFlashState, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
+        self, state: SlotState, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values of a layer into their slots; returns all of them."""
         key, value = pair

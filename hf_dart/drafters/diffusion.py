@@ -13,7 +13,6 @@ costs γ positions, as in block diffusion (arXiv 2503.09573).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -24,26 +23,13 @@ from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartAttention, DartMLP, rotation_at
 from hf_dart.proposal import Proposal, Verified
-from hf_dart.slots import SlotSpec, SlotStore
+from hf_dart.slots import SlotSpec, SlotState
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 MASK = -1
 """Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
-
-
-@dataclass
-class DiffusionState:
-    """The draft cache of one call: keys and values of the text, entry p of a row in slot p.
-
-    The slots of a block are written behind them and overwritten by the next pass.
-    """
-
-    store: SlotStore
-    lengths: Tensor  # [B] tokens taken in, on the drafter's device
-    shortest: int  # the smallest and the largest of them, on the host
-    longest: int
 
 
 class DiffusionLayer(nn.Module):
@@ -59,7 +45,7 @@ class DiffusionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DiffusionDrafter(FittedDrafter[DiffusionState]):
+class DiffusionDrafter(FittedDrafter[SlotState]):
     """A masked diffusion LM with the target's tokenizer, as `assistant=`.
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
@@ -177,33 +163,28 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> DiffusionState:
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
         config = self.config
         spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self._device)
-        store = SlotStore([spec] * (2 * config.num_layers), batch_size, capacity + config.draft_length)
-        return DiffusionState(store, torch.zeros(batch_size, dtype=torch.long, device=self._device), 0, 0)
+        return SlotState.begin(spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
 
-    def resume(self, state: DiffusionState, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
         if not state.store.writable(self._device, self.dtype):
             return False
         for verified in pending:
             self.extend(state, *verified)
-        lengths = lengths.to(state.lengths.device)
-        if bool((state.lengths < lengths).any()):
-            return False
-        state.lengths, state.shortest, state.longest = lengths, int(lengths.min()), int(lengths.max())
-        return True
+        return state.cut(lengths)
 
-    def extend(self, state: DiffusionState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         x = self._text(next_tokens, features)
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
         for start in range(0, x.shape[1], self.config.context_window):
             part = x[:, start : start + self.config.context_window]
             self._run(state, part, block=0)
-            self._advance(state, (counts - start).clamp(0, part.shape[1]), part.shape[1])
+            state.advance((counts - start).clamp(0, part.shape[1]))
 
     def propose(
-        self, state: DiffusionState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         """As `Drafter.propose`; a slot's logits are those of the step that revealed it, or of the last step."""
         if self.unmasking not in UNMASKING or self.denoise_steps < 1:
@@ -213,24 +194,24 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
             )
         batch, known = next_tokens.shape
         depth = depth or self.draft_length
-        counts = counts.to(self._device)
+        taken = counts.to(self._device)
         slots = self.embed(next_tokens.new_full((batch, depth - 1), MASK, dtype=torch.long))
         x = torch.cat([self._text(next_tokens, features), slots], dim=1)
         if batch > 1:
             # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
             entry = torch.arange(known + depth - 1, device=self._device)
-            padding = (entry >= counts[:, None]) & (entry < known)
+            padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
-        hidden = self._run(state, x, depth - 1, counts)
+        hidden = self._run(state, x, depth - 1, taken)
         if batch > 1:
-            places = (counts - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
+            places = (taken - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
             hidden = hidden.gather(1, _along(places, hidden))
         else:
             hidden = hidden[:, known - 1 :]
-        self._advance(state, counts, known)
+        state.advance(counts)
         return self._denoise(state, Proposal(self.logits(hidden), hidden))
 
-    def _denoise(self, state: DiffusionState, proposal: Proposal) -> Proposal:
+    def _denoise(self, state: SlotState, proposal: Proposal) -> Proposal:
         """The reverse steps behind the first, whose reading of the masked block is `proposal`.
 
         The first token's distribution stays: no slot comes before the entry that predicts it.
@@ -257,7 +238,7 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
             logits = logits.scatter(1, _along(masked, fresh), fresh)
         return Proposal(logits, hidden)
 
-    def _run(self, state: DiffusionState, x: Tensor, block: int, counts: Tensor | None = None) -> Tensor:
+    def _run(self, state: SlotState, x: Tensor, block: int, counts: Tensor | None = None) -> Tensor:
         """Q entries [B, Q, H] per row behind the cached ones, each seeing the window up to itself; as `forward`.
 
         Args:
@@ -288,14 +269,6 @@ class DiffusionDrafter(FittedDrafter[DiffusionState]):
 
             x = layer(x, rotation, mask[:, None], remember)
         return self._out(x)
-
-    def _advance(self, state: DiffusionState, counts: Tensor, entries: int) -> None:
-        state.lengths = state.lengths + counts.to(state.lengths.device)
-        if len(counts) == 1:
-            # One row: its entries are all real, and the device need not be asked.
-            state.shortest = state.longest = state.longest + entries
-        else:
-            state.shortest, state.longest = torch.stack(state.lengths.aminmax()).tolist()
 
 
 def _along(places: Tensor, states: Tensor) -> Tensor:
