@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
     from hf_dart.drafters.dflash import DFlashDrafter
     from hf_dart.drafters.diffusion import DiffusionDrafter
+    from hf_dart.drafters.eagle import EagleDrafter
     from hf_dart.generation.attach import attach, detach
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
@@ -20,6 +21,7 @@ __all__ = [
     "DartConfig",
     "DartHead",
     "DiffusionDrafter",
+    "EagleDrafter",
     "LookupDrafter",
     "NgramTable",
     "TreeConfig",
@@ -35,6 +37,7 @@ _HOMES = {
     "DartHead": "head",
     "DFlashDrafter": "drafters.dflash",
     "DiffusionDrafter": "drafters.diffusion",
+    "EagleDrafter": "drafters.eagle",
     "LookupDrafter": "lookup",
     "NgramTable": "ngram",
     "attach": "generation.attach",

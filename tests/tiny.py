@@ -18,6 +18,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.drafters.diffusion import DiffusionDrafter
+from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.proposal import Drafter, Proposal
 
 
@@ -50,6 +51,13 @@ def tiny_diffusion_drafter(target: Any, **config: Any) -> DiffusionDrafter:
     fields: dict[str, Any] = {"draft_length": 5, "denoise_steps": 3, "context_window": 7, "initializer_range": 0.3}
     fields["tree"] = {"nodes": 8}
     return DiffusionDrafter.from_target(target, **{**fields, **config})
+
+
+def tiny_eagle_drafter(target: Any, **config: Any) -> EagleDrafter:
+    """A random autoregressive head."""
+    fields: dict[str, Any] = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "beam": 3}
+    fields["tree"] = {"nodes": 8}
+    return EagleDrafter.from_target(target, **{**fields, **config})
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:

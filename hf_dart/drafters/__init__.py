@@ -9,7 +9,8 @@ def load_drafter(path: str, **options: Any) -> Any:
     """The drafter in a folder or Hub repository, of whichever kind its config.json says.
 
     Args:
-        path: as for the `from_pretrained` of [`DartHead`], [`DiffusionDrafter`] and [`DFlashDrafter`].
+        path: as for the `from_pretrained` of [`DartHead`], [`DiffusionDrafter`], [`EagleDrafter`] and
+            [`DFlashDrafter`].
         options: as for those: target, tokenizer, revision, token, ...
 
     Raises:
@@ -20,6 +21,7 @@ def load_drafter(path: str, **options: Any) -> Any:
     from hf_dart.drafters.dflash import DFlashDrafter
     from hf_dart.drafters.dflash_config import is_dflash
     from hf_dart.drafters.diffusion import DiffusionDrafter
+    from hf_dart.drafters.eagle import EagleDrafter
     from hf_dart.fitted import HUB_OPTIONS
     from hf_dart.head import DartHead
 
@@ -28,5 +30,5 @@ def load_drafter(path: str, **options: Any) -> Any:
     if is_dflash(content):
         return DFlashDrafter.from_pretrained(path, **options)
     kind = content.get("model_type")
-    drafter = DiffusionDrafter if kind == DiffusionDrafter.config_class.model_type else DartHead
-    return drafter.from_pretrained(path, **options)
+    others = {drafter.config_class.model_type: drafter for drafter in (DiffusionDrafter, EagleDrafter)}
+    return others.get(kind, DartHead).from_pretrained(path, **options)

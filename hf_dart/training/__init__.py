@@ -3,6 +3,7 @@
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.data import PackedTokens, tokenize
 from hf_dart.training.diffusion import DiffusionTrainer, DiffusionTrainingArguments
+from hf_dart.training.eagle import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.evaluate import DecodingCallback
 from hf_dart.training.refining import EditTrainer, EditTrainingArguments
 from hf_dart.training.sources import DataArguments, load_rows
@@ -15,6 +16,8 @@ __all__ = [
     "DecodingCallback",
     "DiffusionTrainer",
     "DiffusionTrainingArguments",
+    "EagleTrainer",
+    "EagleTrainingArguments",
     "EditTrainer",
     "EditTrainingArguments",
     "PackedTokens",

@@ -46,7 +46,7 @@ class TargetArguments:
 class DrafterArguments:
     """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    drafter: Literal["dart", "edit", "diffusion"] = field(
+    drafter: Literal["dart", "edit", "diffusion", "eagle"] = field(
         default="dart",
         metadata={"help": "its kind, edit for a head with edit passes; --help lists the options of that kind"},
     )
@@ -115,6 +115,13 @@ class DiffusionArguments(DrafterArguments):
     share_embeddings: bool | None = field(
         default=None, metadata={"help": "read and write tokens through the target's embeddings (default) or its own"}
     )
+
+
+@dataclass
+class EagleArguments(DrafterArguments):
+    """An [`EagleDrafter`]."""
+
+    beam: int | None = field(default=None, metadata={"help": "W, tokens of each depth that are drafted on from"})
 
 
 @dataclass

@@ -18,10 +18,12 @@ from hf_dart.training.arguments import (
     DartTrainingArguments,
     DiffusionArguments,
     DrafterArguments,
+    EagleArguments,
     HeadArguments,
     TargetArguments,
 )
 from hf_dart.training.diffusion import DiffusionTrainingArguments
+from hf_dart.training.eagle import EagleTrainingArguments
 from hf_dart.training.refining import EditTrainingArguments
 from hf_dart.training.sources import DataArguments
 
@@ -47,6 +49,7 @@ _GROUPS = {
     "dart": (TargetArguments, HeadArguments, LoraArguments, DataArguments, DartTrainingArguments),
     "edit": (TargetArguments, HeadArguments, DataArguments, EditTrainingArguments),
     "diffusion": (TargetArguments, DiffusionArguments, DataArguments, DiffusionTrainingArguments),
+    "eagle": (TargetArguments, EagleArguments, DataArguments, EagleTrainingArguments),
 }
 
 

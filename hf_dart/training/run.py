@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+from inspect import get_annotations
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import yaml
 from huggingface_hub import constants
+from transformers import PreTrainedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart.adapters import LoraArguments, apply_lora
 from hf_dart.configuration import cached_commit
 from hf_dart.drafters.diffusion import DiffusionDrafter
+from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
 from hf_dart.pair import load_target
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.diffusion import DiffusionTrainer
+from hf_dart.training.eagle import EagleTrainer
 from hf_dart.training.recipe import Recipe
 from hf_dart.training.record import last_evaluation
 from hf_dart.training.refining import EditTrainer
@@ -33,9 +37,10 @@ _KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
     "dart": (DartHead, DartTrainer),
     "edit": (DartHead, EditTrainer),
     "diffusion": (DiffusionDrafter, DiffusionTrainer),
+    "eagle": (EagleDrafter, EagleTrainer),
 }
 # What a head that was trained before may be given anew.
-_CHANGEABLE = ("selector_rank", "selector_kind", "tree", "target_name", "denoise_steps", "unmasking")
+_CHANGEABLE = ("selector_rank", "selector_kind", "tree", "target_name", "denoise_steps", "unmasking", "beam")
 
 
 def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
@@ -165,7 +170,8 @@ def _check_same_head(checkpoint: str, head: Any) -> None:
     """Weights would load into some heads that mean something else by them."""
     made = head.config
     saved = type(made).from_pretrained(checkpoint)
-    for name in type(made).__annotations__:
+    kinds = [kind for kind in type(made).__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
+    for name in dict.fromkeys(name for kind in kinds for name in get_annotations(kind)):
         if getattr(saved, name) != getattr(made, name):
             raise ValueError(
                 f"{checkpoint} has {name}={getattr(saved, name)!r} and this run {getattr(made, name)!r}; resume with "

@@ -1,0 +1,312 @@
+"""`EagleDrafter`: an autoregressive head drafts token by token (EAGLE-3, arXiv 2503.01840).
+
+It reads what a DART head reads: the embedding of a token next to fused features of the target in front of it, through
+one decoder layer. The target's features end at the last verified position; from there on the layer's own output stands
+in for them, and d - 1 further passes follow, each over the best tokens of the pass before (EAGLE-2, arXiv 2406.16858,
+grows its trees so). Training goes the same way, `hf_dart.training.eagle`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from hf_dart.configuration import DartConfig
+from hf_dart.fitted import FittedDrafter
+from hf_dart.layers import DartLayer, Remember, rotation_at
+from hf_dart.proposal import Proposal, Verified
+from hf_dart.slots import SlotSpec, SlotState
+
+# What the config of a DART head has and this one has not.
+_ABSENT = (
+    "own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm",
+    "rope_frequencies", "inject_features", "mask_mode", "mask_token_id", "draft_vocab_size", "block_attention",
+    "selector_rank", "editor", "num_layers",
+)  # fmt: skip
+
+
+class EagleConfig(DartConfig):
+    """The shape of an [`EagleDrafter`]: that of the paper's [`DartConfig`], without what is DART's own.
+
+    Args:
+        draft_length: d, passes of the layer per draft.
+        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain. What `drafter.beam`
+            starts as.
+
+    Raises:
+        ValueError: a field is out of range, or belongs to DART heads.
+    """
+
+    model_type = "dart_eagle"
+
+    beam: int = 4
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        if self.beam < 1:
+            raise ValueError(f"beam is {self.beam}; give 1 or more.")
+        for name in _ABSENT:
+            if getattr(self, name) != getattr(DartConfig, name):
+                raise ValueError(f"{name} belongs to DART heads, and an EAGLE head has none; leave it out.")
+
+
+@dataclass(frozen=True, kw_only=True)
+class BeamProposal(Proposal):
+    """A draft that branches: behind each of W tokens per depth it has a distribution of its own.
+
+    Its `logits` [B, d, V] are log-probabilities, summed over the branches.
+
+    Attributes:
+        branches: [B, d - 1, W] the tokens of depths 1 to d - 1 that were drafted on from, different ones per depth.
+        conditional: [B, d - 1, W, V] log-probabilities of the next depth behind each of them.
+    """
+
+    branches: Tensor
+    conditional: Tensor
+
+    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
+        assert isinstance(older, BeamProposal)
+        plain, chosen = super().where(fresh, older), fresh.to(self.logits.device)
+        return BeamProposal(
+            plain.logits,
+            plain.hidden,
+            plain.vocabulary,
+            branches=torch.where(chosen[:, None, None], self.branches, older.branches),
+            conditional=torch.where(chosen[:, None, None, None], self.conditional, older.conditional),
+        )
+
+    def within(self, vocab_size: int) -> Proposal:
+        plain = super().within(vocab_size)
+        return BeamProposal(
+            plain.logits,
+            plain.hidden,
+            plain.vocabulary,
+            branches=self.branches,
+            conditional=self.conditional[..., :vocab_size],
+        )
+
+    def make_certain(self, rows: list[bool], token: int) -> None:
+        super().make_certain(rows, token)
+        which = torch.tensor(rows, device=self.logits.device)
+        self.branches[which] = token
+        self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
+
+
+class EagleDrafter(FittedDrafter[SlotState]):
+    """An autoregressive draft head, as `assistant=`.
+
+    Attributes:
+        beam: W, as in the config.
+    """
+
+    config_class = EagleConfig
+    config: EagleConfig
+    described_as: ClassVar[str] = "EAGLE head"
+    base_model_prefix = "eagle"
+    main_input_name = "features"
+    _no_split_modules = ["DartLayer"]  # noqa: RUF012
+
+    def __init__(self, config: EagleConfig) -> None:
+        super().__init__(config)
+        self.beam = config.beam
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
+        self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layer = DartLayer(config, 0)
+        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, std=self.config.initializer_range)
+        elif isinstance(module, nn.RMSNorm):
+            nn.init.ones_(module.weight)
+
+    # ---- the pass -----------------------------------------------------------------------------------
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E]; what is floating already is `inputs_embeds`."""
+        embeddings = tokens if tokens.is_floating_point() else self.shared.embeddings(tokens)
+        return embeddings.to(device=self.device, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Normed states [..., H] to logits [..., V] of the target's LM head."""
+        lm_head = self.shared.lm_head
+        dtype = lm_head.weight.dtype
+        return lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden)
+
+    def _step(
+        self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, remember: Remember
+    ) -> Tensor:
+        """The layer over embeddings [B, Q, E] and what stands in front of each token, [B, Q, H]: states [B, Q, H]."""
+        pairs = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], dim=-1)
+        return self.layer(pairs, features, rotation, mask, remember, None)
+
+    def forward(
+        self,
+        features: Tensor,  # [B, T, F]
+        next_embeddings: Tensor,  # [B, T, E]
+        drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens behind each anchor
+        anchors: Tensor,  # [B, K] of 0..T-1; what is below 0 is no block
+        positions: Tensor,  # [B, T + K (d - 1)]
+        attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool, of `training.blocks`
+    ) -> Tensor:
+        """The training pass: d - 1 passes behind every anchor, each over the states of the one before.
+
+        That is the training-time test of EAGLE-3 (section 3.2): tokens are the true ones, features its own.
+
+        Returns:
+            [B, K, d, H] normed states, the first of each block that of its anchor.
+        """
+        real = features.shape[1]
+        count, steps = drafted_embeddings.shape[1:3]
+        rotation = rotation_at(positions, self.config, self.dtype)
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+
+        def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+            keys.append(key)
+            values.append(value)
+            return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+
+        known = (rotation[0][:, :, :real], rotation[1][:, :, :real])
+        states = self._step(next_embeddings, self.fc(features), known, attention_mask[:, :, :real, :real], remember)
+        last = states.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1]))
+        places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
+        sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
+        drafted = [last]
+        for step in range(steps):
+            mask = sees[:, :, :, step]
+            # Keys lie pass by pass, those of `attention_mask` block by block.
+            own = mask[..., real:].unflatten(-1, (count, steps)).transpose(-1, -2)[..., : step + 1, :].flatten(-2)
+            at = (places[0][:, :, :, step], places[1][:, :, :, step])
+            mask = torch.cat([mask[..., :real], own], dim=-1)
+            last = self._step(drafted_embeddings[:, :, step], last, at, mask, remember)
+            drafted.append(last)
+        return self.norm(torch.stack(drafted, dim=2))
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
+        config = self.config
+        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self.device)
+        return SlotState.begin(spec, 2, batch_size, capacity + self.beam * config.draft_length)
+
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.store.writable(self.device, self.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
+
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._read(state, features, next_tokens)
+        state.advance(counts)
+
+    def propose(
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        read = self._read(state, features, next_tokens)
+        state.advance(counts)
+        ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
+        states = read.gather(1, ends)
+        log_chances = self._log_chances(states)  # [B, 1, V]
+        marginal, hidden = [log_chances[:, 0]], [states[:, 0]]
+        branches, conditional = [], []
+        width = min(self.beam, log_chances.shape[-1])
+        scores, tokens = marginal[0].topk(width)  # [B, W]
+        behind = states.expand(-1, width, -1)
+        sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
+        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
+        for level in range(1, depth or self.config.draft_length):
+            sees = torch.cat([sees, own], dim=-1)  # [B, W, level W] the drafted entries on the path to each
+            states = self._draft(state, self.embed(tokens), behind, level, sees)
+            log_chances = self._log_chances(states)  # [B, W, V]
+            branches.append(tokens)
+            conditional.append(log_chances)
+            paths = scores[..., None] + log_chances
+            marginal.append(paths.logsumexp(1))
+            hidden.append(states[:, 0])
+            # The best path to each token: two to the same token would bring one candidate.
+            best, parents = paths.max(1)
+            scores, tokens = best.topk(width)
+            parents = parents.gather(1, tokens)[..., None]
+            behind = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
+            sees = sees.gather(1, parents.expand(-1, -1, sees.shape[-1]))
+        logits, hidden_states = torch.stack(marginal, dim=1), torch.stack(hidden, dim=1)
+        if not branches:
+            return Proposal(logits, hidden_states)
+        return BeamProposal(
+            logits,
+            hidden_states,
+            branches=torch.stack(branches, dim=1),
+            conditional=torch.stack(conditional, dim=1),
+        )
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        """What was drafted behind each branch; nothing grows behind a token that was not drafted on from."""
+        if not isinstance(proposal, BeamProposal):
+            return None
+        width, device, own = scores.shape[-1], scores.device, proposal.logits.device
+        candidates, scores = candidates.to(own), scores.to(own)
+        first = scores[:, :1, None].expand(-1, 1, width, -1)
+        depth = scores.shape[1] - 1
+        columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
+        alone = proposal.logits[:, 1 : depth + 1].gather(-1, columns)
+        wide = columns[:, :, None].expand(-1, -1, proposal.branches.shape[-1], -1)
+        behind = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
+        # Scores may hold noise and the target's temperature: what the branch changes is added, and the candidates
+        # share out what the draft gave them together.
+        together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
+        shares = (scores[:, 1:, None] + behind - alone[:, :, None]).log_softmax(-1) + together
+        same = candidates[:, :-1, :, None] == proposal.branches[:, :depth, None]  # [B, d - 1, K, W]
+        table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
+        table = table.masked_fill(~same.any(-1)[..., None], -inf)
+        return torch.cat([first, table], dim=1).to(device)
+
+    def _log_chances(self, states: Tensor) -> Tensor:
+        return self.logits(self.norm(states)).float().log_softmax(-1)
+
+    def _read(self, state: SlotState, features: Tensor, next_tokens: Tensor) -> Tensor:
+        """States [B, A, H] of verified positions, whose keys and values are written behind those of `state`."""
+        fused = self.fc(features.to(device=self.device, dtype=self.dtype))
+        entries = torch.arange(next_tokens.shape[1], device=self.device)
+        positions = state.lengths[:, None] + entries
+        end = state.longest + len(entries)
+        state.store.reserve(end)
+        mask = torch.arange(end, device=self.device) <= positions[..., None]
+        remember = _writer(state, positions, end)
+        rotation = rotation_at(positions, self.config, self.dtype)
+        return self._step(self.embed(next_tokens), fused, rotation, mask[:, None], remember)
+
+    def _draft(self, state: SlotState, embeddings: Tensor, behind: Tensor, level: int, sees: Tensor) -> Tensor:
+        """One pass over W drafted tokens of depth `level`: states [B, W, H].
+
+        Args:
+            embeddings: [B, W, E].
+            behind: [B, W, H] the states that drafted them.
+            sees: [B, W, level W] which entries of this draft lie on the path to each, itself included.
+        """
+        width, entries = sees.shape[1:]
+        slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
+        end = state.longest + entries
+        state.store.reserve(end)
+        mask = (torch.arange(end, device=self.device) < state.lengths[:, None])[:, None].repeat(1, width, 1)
+        mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
+        positions = (state.lengths + level - 1)[:, None].expand(-1, width)
+        rotation = rotation_at(positions, self.config, self.dtype)
+        return self._step(embeddings, behind, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
+
+
+def _writer(state: SlotState, slots: Tensor, end: int) -> Remember:
+    """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
+
+    def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+        keys, values = state.store.write(0, key, slots), state.store.write(1, value, slots)
+        return keys[:, :, :end], values[:, :, :end]
+
+    return remember

@@ -1,0 +1,62 @@
+"""`EagleTrainer`: an EAGLE head, trained as it drafts (training-time test, EAGLE-3, arXiv 2503.01840)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from hf_dart.drafters.eagle import EagleDrafter
+from hf_dart.training.arguments import DartTrainingArguments
+from hf_dart.training.blocks import build_blocks, target_positions
+from hf_dart.training.trainer import DartTrainer
+
+
+@dataclass
+class EagleTrainingArguments(DartTrainingArguments):
+    """`DartTrainingArguments` with the decay of EAGLE's code: each further token counts 0.8 of the one before."""
+
+    gamma: float | None = field(
+        default=0.8, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.selector_only:
+            raise ValueError("selector_only trains a DartHead's selector; an EAGLE head has none.")
+
+
+class EagleTrainer(DartTrainer):
+    """Trains an [`EagleDrafter`]: the blocks, losses and data of a DART head, d - 1 passes of its layer per block.
+
+    Args:
+        drafter: as `EagleDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
+        target, args, kwargs: as for [`DartTrainer`].
+
+    Raises:
+        ValueError: the drafter does not fit the target.
+    """
+
+    head: EagleDrafter  # type: ignore[assignment]
+
+    def __init__(self, drafter: EagleDrafter, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+        super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
+
+    def block_states(
+        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
+    ) -> Tensor:
+        ids, anchors = inputs["input_ids"], inputs["anchors"]
+        blocks = build_blocks(inputs["documents"], anchors, self.head.draft_length)
+        embeddings = self.head.embed(ids[:, 1:])
+        # Pass j behind anchor n reads the token n + 1 + j, j = 1..d - 1, which is the embedding at n + j.
+        places = target_positions(anchors.clamp(min=0), self.head.draft_length)[..., :-1]
+        flat = places.flatten(1)[..., None].expand(-1, -1, embeddings.shape[-1])
+        return model(
+            features=features[:, :-1],
+            next_embeddings=embeddings,
+            drafted_embeddings=embeddings.gather(1, flat).unflatten(1, places.shape[1:]),
+            anchors=anchors,
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )

@@ -1,0 +1,166 @@
+"""EAGLE heads: exact like every drafter, drafted as they are trained, and rolled out token by token."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny_training
+import torch
+from cases import GREEDY, MODES, SAMPLED, batch
+from compare import assert_identical, tally
+from tiny import prompts, tiny_eagle_drafter, tiny_target
+
+from hf_dart import EagleDrafter, TreeConfig
+from hf_dart.drafters import load_drafter
+from hf_dart.drafters.eagle import BeamProposal, EagleConfig
+from hf_dart.features import features_request, gather_features
+from hf_dart.training import EagleTrainer, EagleTrainingArguments
+from hf_dart.training.blocks import build_blocks
+
+EXACT = tally("float64, EAGLE heads")
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, EagleDrafter]:
+    target = tiny_target("llama")
+    return target, tiny_eagle_drafter(target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(mode: str) -> None:
+    target = tiny_target("gemma3", "sdpa")
+    drafter = tiny_eagle_drafter(target)
+    for size in (1, 4):
+        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **MODES[mode])
+
+
+TREES = [(1, 4, TreeConfig.chain(5)), (2, 1, TreeConfig(nodes=20, depth=3)), (50, 1, TreeConfig(nodes=4, depth=1))]
+
+
+@pytest.mark.parametrize(("beam", "size", "tree"), TREES)
+def test_every_beam_and_tree(llama: tuple[Any, EagleDrafter], beam: int, size: int, tree: TreeConfig) -> None:
+    target, _ = llama
+    drafter = tiny_eagle_drafter(target, beam=beam)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree, into=EXACT)
+
+
+def draft_behind(target: Any, drafter: EagleDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, BeamProposal]:
+    """Features [1, T - 1, F] and the draft behind the text `ids` [1, T], taken in by two calls."""
+    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
+    features = gather_features(outputs, drafter.feature_layers, ids)
+    state = drafter.begin(1, 4)
+    drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
+    proposal = drafter.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]))
+    assert isinstance(proposal, BeamProposal)
+    return features, proposal
+
+
+@torch.no_grad()
+def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]) -> None:
+    """The caches, masks and positions of the beam against one plain pass over each path."""
+    target, drafter = llama
+    ids = prompts([9])["input_ids"]
+    features, proposal = draft_behind(target, drafter, ids)
+    depth, width = drafter.draft_length, drafter.beam
+
+    def behind(path: list[int]) -> torch.Tensor:
+        """Log-probabilities [d, V] behind 0, 1, ... tokens of a path of d - 1."""
+        tokens = torch.cat([ids, torch.tensor([path])], dim=1)
+        documents, anchors = torch.zeros_like(tokens), torch.tensor([[ids.shape[1] - 2]])
+        blocks = build_blocks(documents[:, : ids.shape[1]], anchors, depth)
+        states = drafter(
+            features=features,
+            next_embeddings=drafter.embed(ids[:, 1:]),
+            drafted_embeddings=drafter.embed(torch.tensor([[path]])),
+            anchors=anchors,
+            positions=blocks.positions,
+            attention_mask=blocks.mask,
+        )
+        return drafter.logits(states)[0, 0].float().log_softmax(-1)
+
+    known = behind([0] * (depth - 1))[0]
+    assert torch.allclose(known, proposal.logits[0, 0], atol=1e-5)
+    assert proposal.branches[0, 0].tolist() == known.topk(width).indices.tolist()
+    # Paths of the beam, followed from the first branches on by the best way to each token.
+    paths = [([token], float(known[token])) for token in proposal.branches[0, 0].tolist()]
+    for level in range(depth - 1):
+        marginal = torch.zeros_like(known)
+        found: dict[int, tuple[list[int], float]] = {}
+        for place, (path, score) in enumerate(paths):
+            assert path[-1] == proposal.branches[0, level, place]
+            expected = behind(path + [0] * (depth - 1 - len(path)))[level + 1]
+            assert torch.allclose(expected, proposal.conditional[0, level, place], atol=1e-5)
+            marginal += (score + expected).exp()
+            for token, chance in enumerate((score + expected).tolist()):
+                if token not in found or chance > found[token][1]:
+                    found[token] = ([*path, token], chance)
+        assert torch.allclose(marginal.log(), proposal.logits[0, level + 1], atol=1e-5)
+        paths = sorted(found.values(), key=lambda path: -path[1])[:width]
+
+
+@torch.no_grad()
+def test_trees_follow_the_branches(llama: tuple[Any, EagleDrafter]) -> None:
+    target, drafter = llama
+    _, proposal = draft_behind(target, drafter, prompts([9])["input_ids"])
+    scores, candidates = proposal.logits.log_softmax(-1).topk(6)
+    table = drafter.transitions(proposal, torch.tensor([3]), candidates, scores)
+    assert table is not None
+    assert torch.equal(table[:, 0], scores[:, 0, None].expand(-1, 6, -1))
+    for level in range(1, drafter.draft_length):
+        together = scores[0, level].exp().sum()
+        for place, token in enumerate(candidates[0, level - 1].tolist()):
+            branch = (proposal.branches[0, level - 1] == token).nonzero()
+            if not len(branch):
+                assert bool((table[0, level, place] == -torch.inf).all())
+                continue
+            chances = proposal.conditional[0, level - 1, int(branch[0])][candidates[0, level]].exp()
+            expected = chances / chances.sum() * together
+            assert torch.allclose(table[0, level, place].exp(), expected, atol=1e-5)
+
+
+def test_training_teaches_it_to_draft(tmp_path: Path) -> None:
+    target = tiny_training.tiny_target()
+    drafter = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4)
+    rows = tiny_training.token_rows(tiny_training.LENGTHS)
+    args = EagleTrainingArguments(
+        str(tmp_path / "run"),
+        max_steps=16,
+        per_device_train_batch_size=3,
+        anchors_per_row=6,
+        learning_rate=1e-2,
+        use_cpu=True,
+        report_to="none",
+        disable_tqdm=True,
+        save_strategy="no",
+        seed=5,
+    )
+    trainer = EagleTrainer(drafter, target, args, train_dataset=rows, eval_dataset=rows)
+    before = trainer.evaluate()
+    trainer.train()
+    after = trainer.evaluate()
+    assert after["eval_loss"] < 0.8 * before["eval_loss"]
+    assert after["eval_tau"] > before["eval_tau"]
+    trainer.save_model(str(tmp_path / "final"))
+    loaded = load_drafter(str(tmp_path / "final"), target=target)
+    assert isinstance(loaded, EagleDrafter)
+    inputs = {"input_ids": rows[1]["input_ids"][None, :8]}
+    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    tree = replace(loaded.tree_config, nodes=8)
+    assert_identical(target, loaded, inputs, do_sample=False, max_new_tokens=12, tree_config=tree)
+
+
+def test_what_belongs_to_dart_heads_is_refused() -> None:
+    with pytest.raises(ValueError, match="selector_rank belongs to DART heads"):
+        EagleConfig(selector_rank=4)
+    with pytest.raises(ValueError, match="beam is 0"):
+        EagleConfig(beam=0)
+
+
+def test_the_runs_accepted_drafts() -> None:
+    if not EXACT.taus:
+        pytest.skip("none of the runs that this test adds up was selected")
+    assert EXACT.mean_tau > 1.3
