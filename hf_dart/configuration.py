@@ -50,6 +50,8 @@ class DartConfig(PreTrainedConfig):
         draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
         block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
             "bidirectional", all of them.
+        shift_logits: the last real position drafts the first token and mask slot j the token j + 1, so that d - 1
+            slots do; without, d slots draft a token each, their own. DART (arXiv 2601.19278) compares both.
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
@@ -89,6 +91,7 @@ class DartConfig(PreTrainedConfig):
     mask_token_id: int | None = None
     draft_vocab_size: int | None = None
     block_attention: str = "causal"
+    shift_logits: bool = True
     num_attention_heads: int = 4
     num_key_value_heads: int = 4
     head_dim: int = 64
@@ -129,6 +132,8 @@ class DartConfig(PreTrainedConfig):
             )
         if self.selector_kind not in ("bigram", "markov"):
             raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
+        if self.editor and not self.shift_logits:
+            raise ValueError("Edit passes go with shifted logits; leave shift_logits True, or the editor out.")
         if not self.feature_layers:
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
 
@@ -146,11 +151,18 @@ class DartConfig(PreTrainedConfig):
             )
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(f"mask_token_id is {self.mask_token_id}; give one of 0..{self.vocab_size - 1}.")
-        if self.inject_features or self.block_attention != "causal" or self.input_form != "pair":
+        served = not self.inject_features and self.block_attention == "causal" and self.input_form == "pair"
+        if not served or not self.shift_logits:
             raise ValueError(
                 "mask_mode='peagle' is for heads that other engines serve, which know neither inject_features nor "
-                "input_form='stream' nor block_attention='bidirectional'; leave these out, or use mask_mode='learned'."
+                "input_form='stream' nor block_attention='bidirectional' nor shift_logits=False; leave these out, or "
+                "use mask_mode='learned'."
             )
+
+    @property
+    def draft_slots(self) -> int:
+        """Mask slots of a whole draft: d - 1, or d where logits are not shifted."""
+        return self.draft_length - int(self.shift_logits)
 
     @property
     def features_width(self) -> int:

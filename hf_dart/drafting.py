@@ -42,22 +42,23 @@ class DraftingModel(DartModel):
         depth = depth or self.config.draft_length
         # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
         draft = depth if self.config.block_attention == "causal" else self.config.draft_length
+        shift = int(self.config.shift_logits)
+        slots = draft - shift
         known = counts.to(self.device)
-        entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, draft - 1))
+        entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, slots))
         if batch > 1:
-            # A row's mask slots begin right behind its own last real entry; what lies behind its d - 1 slots
-            # is never looked at.
-            entry = torch.arange(real + draft - 1, device=self.device)
+            # A row's mask slots begin right behind its own last real entry; what lies behind them is never looked at.
+            entry = torch.arange(real + slots, device=self.device)
             padding = ((entry >= known[:, None]) & (entry < real))[..., None]
             slot = self.slot_inputs(1, 1)
             x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
             entries = Entries(x, residual, entries.context)
         hidden = self._run(state, entries, known)
         if batch > 1:
-            block = (known - 1).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
+            block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
             hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
         else:
-            hidden = hidden[:, real - 1 :]
+            hidden = hidden[:, real - shift :]
         state.advance(counts)
         hidden = hidden[:, :depth]
         return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
@@ -96,13 +97,13 @@ class DraftingModel(DartModel):
     def _run(self, state: SlotState, entries: Entries, counts: Tensor) -> Tensor:
         """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
 
-        The first `counts` [B] entries of a row are real, the next d - 1 the slots of its block.
+        The first `counts` [B] entries of a row are real, the next ones the slots of its block.
         """
         x, residual, context = entries
         batch, queries = x.shape[:2]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
         # A slot may see all of its block, also behind the last one that is run.
-        block = self.config.draft_length - 1 if self.config.block_attention == "bidirectional" else 0
+        block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         start, end = state.longest, state.longest + max(queries, block)
         state.store.reserve(end)
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
@@ -124,7 +125,7 @@ class DraftingModel(DartModel):
         """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.
 
         Args:
-            block: [B] position of the first mask slot. In bidirectional heads, d - 1 entries from there on see each
+            block: [B] position of the first mask slot. In bidirectional heads, the slots from there on see each
                 other in both directions. Injected features, the second half, lie in front of it.
         """
         keys_at = torch.arange(end, device=positions.device)
@@ -132,7 +133,7 @@ class DraftingModel(DartModel):
         before = keys_at < block[:, None, None]
         known = mask & before
         if self.config.block_attention == "bidirectional":
-            behind = block[:, None, None] + self.config.draft_length - 1
+            behind = block[:, None, None] + self.config.draft_slots
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
             mask = mask | (inside & ~before & (keys_at < behind))
         return (torch.cat([mask, known], dim=-1) if self.config.inject_features else mask)[:, None]

@@ -224,7 +224,12 @@ class DartHead(PushWithCard, DraftingModel):
 
         Args:
             seed: of its initial weights; the global generators are not moved.
+        
+        Raises:
+            ValueError: the head's logits are not shifted.
         """
+        if not self.config.shift_logits:
+            raise ValueError("Edit passes go with shifted logits; train a head with shift_logits=True for them.")
         self.config.editor = True
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)

@@ -29,6 +29,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "five layers": {"num_layers": 5},
     "injected": {"num_layers": 2, "inject_features": True},
     "injected, bidirectional": {"num_layers": 3, "inject_features": True, "block_attention": "bidirectional"},
+    "not shifted": {"num_layers": 2, "shift_logits": False},
+    "not shifted, bidirectional": {"shift_logits": False, "block_attention": "bidirectional", "inject_features": True},
     "peagle": {"num_layers": 2, "mask_mode": "peagle", "mask_token_id": 46},
     "some tokens": {"draft_vocabulary": SOME},
     "some tokens, a selector": {"draft_vocabulary": SOME, "selector_rank": 4, "inject_features": True},
@@ -54,7 +56,8 @@ def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
     anchors = torch.tensor([[len(tokens) - 1]])
     bidirectional = head.config.block_attention == "bidirectional"
     injected = head.config.inject_features
-    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected)
+    shifted = head.config.shift_logits
+    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected, shifted=shifted)
     hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
     return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
 

@@ -3,10 +3,10 @@
     python examples/experiments/compare.py causal corpus.bin regenerated.bin runs/losses --json losses.json
 
 Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
-seed, and prints one table: τ of chains on held-out text that the target wrote itself, offline and exact
-(`hf_dart.training.evaluate`), with standard errors over seeds. The data are those of `examples/demo_pair`: the corpus
-and what `hf-dart regenerate` made of it. What is done is kept in the output folder: an interrupted run goes on, and
-`--seeds` may be raised later.
+seed, and prints one table: τ of chains behind held-out text, offline and exact (`hf_dart.training.evaluate`), with
+standard errors over seeds. The data are those of `examples/demo_pair`: the corpus and what `hf-dart regenerate` made of
+it. What is done is kept in the output folder, the heads as well: an interrupted run goes on, and `--seeds` may be
+raised later.
 """
 
 from __future__ import annotations
@@ -28,9 +28,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_dart import DartConfig, DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, PackedTokens, load_rows
-
-_PREFIX = 16  # tokens of pytest's source in front of each held-out row
+from hf_dart.adapters import LoraArguments, apply_lora
+from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
 
 
 @dataclass(frozen=True)
@@ -41,11 +40,13 @@ class Variant:
         head: fields of `DartConfig`.
         training: fields of `DartTrainingArguments`.
         own_share: of the rows, text that the target wrote itself.
+        lora: fields of `LoraArguments`.
     """
 
     head: dict[str, Any] = field(default_factory=dict)
     training: dict[str, Any] = field(default_factory=dict)
     own_share: float = 1.0
+    lora: dict[str, Any] = field(default_factory=dict)
 
 
 _CE = {"divergence": "ce", "position_weights": "uniform"}
@@ -59,18 +60,28 @@ _LADDER = {
     "focal alone": {**_CE, "focal_weight": 0.3},
     "chain alone": {"loss": "left_to_right", "token_weight": 0.0, "focal_weight": 0.0},
 }
+_WITH_LAST = [2, 4, 7, 8]  # what a copy of the last layer reads is among them
+_COPIED = {"copy_layer": "last", "feature_layers": _WITH_LAST}
 _OTHERS = {name: {"loss": name} for name in ("dart", "dpace", "lk")}
 
 SUITES: dict[str, dict[str, Variant]] = {
     "causal": {name: Variant(training=training) for name, training in (_LADDER | _OTHERS).items()},
     "bidirectional": {
-        name: Variant({"block_attention": "bidirectional"}, training)
-        for name, training in (_LADDER | _OTHERS).items()
+        name: Variant({"block_attention": "bidirectional"}, training) for name, training in (_LADDER | _OTHERS).items()
     },
     "data": {
         "corpus": Variant(own_share=0.0),
         "half of each": Variant(own_share=0.5),
         "the target's own": Variant(),
+    },
+    "shift": {
+        "shifted": Variant(),
+        "not shifted": Variant({"shift_logits": False}),
+    },
+    "copied": {
+        "a layer of its own": Variant({"feature_layers": _WITH_LAST}),
+        "the target's last layer, LoRA 8": Variant(_COPIED, lora={"lora_rank": 8}),
+        "the target's last layer, LoRA 32": Variant(_COPIED, lora={"lora_rank": 32}),
     },
 }
 """Variants by table and name; the first of each is what the others are compared with."""
@@ -83,45 +94,54 @@ class Experiment:
         self.arguments = arguments
         self.target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32).eval()
         self.tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-        self.held_out = PackedTokens(self._held_out_text(), arguments.length, self.tokenizer.eos_token_id)
+        self.held_out = [self._held_out("greedy"), self._held_out("sampled")]
 
-    def _held_out_text(self) -> Path:
-        """Rows of the target's own, sampled behind short prefixes of pytest's source, which it has never seen."""
-        file = self.arguments.output / f"held_out_{self.arguments.evaluation_rows}.bin"
-        if file.exists():
-            return file
+    def _held_out(self, mode: str) -> list[dict[str, torch.Tensor]]:
+        """What the target writes behind pieces of pytest's source, which it has never seen: half a row each."""
+        file = self.arguments.output / f"held_out_{mode}_{self.arguments.evaluation_rows}x{self.arguments.length}.pt"
+        if not file.exists():
+            torch.save(self._written(mode), file)
+        ids = torch.load(file)
+        prefix, pad = self.arguments.length // 2, self.target.config.pad_token_id
+        behind = torch.arange(ids.shape[1]) >= prefix
+        return [
+            {"input_ids": row, "documents": torch.where(row == pad, -1, 0), "loss_mask": behind & (row != pad)}
+            for row in ids
+        ]
+
+    def _written(self, mode: str) -> torch.Tensor:
+        """[rows, length] ids"""
         spec = find_spec("_pytest")
         if spec is None or not spec.submodule_search_locations:
             sys.exit("The held-out text begins with pytest's source: install pytest.")
         files = sorted(Path(spec.submodule_search_locations[0]).rglob("*.py"))
         ids = [i for path in files for i in self.tokenizer(path.read_text(encoding="utf8"))["input_ids"]]
-        random = np.random.default_rng(0)
-        starts = random.integers(0, len(ids) - _PREFIX, self.arguments.evaluation_rows)
-        prompts = torch.tensor([ids[start : start + _PREFIX] for start in starts])
+        length = self.arguments.length
+        prefix = length // 2
+        starts = np.random.default_rng(0).integers(0, len(ids) - prefix, self.arguments.evaluation_rows)
+        prompts = torch.tensor([ids[start : start + prefix] for start in starts])
         config = GenerationConfig(
-            max_new_tokens=self.arguments.length - _PREFIX,
-            do_sample=True,
+            max_new_tokens=length - prefix,
+            do_sample=mode == "sampled",
             temperature=1.0,
             top_k=0,
             eos_token_id=self.tokenizer.eos_token_id,
             pad_token_id=self.target.config.pad_token_id,
         )
         torch.manual_seed(0)
-        rows = []
-        for batch in prompts.split(64):
-            written = self.target.generate(batch, attention_mask=torch.ones_like(batch), generation_config=config)
-            for row in written.numpy():
-                kept = row[row != config.pad_token_id]
-                rows.append(kept if kept[-1] == config.eos_token_id else np.append(kept, config.eos_token_id))
-        np.concatenate(rows).astype(np.uint16).tofile(file)
-        return file
+        rows = torch.full((len(prompts), length), config.pad_token_id)
+        for part, into in zip(prompts.split(64), rows.split(64), strict=True):
+            written = self.target.generate(part, attention_mask=torch.ones_like(part), generation_config=config)
+            into[:, : written.shape[1]] = written
+        return rows
 
     def _head(self, variant: Variant, seed: int) -> DartHead:
         if self.arguments.start_from is None:
-            layers = self.arguments.feature_layers
-            return DartHead.from_target(
-                self.target, tokenizer=self.tokenizer, seed=seed, feature_layers=layers, **variant.head
-            )
+            fields = {"feature_layers": self.arguments.feature_layers, **variant.head}
+            head = DartHead.from_target(self.target, tokenizer=self.tokenizer, seed=seed, **fields)
+            if variant.lora:
+                head.save_pretrained(self.arguments.output / "base")  # an adapter names the head that it stands on
+            return apply_lora(head, LoraArguments(**variant.lora))
         config = DartConfig.from_pretrained(self.arguments.start_from, **variant.head)
         return DartHead.from_pretrained(self.arguments.start_from, target=self.target, config=config)
 
@@ -137,8 +157,8 @@ class Experiment:
         )
         return load_rows(data, self.tokenizer, draft_length)[0]
 
-    def run(self, variant: Variant, seed: int) -> dict[str, float]:
-        """Train one head and evaluate it; the metrics of `DraftQuality`, and the time."""
+    def run(self, variant: Variant, seed: int, folder: Path) -> dict[str, float]:
+        """Train one head, keep it in `folder` and evaluate it; the metrics of `DraftQuality`, time and bytes."""
         arguments = self.arguments
         head = self._head(variant, seed)
         trainer = DartTrainer(
@@ -163,15 +183,16 @@ class Experiment:
                 **variant.training,
             ),
             train_dataset=self._rows(variant, head.draft_length, seed),
-            eval_dataset=self.held_out,
         )
         seconds = trainer.train().metrics["train_runtime"]
-        found = trainer.evaluate()
-        kept = {name.removeprefix("eval_"): value for name, value in found.items() if name not in _NOT_QUALITY}
-        return {**kept, "seconds": seconds}
+        head.save_pretrained(folder)
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        greedy, sampled = (trainer.evaluate(rows, metric_key_prefix="") for rows in self.held_out)
+        kept = {name.removeprefix("_"): value for name, value in greedy.items() if name not in _NOT_QUALITY}
+        return {**kept, "tau_sampled": sampled["_tau_sampled"], "seconds": seconds, "bytes": size}
 
 
-_NOT_QUALITY = ("eval_runtime", "eval_samples_per_second", "eval_steps_per_second", "epoch", "eval_loss")
+_NOT_QUALITY = ("_runtime", "_samples_per_second", "_steps_per_second", "epoch", "_loss")
 
 
 def with_error(values: list[float], form: str) -> str:
@@ -191,8 +212,8 @@ def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) 
         names: of the variants, in order.
     """
     lines = [
-        "| recipe | seeds | τ greedy | against the first | τ T=1 | against the first | acceptance 1, 2, 3 | waste |",
-        "|---|---|---|---|---|---|---|---|",
+        "| recipe | seeds | τ greedy | to the first | τ T=1 | to the first | acceptance 1, 2, 3 | waste | MB |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     base = results.get(names[0], {})
     for name in names:
@@ -208,6 +229,7 @@ def as_table(results: dict[str, dict[str, dict[str, float]]], names: list[str]) 
         depths = [statistics.fmean(run.get(f"acceptance_{k}", 0.0) for run in runs.values()) for k in (1, 2, 3)]
         cells.append(", ".join(f"{share:.2f}" for share in depths))
         cells.append(f"{statistics.fmean(run['waste'] for run in runs.values()):.0%}")
+        cells.append(f"{statistics.fmean(run['bytes'] for run in runs.values()) / 1e6:.1f}")
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -218,8 +240,8 @@ def circumstances(arguments: argparse.Namespace) -> str:
     return (
         f"{Path(arguments.target).name}, {begun}, {arguments.max_steps} steps of {arguments.batch_size} rows of "
         f"{arguments.length - 1} positions with {arguments.anchors} blocks each, learning rate "
-        f"{arguments.learning_rate:g}; {arguments.evaluation_rows} held-out rows; float32, "
-        f"{platform.processor() or platform.machine()}; {versions}"
+        f"{arguments.learning_rate:g}; {arguments.evaluation_rows} held-out rows, the second half of each "
+        f"written by the target; float32, {platform.processor() or platform.machine()}; {versions}"
     )
 
 
@@ -232,14 +254,14 @@ def main() -> None:
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="of the suite's variants")
-    parser.add_argument("--max-steps", type=int, default=400)
-    parser.add_argument("--batch-size", type=int, default=4)
-    parser.add_argument("--length", type=int, default=97, help="tokens of a row")
-    parser.add_argument("--anchors", type=int, default=12)
+    parser.add_argument("--max-steps", type=int, default=250)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=129, help="tokens of a row")
+    parser.add_argument("--anchors", type=int, default=32)
     parser.add_argument("--start-from", metavar="HEAD", help="train this head on in place of a new one")
     parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
-    parser.add_argument("--learning-rate", type=float, default=1e-3)
-    parser.add_argument("--evaluation-rows", type=int, default=256)
+    parser.add_argument("--learning-rate", type=float, default=2e-3)
+    parser.add_argument("--evaluation-rows", type=int, default=192)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the table's figures there")
     arguments = parser.parse_args()
@@ -259,7 +281,8 @@ def main() -> None:
             if str(seed) in runs:
                 continue
             experiment = experiment or Experiment(arguments)
-            runs[str(seed)] = experiment.run(variants[name], seed)
+            folder = arguments.output / "heads" / f"{arguments.suite}-{list(variants).index(name)}-{seed}"
+            runs[str(seed)] = experiment.run(variants[name], seed, folder)
             done.write_text(json.dumps(results, indent=1))
             print(f"seed {seed}, {name}: τ {runs[str(seed)]['tau']:.3f}", file=sys.stderr, flush=True)
     table = as_table(results, list(variants))

@@ -118,13 +118,14 @@ def _about(facts: HeadFacts) -> str:
     copied = "" if config.copied_layer is None else f"; copies of the target's from layer {config.copied_layer} on"
     injected = ", also as keys and values of every layer" if config.inject_features else ""
     mask = f", mask slots as P-EAGLE's, token {config.mask_token_id}" if config.mask_mode == "peagle" else ""
+    own = "" if config.shift_logits else ", each in a mask slot of its own"
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
     rows = {
         "layers": f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
         f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}{copied}",
         "reads": f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
         f"{injected}",
-        "drafts": f"{config.draft_length} tokens in one pass, {config.block_attention} attention among them{mask}",
+        "drafts": f"{config.draft_length} tokens in one pass, {config.block_attention} attention among them{mask}{own}",
         "vocabulary": f"the {config.draft_vocab_size} tokens it was given" if config.draft_vocab_size else "",
         "selector": f"{config.selector_kind}, rank {config.selector_rank}" if config.selector_rank else "",
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; embeddings and "

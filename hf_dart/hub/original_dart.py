@@ -272,6 +272,7 @@ def _refuse(config: DartConfig, adapted: bool) -> None:
         "mask_mode='peagle'": config.mask_mode != "learned",
         "input_form='stream'": config.input_form != "pair",
         "block_attention='bidirectional'": config.block_attention != "causal",
+        "shift_logits=False": not config.shift_logits,
         "a selector": config.selector_rank > 0,
         "an editor": config.editor,
         f"features of layers {config.feature_layers}": len(config.feature_layers) != 3

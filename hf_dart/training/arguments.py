@@ -90,6 +90,9 @@ class HeadArguments(DrafterArguments):
     block_attention: Literal["causal", "bidirectional"] | None = field(
         default=None, metadata={"help": "what the mask slots of a draft see of each other"}
     )
+    shift_logits: bool | None = field(
+        default=None, metadata={"help": "false: every drafted token has a mask slot of its own, the first one too"}
+    )
     inject_features: bool | None = field(default=None, metadata={"help": "also as keys and values of every layer"})
     mask_mode: Literal["learned", "peagle"] | None = field(default=None, metadata={"help": "what a mask slot holds"})
     mask_token_id: int | None = field(default=None, metadata={"help": "with peagle; default: an unused token"})

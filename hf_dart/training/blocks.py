@@ -1,8 +1,8 @@
 """Prefix-shared masked blocks: many drafts of one sequence, trained in one pass (DART, section 3.2).
 
-A row holds T tokens, i.e. T - 1 real positions (position i: features of token i, embedding of token i + 1),
-and behind them K blocks of d - 1 mask slots. The block of anchor n drafts what the head would draft at
-inference behind real position n: draft token t (1..d) is token n + 1 + t, and its target distribution is the
+A row holds T tokens, i.e. T - 1 real positions (position i: features of token i, embedding of token i + 1), and behind
+them K blocks of M mask slots: d - 1, or d if logits are not shifted. The block of anchor n drafts what the head would
+draft at inference behind real position n: draft token t (1..d) is token n + 1 + t, and its target distribution is the
 target's at position n + t.
 """
 
@@ -33,10 +33,11 @@ class Blocks:
 
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.
-        positions: [B, S] with S = T - 1 + K (d - 1), counted from the start of each document.
+        positions: [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block.
         entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted
-            logits), then its d - 1 mask slots; those of absent blocks mean nothing.
+            logits), then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
         sees: what sees what, by the numbers of the entries.
+        real: T - 1.
         keys: S; where features are injected, T - 1 more.
         flex: masks are `BlockMask`s for FlexAttention.
     """
@@ -45,6 +46,7 @@ class Blocks:
     positions: Tensor
     entries: Tensor
     sees: MaskFunction
+    real: int
     keys: int
     flex: bool
 
@@ -64,9 +66,9 @@ class Blocks:
 
     @cached_property
     def slot_mask(self) -> Tensor | BlockMask:
-        """[B, 1, K (d - 1), keys] as `mask`: what the slots see, for passes that run them alone."""
-        count = self.entries.shape[1] - self.anchors.shape[1]
-        real = self.positions.shape[1] - count
+        """[B, 1, K M, keys] as `mask`: what the slots see, for passes that run them alone."""
+        real = self.real
+        count = self.positions.shape[1] - real
 
         def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             return self.sees(row, head, query + real, key)
@@ -134,6 +136,7 @@ def build_blocks(
     flex: bool = False,
     window: int | None = None,
     injected: bool = False,
+    shifted: bool = True,
 ) -> Blocks:
     """Positions and masks of the prefix-shared pass.
 
@@ -150,16 +153,17 @@ def build_blocks(
         window: how many positions back real positions are seen, one's own included; None sees them all.
         injected: also for the keys of injected features, which stand behind all others; those of a real position are
             seen by whoever sees that position.
+        shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.
     """
     batch, count = anchors.shape
-    slots, real = draft_length - 1, documents.shape[1] - 1
+    slots, real = draft_length - int(shifted), documents.shape[1] - 1
     device = documents.device
     documents = documents[:, :real]
     at = anchors.clamp(min=0)
 
     places = document_positions(documents)
     offsets = torch.arange(slots, device=device)
-    slot_places = places.gather(1, at)[..., None] + 1 + offsets  # [B, K, d - 1]
+    slot_places = places.gather(1, at)[..., None] + 1 + offsets  # [B, K, M]
     positions = torch.cat([places, slot_places.reshape(batch, -1)], dim=1)
 
     # Of every entry: its document, the last real position that it may see, its block (-1: it is real itself).
@@ -169,7 +173,8 @@ def build_blocks(
     numbers = torch.arange(count, device=device).repeat_interleave(slots)
     block = torch.cat([numbers.new_full((real,), -1), numbers])
     slot_entries = torch.arange(real, real + count * slots, device=device).view(count, slots)
-    entries = torch.cat([at[..., None], slot_entries.expand(batch, -1, -1)], dim=2).flatten(1)
+    of_block = [at[..., None]] * shifted + [slot_entries.expand(batch, -1, -1)]
+    entries = torch.cat(of_block, dim=2).flatten(1)
     queries = positions.shape[1]
 
     def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -183,7 +188,7 @@ def build_blocks(
             own_block = own_block & (key <= query)
         return torch.where(block[key] < 0, prefix, own_block)
 
-    return Blocks(anchors, positions, entries, sees, queries + real if injected else queries, flex)
+    return Blocks(anchors, positions, entries, sees, real, queries + real if injected else queries, flex)
 
 
 def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:

@@ -138,16 +138,21 @@ class DartTrainer(DrafterTrainer):
             features, target_logits: of `teach`.
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
-        bidirectional = self.head.config.block_attention == "bidirectional"
-        injected = self.head.config.inject_features
+        config = self.head.config
         blocks = build_blocks(
-            documents, anchors, self.head.draft_length, bidirectional, flex=self.flex, injected=injected
+            documents,
+            anchors,
+            config.draft_length,
+            config.block_attention == "bidirectional",
+            self.flex,
+            injected=config.inject_features,
+            shifted=config.shift_logits,
         )
         states = model(
             features=features[:, :-1],
             next_embeddings=self.head.embed(ids[:, 1:]),
             positions=blocks.positions,
-            attention_mask=blocks.mask if self.head.config.num_layers > 1 else None,
+            attention_mask=blocks.mask if config.num_layers > 1 else None,
             wanted=blocks.entries,
             wanted_mask=blocks.entries_mask,
         )
