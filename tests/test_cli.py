@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.cli import main
@@ -121,6 +124,29 @@ def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: 
     assert capsys.readouterr().out == piped
 
 
+def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = tmp_path / "target", tmp_path / "head"
+    shutil.copytree(TARGET, target)
+    shutil.copytree(HEAD, head)
+    tokenizer = chat_tokenizer(THINKING)
+    tokenizer.save_pretrained(target)
+    config = json.loads((head / "config.json").read_text())
+    (head / "config.json").write_text(json.dumps(config | {"enable_thinking": False}))
+    common = ["--target", str(target), "--head", str(head), "--dtype", "float32", "--max-new-tokens", "8"]
+    shown = []
+    for flags in ([], ["--no-thinking"], ["--thinking"]):
+        assert main(["generate", "add", "--chat", *common, *flags]) == 0
+        shown.append(capsys.readouterr().out)
+    for thinking in (False, True):
+        turn = [{"role": "user", "content": "add"}]
+        prompt = tokenizer.apply_chat_template(
+            turn, tokenize=False, add_generation_prompt=True, enable_thinking=thinking
+        )
+        assert main(["generate", prompt, "--stock", *common]) == 0
+        assert capsys.readouterr().out == shown[1 + thinking]
+    assert shown[0] == shown[1] != shown[2]
+
+
 @pytest.mark.parametrize(
     ("words", "says"),
     [
@@ -133,6 +159,7 @@ def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: 
         (["generate", "x", "--device-map", "nowhere"], "Cannot load the target"),
         (["generate", "", "--max-new-tokens", "4"], "prompt is empty"),
         (["generate", "x", "--chat"], "no chat template"),
+        (["generate", "x", "--no-thinking"], "add --chat"),
         (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "leave one out"),
         (["bench", "--text", "./nowhere.py"], "Cannot read"),
         (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),

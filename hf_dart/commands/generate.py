@@ -30,6 +30,11 @@ def add(commands: Any) -> None:
     parser.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    parser.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="handed to the chat template; default: as in the conversations that the head was trained on",
+    )
     parser.add_argument("--stock", action="store_true", help="without the head, to compare")
     parser.add_argument("--stats", action="store_true", help="what the drafts did, on standard error")
     parser.set_defaults(command=_run)
@@ -45,10 +50,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     model, tokenizer = pair.model, pair.tokenizer
     if arguments.chat:
-        if not tokenizer.chat_template:
-            raise UserError("This target's tokenizer has no chat template; leave --chat out.")
-        turn = [{"role": "user", "content": prompt}]
-        prompt = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        prompt = _in_template(prompt, pair, arguments.thinking)
+    elif arguments.thinking is not None:
+        raise UserError("--thinking is for chat templates; add --chat.")
     encoded = tokenizer(prompt, return_tensors="pt", add_special_tokens=not arguments.chat)
     if encoded["input_ids"].shape[1] == 0:
         raise UserError("The prompt is empty; give some text.")
@@ -72,6 +76,19 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.stats and not arguments.stock:
         print(_stats_line(pair.head.last_stats), file=sys.stderr)
     return 0
+
+
+def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
+    """`prompt` as a user's message, up to where the assistant begins to write."""
+    from hf_dart.fitted import FittedDrafter
+
+    if not pair.tokenizer.chat_template:
+        raise UserError("This target's tokenizer has no chat template; leave --chat out.")
+    if thinking is None and isinstance(pair.head, FittedDrafter):
+        thinking = pair.head.config.enable_thinking
+    turn = [{"role": "user", "content": prompt}]
+    flags = {} if thinking is None else {"enable_thinking": thinking}
+    return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
 
 
 def _stats_line(stats: Any) -> str:
