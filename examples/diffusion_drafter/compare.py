@@ -1,19 +1,25 @@
-"""Drafters of one target side by side, and the diffusion drafter over its reverse steps T and draft lengths γ.
+"""Drafters of one target side by side, in one interleaved run; the diffusion drafters over T and γ.
 
-    python examples/diffusion_drafter/compare.py runs/diffusion/final --lm runs/lm/final
+    python examples/diffusion_drafter/compare.py runs --json model_cards/diffusion_drafter/compare.json
 
-All in one interleaved run: stock; the language model through stock's `assistant_model=`; the DART head; the diffusion
-drafter. Copied text is left out (`lookup=0`), so that each stands for itself. A figure per forward counts the prefill.
+`runs` holds what `run_all.py` trained; what is missing is left out. Rows are: stock; the language model through stock's
+`assistant_model=`, by stock's rule and with drafts of fixed lengths; DART heads; diffusion drafters. Copied text is left
+out (`lookup=0`), so that each stands for itself. Standard errors are jackknifed over prompts. The tables also go into
+the README.md beside the JSON, between its two marker lines; `--render` writes them anew from the JSON there is.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import math
+import shlex
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -24,163 +30,289 @@ from hf_dart import DartHead, DiffusionDrafter, TreeConfig
 from hf_dart.bench.exact import run
 from hf_dart.bench.speed import MODES, pad_left
 from hf_dart.bench.suites import cut_prompts, default_files
-from hf_dart.generation.stats import DraftStats
 from hf_dart.machine import hardware, versions
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+
+BEGIN, END = "<!-- tables: begin. Written by compare.py from compare.json. -->", "<!-- tables: end -->"
+# Name in the tables, folder, (T, γ) of its chains.
+DIFFUSION = (
+    ("bound", "diffusion, bound", ((1, 2), (2, 2), (1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8))),
+    ("left_to_right", "diffusion, left to right", ((1, 2), (1, 4), (1, 8), (4, 8))),
+    ("mixed", "diffusion, mixed", ((1, 4), (2, 4), (4, 4), (1, 8), (8, 8))),
+)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One prompt: seconds, of which `drafting`; tokens written; forwards of the target, its prefill left out."""
+
+    seconds: float
+    drafting: float
+    tokens: int
+    rounds: int
+    same: bool  # as stock's
 
 
 @dataclass
 class Method:
-    """One way to decode: options of `generate`, what is set before it, and what its calls came to."""
+    """One way to decode: options of `generate`, what tells the seconds of its drafts, and its calls.
+
+    `prefills` is what stock's assisted loop does not do: it reads the prompt together with the first draft.
+    """
 
     name: str
     options: dict[str, Any] = field(default_factory=dict)
-    prepare: Callable[[], object] = lambda: None
-    seconds: list[float] = field(default_factory=list)  # of each repeat
-    tokens: int = 0
-    forwards: int = 0  # of the target
-    same: int = 0  # calls that gave stock's tokens
-    calls: int = 0
-    stats: DraftStats = field(default_factory=DraftStats)
+    drafting: Callable[[], float] = lambda: 0.0
+    prefills: bool = True
+    calls: list[Call] = field(default_factory=list)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("drafter", help="of train.py")
-    parser.add_argument("--lm", help="of train.py --kind lm")
-    parser.add_argument("--target", default=str(PACKAGED_TARGET))
-    parser.add_argument("--head", default=str(PACKAGED_HEAD))
-    parser.add_argument("--steps", type=int, nargs="+", default=[1, 2, 4, 8], help="T")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2, 4, 8], help="of a draft")
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=["greedy, penalty 1.1", "sampled, T=1"])
-    parser.add_argument("--prompts", type=int, default=8)
-    parser.add_argument("--new-tokens", type=int, default=96)
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
+class TimedLM:
+    """A language model for `assistant_model=` that says how long its drafts of a call took."""
 
-    torch.set_num_threads(arguments.threads)
-    logging.set_verbosity_error()
-    tokenizer = AutoTokenizer.from_pretrained(arguments.target)
-    target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
-    drafter = DiffusionDrafter.from_pretrained(arguments.drafter, target=target, tokenizer=tokenizer)
-    head = DartHead.from_pretrained(arguments.head, target=target, tokenizer=tokenizer)
-    prompts = cut_prompts(tokenizer, default_files(), arguments.prompts, 96)
-    counted: list[int] = []
-    target.register_forward_pre_hook(lambda *_: counted.append(1))
+    def __init__(self, path: Path, **rule: Any) -> None:
+        self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        self.model.generation_config.update(**rule)
+        self._plain, self._seconds = self.model.generate, 0.0
+        self.model.generate = self._timed
 
-    results = []
-    print(f"{hardware(target.device)}, {arguments.threads} threads, float32; {versions()}")
-    print(f"{drafter.num_parameters():,} parameters in the diffusion drafter, {head.num_parameters():,} in the head")
-    for mode in arguments.modes:
-        methods = [Method("stock"), *assisted(arguments.lm), *side_by_side(head, drafter)]
-        methods += [reverse(drafter, steps, length) for length in arguments.lengths for steps in arguments.steps]
-        for method in methods:  # what is only done once
-            method.prepare()
-            inputs = pad_left(prompts[:1], 0, target.device)
-            target.generate(**inputs, **MODES[mode], **method.options, max_new_tokens=8)
-        for repeat in range(arguments.repeats):
-            for method in methods:
-                method.seconds.append(0.0)
-            for number, prompt in enumerate(prompts):
-                first = (repeat + number) % len(methods)
-                texts = {}
-                for method in methods[first:] + methods[:first]:
-                    texts[method.name] = timed(target, prompt, mode, method, arguments.new_tokens, counted)
-                for method in methods:
-                    method.same += torch.equal(texts[method.name], texts["stock"])
-        results.append({"mode": mode, "methods": [row(method, methods[0]) for method in methods]})
-        print(table(mode, results[-1]["methods"]), flush=True)
-    if arguments.json is not None:
-        about = {"versions": versions(), "hardware": hardware(target.device), "arguments": vars(arguments)}
-        arguments.json.write_text(json.dumps({**about, "results": results}, indent=2, default=str) + "\n")
+    def _timed(self, *args: Any, **kwargs: Any) -> Any:
+        start = perf_counter()
+        try:
+            return self._plain(*args, **kwargs)
+        finally:
+            self._seconds += perf_counter() - start
+
+    def seconds(self) -> float:
+        """Since it was last asked."""
+        spent, self._seconds = self._seconds, 0.0
+        return spent
 
 
-def assisted(path: str | None) -> list[Method]:
-    """Stock's speculative decoding: by its own rule for the length of a draft, and with four tokens each."""
-    if path is None:
-        return []
+def language_models(path: Path, lengths: list[int]) -> list[Method]:
+    """Stock's speculative decoding: by its own rule for the length of a draft, and with so many tokens each."""
+    fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
+    rules = [("stock's rule", {}), *((f"γ={n}", {"num_assistant_tokens": n, **fixed}) for n in lengths)]
     methods = []
-    for name, rule in (
-        ("language model, stock's rule", {}),
-        (
-            "language model, 4 tokens",
-            {
-                "num_assistant_tokens": 4,
-                "num_assistant_tokens_schedule": "constant",
-                "assistant_confidence_threshold": 0.0,
-            },
-        ),
-    ):
-        lm = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
-        lm.generation_config.update(**rule)
-        methods.append(Method(name, {"assistant_model": lm}))
+    for name, rule in rules:
+        lm = TimedLM(path, **rule)
+        methods.append(Method(f"language model, {name}", {"assistant_model": lm.model}, lm.seconds, prefills=False))
     return methods
 
 
-def side_by_side(head: DartHead, drafter: DiffusionDrafter) -> list[Method]:
-    return [
-        Method("DART head, chain of 4", {"assistant": head, "tree_config": TreeConfig.chain(4)}),
-        Method("DART head, tree", {"assistant": head, "tree_config": replace(head.tree_config, lookup=0)}),
-        reverse(drafter, 1, drafter.draft_length, tree=replace(drafter.tree_config, lookup=0), name="diffusion, tree"),
-    ]
+def drafted(name: str, drafter: Any, tree: TreeConfig) -> Method:
+    def seconds() -> float:
+        spent = drafter.last_stats.seconds
+        return spent["draft"] + spent["grow"]
+
+    return Method(name, {"assistant": drafter, "tree_config": tree}, seconds)
 
 
-def reverse(
-    drafter: DiffusionDrafter, steps: int, length: int, tree: TreeConfig | None = None, name: str | None = None
-) -> Method:
-    """A chain of `length` tokens drafted in `steps` reverse steps, or a tree."""
-    options = {"assistant": drafter, "tree_config": tree or TreeConfig.chain(length)}
-    return Method(
-        name or f"diffusion, {length} tokens, T={steps}", options, lambda: setattr(drafter, "denoise_steps", steps)
-    )
+def heads(name: str, path: Path, target: Any, tokenizer: Any) -> list[Method]:
+    head = DartHead.from_pretrained(str(path), target=target, tokenizer=tokenizer)
+    tree = replace(head.tree_config, lookup=0)
+    return [drafted(f"{name}, γ=4", head, TreeConfig.chain(4)), drafted(f"{name}, tree", copy.copy(head), tree)]
 
 
-def timed(
-    target: Any, prompt: list[int], mode: str, method: Method, new_tokens: int, counted: list[int]
-) -> torch.Tensor:
-    """One call; its text."""
-    method.prepare()
+def diffusion(
+    name: str, path: Path, target: Any, tokenizer: Any, cells: tuple[tuple[int, int], ...]
+) -> list[Method]:
+    """A tree in one step, and chains of γ tokens in T reverse steps."""
+    drafter = DiffusionDrafter.from_pretrained(str(path), target=target, tokenizer=tokenizer)
+    methods = [drafted(f"{name}, tree, T=1", drafter, replace(drafter.tree_config, lookup=0))]
+    for steps, length in cells:
+        one = copy.copy(drafter)  # shares the weights
+        one.denoise_steps = steps
+        methods.append(drafted(f"{name}, γ={length}, T={steps}", one, TreeConfig.chain(length)))
+    return methods
+
+
+def methods_in(runs: Path, target: Any, tokenizer: Any, lengths: list[int]) -> list[Method]:
+    """Of all that was trained there."""
+    found = [Method("stock")]
+    if (runs / "lm" / "final").is_dir():
+        found += language_models(runs / "lm" / "final", lengths)
+    found += heads("DART head, packaged", PACKAGED_HEAD, target, tokenizer)
+    if (runs / "dart" / "final").is_dir():
+        found += heads("DART head, same rows", runs / "dart" / "final", target, tokenizer)
+    for kind, name, cells in DIFFUSION:
+        if (runs / kind / "final").is_dir():
+            found += diffusion(name, runs / kind / "final", target, tokenizer, cells)
+    return found
+
+
+def call(target: Any, prompt: list[int], options: dict[str, Any], method: Method, counted: list[int]) -> Any:
+    """One prompt by one method: what it was, and its text."""
+    method.drafting()
     counted.clear()
-    inputs = pad_left([prompt], 0, target.device)
-    done = run(target, inputs, {**MODES[mode], **method.options, "max_new_tokens": new_tokens})
-    method.seconds[-1] += done.seconds
-    method.tokens += done.sequences.shape[1] - len(prompt)
-    method.forwards += len(counted)
-    method.calls += 1
-    if done.stats is not None:
-        method.stats.merge(done.stats)
-    return done.sequences
+    done = run(target, pad_left([prompt], 0, target.device), {**options, **method.options})
+    tokens = done.sequences.shape[1] - len(prompt)
+    return Call(done.seconds, method.drafting(), tokens, len(counted) - method.prefills, False), done.sequences
 
 
-def row(method: Method, stock: Method) -> dict[str, Any]:
-    # All texts of a repeat have stock's number of tokens, but those that stock's loop samples otherwise.
-    per_token = [seconds * len(method.seconds) / method.tokens for seconds in method.seconds]
-    plain = [seconds * len(stock.seconds) / stock.tokens for seconds in stock.seconds]
-    ratios = [theirs / ours for theirs, ours in zip(plain, per_token, strict=True)]
-    rounds = method.stats.rounds
+# ---- figures ------------------------------------------------------------------------------------------------
+
+
+def jackknife(statistic: Callable[[list[int]], float], count: int) -> tuple[float, float]:
+    """A statistic of prompts 0..count-1 and its standard error, from leaving each of them out."""
+    everything = list(range(count))
+    left = [statistic(everything[:one] + everything[one + 1 :]) for one in everything] if count > 1 else []
+    mean = sum(left) / max(len(left), 1)
+    return statistic(everything), math.sqrt((count - 1) / count * sum((one - mean) ** 2 for one in left))
+
+
+def figures(method: Method, stock: Method, prompts: int) -> dict[str, Any]:
+    """A method's row; every prompt's repeats are taken together."""
+
+    def total(one: Method, name: str, chosen: list[int]) -> float:
+        return sum(getattr(done, name) for prompt in chosen for done in one.calls[prompt::prompts])
+
+    def tau(chosen: list[int]) -> float:  # the prefill's own token is not a round's
+        first = len(chosen) * len(method.calls) // prompts if method.prefills else 0
+        return (total(method, "tokens", chosen) - first) / total(method, "rounds", chosen)
+
+    def ratio(chosen: list[int]) -> float:
+        ours, theirs = (total(one, "seconds", chosen) / total(one, "tokens", chosen) for one in (method, stock))
+        return theirs / ours
+
+    everything = list(range(prompts))
+    rounds = total(method, "rounds", everything)
     return {
         "method": method.name,
-        "tokens per forward": method.tokens / method.forwards,
-        "tau": method.stats.tau if rounds else None,
-        "draft ms": 1000 * method.stats.seconds["draft"] / rounds if rounds else None,
-        "ratio": [median(ratios), min(ratios), max(ratios)],
-        "same as stock": method.same / method.calls,
+        "tau": jackknife(tau, prompts),
+        "ratio": jackknife(ratio, prompts),
+        "draft_ms": 1000 * total(method, "drafting", everything) / rounds,
+        "round_ms": 1000 * total(method, "seconds", everything) / rounds,
+        "same": sum(done.same for done in method.calls) / len(method.calls),
     }
 
 
-def table(mode: str, rows: list[dict[str, Any]]) -> str:
-    columns = ["method", "x stock", "tokens per forward", "τ", "draft ms", "same text"]
-    lines = [f"\n{mode}\n", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
-    for one in rows:
-        middle, low, high = one["ratio"]
-        figures = "" if one["tau"] is None else f"{one['tau']:.2f} | {one['draft ms']:.2f}"
-        lines.append(
-            f"| {one['method']} | **{middle:.2f}** [{low:.2f}, {high:.2f}] | {one['tokens per forward']:.2f} | "
-            f"{figures or ' | '} | {one['same as stock']:.0%} |"
-        )
+def tables(report: dict[str, Any]) -> str:
+    """All modes of a report, as Markdown."""
+    settings = report["settings"]
+    lines = [
+        f"{report['hardware']}, {settings['threads']} threads, float32; "
+        + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
+        + f"; `{report['command']}`.",
+        f"{settings['prompts']} prompts of up to 96 tokens from pytest's source, {settings['new_tokens']} new tokens, "
+        f"{settings['repeats']} repeats, batch 1; ± is one standard error over prompts.",
+        "",
+        "Parameters: " + ", ".join(f"{name} {count / 1e6:.2f} M" for name, count in report["parameters"].items()) + ".",
+    ]
+    columns = ["method", "τ", "ms a draft", "ms a round", "x stock", "same text"]
+    for result in report["results"]:
+        lines += ["", f"### {result['mode']}", "", f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        best = max(one["ratio"][0] for one in result["methods"])
+        for one in result["methods"]:
+            (tau, tau_error), (ratio, ratio_error) = one["tau"], one["ratio"]
+            plain = one["method"] == "stock"
+            shown = f"**{ratio:.2f}**" if ratio == best else f"{ratio:.2f}"
+            cells = [
+                one["method"],
+                f"{tau:.2f}" if plain else f"{tau:.2f} ± {tau_error:.2f}",
+                "" if plain else f"{one['draft_ms']:.2f}",
+                f"{one['round_ms']:.2f}",
+                "1" if plain else f"{shown} ± {ratio_error:.2f}",
+                "" if plain else f"{one['same']:.0%}",
+            ]
+            lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def write_tables(report: dict[str, Any], card: Path) -> None:
+    """Put the tables of a report between the marker lines of a card, which is made if there is none."""
+    text = card.read_text(encoding="utf8") if card.is_file() else f"# Diffusion drafters\n\n{BEGIN}\n{END}\n"
+    above, _, rest = text.partition(BEGIN)
+    card.write_text(f"{above}{BEGIN}\n\n{tables(report)}\n\n{END}{rest.partition(END)[2]}", encoding="utf8")
+
+
+# ---- the run ------------------------------------------------------------------------------------------------
+
+
+def compare(runs: Path, settings: argparse.Namespace) -> dict[str, Any]:
+    """The report of a run; `settings` are those of `options`."""
+    logging.set_verbosity_error()
+    torch.set_num_threads(settings.threads)
+    tokenizer = AutoTokenizer.from_pretrained(settings.target)
+    target = AutoModelForCausalLM.from_pretrained(settings.target, dtype=torch.float32)
+    prompts = cut_prompts(tokenizer, default_files(), settings.prompts, 96)
+    counted: list[int] = []
+    target.register_forward_pre_hook(lambda *_: counted.append(1))
+    methods = methods_in(runs, target, tokenizer, settings.lm_lengths)
+    results = []
+    for mode in settings.modes:
+        for method in methods:  # what is only done once
+            call(target, prompts[0], {**MODES[mode], "max_new_tokens": 8}, method, counted)
+            method.calls = []
+        options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
+        for repeat in range(settings.repeats):
+            for number, prompt in enumerate(prompts):
+                first = (repeat + number) % len(methods)
+                done = {}
+                for method in methods[first:] + methods[:first]:
+                    done[method.name] = call(target, prompt, options, method, counted)
+                for method in methods:
+                    one, text = done[method.name]
+                    method.calls.append(replace(one, same=torch.equal(text, done["stock"][1])))
+        results.append({"mode": mode, "methods": [figures(one, methods[0], len(prompts)) for one in methods]})
+        print(f"{mode}: done", file=sys.stderr, flush=True)
+    names = ("prompts", "new_tokens", "repeats", "threads", "modes", "lm_lengths")
+    return {
+        "command": shlex.join(["python", *sys.argv]),
+        "versions": versions(),
+        "hardware": hardware(target.device),
+        "settings": {name: getattr(settings, name) for name in names},
+        "parameters": parameters(methods),
+        "results": results,
+    }
+
+
+def parameters(methods: list[Method]) -> dict[str, int]:
+    """Of each drafter, those that are its own: the target's embeddings are not counted."""
+    counts = {}
+    for method in methods:
+        name = method.name.partition(", γ")[0].partition(", tree")[0].partition(", stock")[0]
+        drafter = method.options.get("assistant_model", method.options.get("assistant"))
+        if drafter is not None and name not in counts:
+            lent = drafter.get_input_embeddings().weight.numel() if "assistant_model" in method.options else 0
+            counts[name] = drafter.num_parameters() - lent
+    return counts
+
+
+def options() -> argparse.ArgumentParser:
+    """A parent parser of what is measured."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
+    parser.add_argument("--lm-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="γ of the language model")
+    parser.add_argument("--prompts", type=int, default=12)
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--json", type=Path, default=Path("model_cards/diffusion_drafter/compare.json"))
+    return parser
+
+
+def write(report: dict[str, Any], file: Path) -> None:
+    """The JSON, and the tables into the README.md beside it."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n", encoding="utf8")
+    write_tables(report, file.parent / "README.md")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[options()]
+    )
+    parser.add_argument("runs", type=Path, help="output folder of run_all.py")
+    parser.add_argument("--target", default=str(PACKAGED_TARGET))
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--render", action="store_true", help="only write the tables of the JSON anew")
+    arguments = parser.parse_args()
+    if arguments.render:
+        write_tables(json.loads(arguments.json.read_text(encoding="utf8")), arguments.json.parent / "README.md")
+        return
+    report = compare(arguments.runs, arguments)
+    write(report, arguments.json)
+    print(tables(report))
 
 
 if __name__ == "__main__":

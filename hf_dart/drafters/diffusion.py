@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
 from hf_dart.fitted import FittedDrafter
-from hf_dart.layers import DartAttention, DartMLP, rotation_at
+from hf_dart.layers import DartAttention, DartMLP, Remember, rotation_at, take
 from hf_dart.proposal import Proposal, Verified
 from hf_dart.slots import SlotSpec, SlotState
 
@@ -40,8 +40,16 @@ class DiffusionLayer(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config)
 
-    def forward(self, x: Tensor, *attending: object) -> Tensor:  # [B, Q, H], and what DartAttention takes
-        x = x + self.self_attn(self.input_norm(x), *attending)
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, H]
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor | BlockMask,
+        remember: Remember | None,
+        wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
+    ) -> Tensor:  # [B, Q or W, H]
+        mixed = self.self_attn(self.input_norm(x), rotation, mask, remember, wanted=wanted)
+        x = take(x, wanted) + mixed
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -147,19 +155,24 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
         tokens: Tensor,  # [B, T + M]
         features: Tensor,  # [B, T, F]; F is 0 without feature layers
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | BlockMask,  # [B, 1, T + M, T + M] bool
+        attention_mask: Tensor | BlockMask | None,  # [B, 1, T + M, T + M] bool; None for one layer with `wanted`
+        wanted: Tensor | None = None,  # [B, W] entries
+        wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
         """The training pass: T entries of the text, then M slots of many blocks (`training.blocks`), `MASK` or known.
 
+        With `wanted` the last layer gives all other entries keys and values only.
+
         Returns:
-            [B, T + M, H of the LM head]; `logits` reads distributions off them.
+            [B, T + M or W, H of the LM head]; `logits` reads distributions off them.
         """
         text = features.shape[1]
         x = torch.cat([self._text(tokens[:, :text], features), self.embed(tokens[:, text:])], dim=1)
         rotation = rotation_at(positions, self.config, self.dtype)
-        for layer in self.layers:
+        *before, last = self.layers
+        for layer in before:
             x = layer(x, rotation, attention_mask, None)
-        return self._out(x)
+        return self._out(last(x, rotation, attention_mask if wanted is None else wanted_mask, None, wanted))
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -8,17 +8,19 @@ arXiv 2310.16834), which equals it here.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.drafters.diffusion import MASK, DiffusionDrafter
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.blocks import build_blocks, gather_blocks, labels_behind, target_positions
 from hf_dart.training.chunks import chunked
-from hf_dart.training.losses import NO_LABEL, log_probabilities, masked_cross_entropy, score_entropy
+from hf_dart.training.losses import NO_LABEL, cross_entropy, log_probabilities, masked_cross_entropy, score_entropy
 from hf_dart.training.trainer import DartTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
@@ -33,16 +35,21 @@ class DiffusionTrainingArguments(DartTrainingArguments):
         revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
             1 trains the diffusion model's bound alone, 0 a draft of one step.
         denoising_loss: of the blocks with t < 1: "masked_cross_entropy" or "score_entropy".
+        text_weight: of the cross-entropy of the next token at every entry of the text, beside the blocks' losses:
+            a draft's first token is what the entry in front of it predicts. 0 trains the blocks' own alone.
     """
 
     loss: str = field(default="left_to_right", metadata={"help": "of blocks that are all masked; as for a head"})
     revealed_share: float = field(default=0.5, metadata={"help": "of the blocks: those with tokens revealed"})
     denoising_loss: str = field(default="masked_cross_entropy", metadata={"help": f"one of {', '.join(DENOISING)}"})
+    text_weight: float = field(default=0.0, metadata={"help": "of the next token's loss at every entry of the text"})
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if not 0 <= self.revealed_share <= 1:
             raise ValueError(f"revealed_share is {self.revealed_share}; give a number from 0 to 1.")
+        if not 0 <= self.text_weight < math.inf:
+            raise ValueError(f"text_weight is {self.text_weight}; give a number of 0 or more.")
         if self.denoising_loss not in DENOISING:
             raise ValueError(f"denoising_loss is {self.denoising_loss!r}; give one of {', '.join(DENOISING)}.")
         if self.selector_only:
@@ -104,13 +111,23 @@ class DiffusionTrainer(DartTrainer):
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.head.draft_length, self.head.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
-        everything = model(
-            tokens=torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
-            features=features[:, :-1],
-            positions=blocks.positions,
-            attention_mask=blocks.mask,
-        )
-        return gather_blocks(everything, anchors, length)
+        pass_over = {
+            "tokens": torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
+            "features": features[:, :-1],
+            "positions": blocks.positions,
+        }
+        if self.reads_text:
+            states = model(**pass_over, attention_mask=blocks.mask)
+            inputs["text_states"] = states[:, : ids.shape[1] - 1]
+            return gather_blocks(states, anchors, length)
+        mask = blocks.mask if self.head.config.num_layers > 1 else None
+        states = model(**pass_over, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
+        return states.unflatten(1, (-1, length))
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the text's own entries are trained as well."""
+        return self.args.text_weight > 0 and self._quality is None
 
     def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
         """Which of the N blocks are all masked."""
@@ -119,16 +136,40 @@ class DiffusionTrainer(DartTrainer):
     def draft_loss(
         self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
     ) -> Tensor:
-        present = inputs["anchors"] >= 0
+        present, length = inputs["anchors"] >= 0, self.head.draft_length
         times, masked = inputs["times"][present], inputs["slots"][present] == MASK
-        whole, part = times == 1, times < 1
+        whole = times == 1
+        # Token by token, so that no logits are computed of those that were shown, or that are not known.
+        learnt = masked & (labels != NO_LABEL) & (times < 1)[:, None]
+        token_times = times[:, None].expand_as(labels)[learnt]
+        form, chunk = self.args.denoising_loss, self.args.loss_chunk * length
 
-        def denoising_losses(hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
-            return denoising_loss(self.args.denoising_loss, self.head.logits(hidden), labels, masked, times)
+        def denoising_losses(hidden: Tensor, labels: Tensor, times: Tensor) -> Tensor:
+            masked = torch.ones_like(labels, dtype=torch.bool)
+            return denoising_loss(form, self.head.logits(hidden), labels, masked, times) / length
 
-        parts = hidden[part], labels[part], masked[part], times[part]
-        loss = chunked(denoising_losses, *parts, chunk_size=self.args.loss_chunk)
+        tokens = hidden[learnt][:, None], labels[learnt][:, None], token_times
+        loss = chunked(denoising_losses, *tokens, chunk_size=chunk)
+        if self.reads_text:
+            loss = loss + len(hidden) * self.args.text_weight * self._text_loss(inputs, chunk)
         return loss + super().draft_loss(inputs, hidden[whole], target_logits, goals[whole], labels[whole])
+
+    def _text_loss(self, inputs: dict[str, Any], chunk_size: int) -> Tensor:
+        """The mean cross-entropy of what the text's own entries predict: the first token of a draft behind each."""
+        ids, documents = inputs["input_ids"], inputs["documents"]
+        rows = torch.arange(len(ids), device=ids.device)[:, None]
+        places = torch.arange(1, ids.shape[1], device=ids.device).expand(len(ids), -1)
+        labels = labels_behind(ids, documents, rows, places)
+        inside = documents[:, :-1] == documents[:, 1:]
+        if "loss_mask" in inputs:
+            inside = inside & F.pad(inputs["loss_mask"][:, 2:], (0, 1), value=False)
+        learnt = inside & (labels != NO_LABEL) & (documents[:, :-1] >= 0)
+
+        def losses(hidden: Tensor, labels: Tensor) -> Tensor:
+            return cross_entropy(self.head.logits(hidden), labels)[:, 0]
+
+        tokens = inputs["text_states"][learnt][:, None], labels[learnt][:, None]
+        return chunked(losses, *tokens, chunk_size=chunk_size) / max(int(learnt.sum()), 1)
 
 
 def denoising_loss(name: str, logits: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
