@@ -1,11 +1,11 @@
-"""Drafters of one target side by side, in one interleaved run; the diffusion drafters over T and γ.
+"""Drafters of one target side by side, in one interleaved run; the diffusion drafters over T and draft lengths.
 
     python examples/diffusion_drafter/compare.py runs --json model_cards/diffusion_drafter/compare.json
 
-`runs` holds what `run_all.py` trained; what is missing is left out. Rows are: stock; the language model through stock's
-`assistant_model=`, by stock's rule and with drafts of fixed lengths; DART heads; diffusion drafters. Copied text is left
-out (`lookup=0`), so that each stands for itself. Standard errors are jackknifed over prompts. The tables also go into
-the README.md beside the JSON, between its two marker lines; `--render` writes them anew from the JSON there is.
+`runs` holds what `run_all.py` trained; what is missing is left out. Rows are: stock; the language model through
+stock's `assistant_model=`, by stock's rule and with drafts of fixed lengths; DART heads; diffusion drafters. Copied
+text is left out (`lookup=0`), so that each stands for itself. Standard errors are jackknifed over prompts. The tables
+also go into the README.md beside the JSON, between its two marker lines; `--render` writes them anew from the JSON.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from hf_dart.machine import hardware, versions
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 
 BEGIN, END = "<!-- tables: begin. Written by compare.py from compare.json. -->", "<!-- tables: end -->"
-# Name in the tables, folder, (T, γ) of its chains.
+# Folder, name in the tables, reverse steps and length of its chains.
 DIFFUSION = (
     ("bound", "diffusion, bound", ((1, 2), (2, 2), (1, 4), (2, 4), (4, 4), (1, 8), (2, 8), (4, 8), (8, 8))),
-    ("left_to_right", "diffusion, left to right", ((1, 2), (1, 4), (1, 8), (4, 8))),
-    ("mixed", "diffusion, mixed", ((1, 4), (2, 4), (4, 4), (1, 8), (8, 8))),
+    ("left_to_right", "diffusion, left to right", ((1, 4), (1, 8), (4, 8))),
+    ("features", "diffusion on features", ((1, 4), (4, 4), (1, 8), (8, 8))),
 )
 
 
@@ -55,12 +55,13 @@ class Call:
 
 @dataclass
 class Method:
-    """One way to decode: options of `generate`, what tells the seconds of its drafts, and its calls.
+    """One way to decode: whose drafts, options of `generate`, what tells the seconds of the drafts, and the calls.
 
     `prefills` is what stock's assisted loop does not do: it reads the prompt together with the first draft.
     """
 
     name: str
+    drafter: str | None = None
     options: dict[str, Any] = field(default_factory=dict)
     drafting: Callable[[], float] = lambda: 0.0
     prefills: bool = True
@@ -92,38 +93,39 @@ class TimedLM:
 def language_models(path: Path, lengths: list[int]) -> list[Method]:
     """Stock's speculative decoding: by its own rule for the length of a draft, and with so many tokens each."""
     fixed = {"num_assistant_tokens_schedule": "constant", "assistant_confidence_threshold": 0.0}
-    rules = [("stock's rule", {}), *((f"γ={n}", {"num_assistant_tokens": n, **fixed}) for n in lengths)]
+    rules = [("stock's rule", {}), *((f"{n} tokens", {"num_assistant_tokens": n, **fixed}) for n in lengths)]
     methods = []
     for name, rule in rules:
         lm = TimedLM(path, **rule)
-        methods.append(Method(f"language model, {name}", {"assistant_model": lm.model}, lm.seconds, prefills=False))
+        given = {"assistant_model": lm.model}
+        methods.append(Method(f"language model, {name}", "language model", given, lm.seconds, prefills=False))
     return methods
 
 
-def drafted(name: str, drafter: Any, tree: TreeConfig) -> Method:
+def drafted(name: str, how: str, drafter: Any, tree: TreeConfig) -> Method:
     def seconds() -> float:
-        spent = drafter.last_stats.seconds
-        return spent["draft"] + spent["grow"]
+        last = drafter.last_stats
+        return 0.0 if last is None else last.seconds["draft"] + last.seconds["grow"]
 
-    return Method(name, {"assistant": drafter, "tree_config": tree}, seconds)
+    return Method(f"{name}, {how}", name, {"assistant": drafter, "tree_config": tree}, seconds)
 
 
 def heads(name: str, path: Path, target: Any, tokenizer: Any) -> list[Method]:
     head = DartHead.from_pretrained(str(path), target=target, tokenizer=tokenizer)
     tree = replace(head.tree_config, lookup=0)
-    return [drafted(f"{name}, γ=4", head, TreeConfig.chain(4)), drafted(f"{name}, tree", copy.copy(head), tree)]
+    return [drafted(name, "4 tokens", head, TreeConfig.chain(4)), drafted(name, "tree", copy.copy(head), tree)]
 
 
 def diffusion(
     name: str, path: Path, target: Any, tokenizer: Any, cells: tuple[tuple[int, int], ...]
 ) -> list[Method]:
-    """A tree in one step, and chains of γ tokens in T reverse steps."""
+    """A tree in one reverse step, and chains by steps and length."""
     drafter = DiffusionDrafter.from_pretrained(str(path), target=target, tokenizer=tokenizer)
-    methods = [drafted(f"{name}, tree, T=1", drafter, replace(drafter.tree_config, lookup=0))]
+    methods = [drafted(name, "tree, T=1", drafter, replace(drafter.tree_config, lookup=0))]
     for steps, length in cells:
         one = copy.copy(drafter)  # shares the weights
         one.denoise_steps = steps
-        methods.append(drafted(f"{name}, γ={length}, T={steps}", one, TreeConfig.chain(length)))
+        methods.append(drafted(name, f"{length} tokens, T={steps}", one, TreeConfig.chain(length)))
     return methods
 
 
@@ -271,21 +273,20 @@ def parameters(methods: list[Method]) -> dict[str, int]:
     """Of each drafter, those that are its own: the target's embeddings are not counted."""
     counts = {}
     for method in methods:
-        name = method.name.partition(", γ")[0].partition(", tree")[0].partition(", stock")[0]
-        drafter = method.options.get("assistant_model", method.options.get("assistant"))
-        if drafter is not None and name not in counts:
-            lent = drafter.get_input_embeddings().weight.numel() if "assistant_model" in method.options else 0
-            counts[name] = drafter.num_parameters() - lent
+        if method.drafter is not None:
+            lm = method.options.get("assistant_model")
+            lent = 0 if lm is None else lm.get_input_embeddings().weight.numel()
+            counts[method.drafter] = (lm or method.options["assistant"]).num_parameters() - lent
     return counts
 
 
 def options() -> argparse.ArgumentParser:
     """A parent parser of what is measured."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES))
-    parser.add_argument("--lm-lengths", type=int, nargs="+", default=[1, 2, 3, 4, 6], help="γ of the language model")
-    parser.add_argument("--prompts", type=int, default=12)
-    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--modes", nargs="+", choices=list(MODES), default=list(MODES)[1:])
+    parser.add_argument("--lm-lengths", type=int, nargs="+", default=[1, 2, 3, 4], help="of the LM's drafts")
+    parser.add_argument("--prompts", type=int, default=10)
+    parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=1)
     parser.add_argument("--json", type=Path, default=Path("model_cards/diffusion_drafter/compare.json"))
     return parser

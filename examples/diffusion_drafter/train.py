@@ -2,10 +2,11 @@
 
     python examples/diffusion_drafter/train.py corpus.bin regenerated runs/bound --kind bound
 
-`bound`, `left_to_right` and `mixed` are diffusion drafters (`DiffusionTrainer`): the first learns the diffusion model's
-bound, blocks masked at random; the second only to draft in one step, blocks all masked; the third both, half and half.
-`lm` is a language model (stock `Trainer`) that drafts as `assistant_model=`, `dart` a DART head. All have layers as wide
-as the target's and read and write tokens through its embeddings, which stay as they are. The data are those of
+`bound`, `left_to_right` and `features` are diffusion drafters (`DiffusionTrainer`): the first learns the diffusion
+model's bound, blocks masked at random; the second only to draft in one step, blocks all masked, by the left-to-right
+losses; the third both, half and half, and reads the target's hidden states as a DART head does.
+`lm` is a language model (stock `Trainer`) that drafts as `assistant_model=`, `dart` a DART head. All have layers as
+wide as the target's and read and write tokens through its embeddings, which stay as they are. The data are those of
 `examples/demo_pair`. A run that was interrupted goes on from its last checkpoint.
 """
 
@@ -35,9 +36,9 @@ from hf_dart.training.blocks import document_positions
 DIFFUSION: dict[str, dict[str, Any]] = {
     "bound": {"revealed_share": 1.0},
     "left_to_right": {"revealed_share": 0.0, "loss": "left_to_right"},
-    "mixed": {"revealed_share": 0.5, "loss": "left_to_right"},
+    "features": {"revealed_share": 0.5, "loss": "left_to_right"},
 }
-KINDS = (*DIFFUSION, "lm", "dart")
+KINDS = ("bound", "lm", "left_to_right", "dart", "features")
 
 
 @dataclass(frozen=True)
@@ -58,7 +59,7 @@ class Plan:
     regenerated: Path
     target: str = str(PACKAGED_TARGET)
     own_share: float = 0.9
-    steps: int = 3000
+    steps: int = 1500
     batch_size: int = 2
     length: int = 257
     layers: int = 2
@@ -107,18 +108,16 @@ def _trainer(kind: str, output: Path, plan: Plan, target: Any, tokenizer: Any, r
         "disable_tqdm": True,
     }
     drafting = {**settings, "anchors_per_row": plan.blocks, "loss_chunk": 16}
-    drafter = DiffusionDrafter.from_target(
-        target, tokenizer=tokenizer, target_name="py8m", num_layers=plan.layers, draft_length=plan.draft_length
-    )
+    common = {"tokenizer": tokenizer, "target_name": "py8m", "draft_length": plan.draft_length}
+    if kind == "dart":
+        head = DartHead.from_target(target, **common)
+        return DartTrainer(head, target, DartTrainingArguments(**drafting, loss="left_to_right"), train_dataset=rows)
+    layers = DartHead.config_class.for_target(target).feature_layers if kind == "features" else []
+    drafter = DiffusionDrafter.from_target(target, **common, num_layers=plan.layers, feature_layers=layers)
     if kind == "lm":
         lm = small_lm(target, plan.layers, trained_parameters(drafter))
         plain = TrainingArguments(**settings, remove_unused_columns=False)
         return Trainer(lm, plain, next_tokens, train_dataset=rows)
-    if kind == "dart":
-        head = DartHead.from_target(
-            target, tokenizer=tokenizer, target_name="py8m", draft_length=plan.draft_length
-        )
-        return DartTrainer(head, target, DartTrainingArguments(**drafting, loss="left_to_right"), train_dataset=rows)
     arguments = DiffusionTrainingArguments(**drafting, **DIFFUSION[kind], text_weight=plan.text_weight)
     return DiffusionTrainer(drafter, target, arguments, train_dataset=rows)
 
@@ -170,7 +169,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, parents=[plan_options()]
     )
     parser.add_argument("output", type=Path)
-    parser.add_argument("--kind", choices=KINDS, default="mixed")
+    parser.add_argument("--kind", choices=KINDS, default="bound")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     train(arguments.kind, arguments.output, plan_of(arguments))

@@ -129,6 +129,10 @@ class DiffusionTrainer(DartTrainer):
         """Whether the text's own entries are trained as well."""
         return self.args.text_weight > 0 and self._quality is None
 
+    def own_record(self) -> dict[str, Any]:
+        names = ("revealed_share", "denoising_loss", "text_weight")
+        return {name: value for name in names if (value := getattr(self.args, name))}
+
     def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
         """Which of the N blocks are all masked."""
         return (inputs["times"][inputs["anchors"] >= 0] == 1).nonzero()[:, 0]
