@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.dflash import DFlashDrafter
     from hf_dart.drafters.diffusion import DiffusionDrafter
     from hf_dart.drafters.eagle import EagleDrafter
+    from hf_dart.engine.compiled import compile
     from hf_dart.generation.attach import attach, detach
     from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
@@ -27,6 +28,7 @@ __all__ = [
     "TreeConfig",
     "__version__",
     "attach",
+    "compile",
     "detach",
 ]
 
@@ -41,6 +43,7 @@ _HOMES = {
     "LookupDrafter": "lookup",
     "NgramTable": "ngram",
     "attach": "generation.attach",
+    "compile": "engine.compiled",
     "detach": "generation.attach",
 }
 

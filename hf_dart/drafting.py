@@ -46,7 +46,7 @@ class DraftingModel(DartModel):
         slots = draft - shift
         known = counts.to(self.device)
         entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, slots))
-        if batch > 1:
+        if state.ragged:
             # A row's mask slots begin right behind its own last real entry; what lies behind them is never looked at.
             entry = torch.arange(real + slots, device=self.device)
             padding = ((entry >= known[:, None]) & (entry < real))[..., None]
@@ -54,7 +54,7 @@ class DraftingModel(DartModel):
             x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
             entries = Entries(x, residual, entries.context)
         hidden = self._run(state, entries, known)
-        if batch > 1:
+        if state.ragged:
             block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
             hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
         else:
@@ -100,12 +100,11 @@ class DraftingModel(DartModel):
         The first `counts` [B] entries of a row are real, the next ones the slots of its block.
         """
         x, residual, context = entries
-        batch, queries = x.shape[:2]
+        queries = x.shape[1]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
         # A slot may see all of its block, also behind the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
-        start, end = state.longest, state.longest + max(queries, block)
-        state.store.reserve(end)
+        end = state.reach(max(queries, block))
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
         mask = self._mask(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
@@ -113,9 +112,8 @@ class DraftingModel(DartModel):
             def remember(
                 key: Tensor, value: Tensor, injected: bool = False, index: int = index
             ) -> tuple[Tensor, Tensor]:
-                slots = start if batch == 1 else positions[:, : key.shape[2]]
                 first = index * self._buffers_per_layer + 2 * injected
-                keys, values = state.store.write(first, key, slots), state.store.write(first + 1, value, slots)
+                keys, values = state.write(first, key, positions), state.write(first + 1, value, positions)
                 return keys[:, :, :end], values[:, :, :end]
 
             x = residual = layer(x, residual, rotation, mask, remember, context)

@@ -71,6 +71,8 @@ class Drafter(ABC, Generic[State]):
 
     tree_config: TreeConfig
     last_stats: DraftStats | None
+    engine: Any = None
+    """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
     _ngram: NgramTable | None = None
 
     @property

@@ -36,6 +36,11 @@ class SlotStore:
             counts[spec] = counts.get(spec, 0) + 1
         self._storage = {spec: self._allocate(spec, count) for spec, count in counts.items()}
 
+    @property
+    def specs(self) -> list[SlotSpec]:
+        """Of all buffers."""
+        return [spec for spec, _ in self._place]
+
     def _allocate(self, spec: SlotSpec, count: int) -> Tensor:
         shape = (count, self.batch_size, spec.heads, self.capacity, spec.head_dim)
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
@@ -58,6 +63,12 @@ class SlotStore:
             and (torch.is_inference_mode_enabled() or not storage.is_inference())
             for spec, storage in self._storage.items()
         )
+
+    def copy_from(self, other: SlotStore, slots: int) -> None:
+        """Take over the first `slots` slots of a store of the same shapes; room is made for them."""
+        self.reserve(slots)
+        for spec, storage in self._storage.items():
+            storage[..., :slots, :] = other._storage[spec][..., :slots, :]
 
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
@@ -114,6 +125,11 @@ class SlotState:
         return cls(SlotStore([spec] * buffers, batch_size, capacity), none.to(spec.device), none)
 
     @property
+    def ragged(self) -> bool:
+        """May new entries of one row be fewer than those of another?"""
+        return len(self.lengths) > 1
+
+    @property
     def shortest(self) -> int:
         return int(self.counted.min())
 
@@ -121,10 +137,26 @@ class SlotState:
     def longest(self) -> int:
         return int(self.counted.max())
 
+    def reach(self, entries: int) -> int:
+        """How many slots are looked at with so many new entries per row; room is made for them."""
+        end = self.longest + entries
+        self.store.reserve(end)
+        return end
+
+    def write(self, index: int, values: Tensor, positions: Tensor) -> Tensor:
+        """Write new entries [B, heads, R, head_dim], at the first R of `positions` [B, Q]; the whole buffer."""
+        return self.store.write(index, values, positions[:, : values.shape[2]] if self.ragged else self.longest)
+
     def advance(self, counts: Tensor) -> None:
         """Take in `counts` [B] more positions, which are written already."""
         self.counted = self.counted + counts.cpu()
         self.lengths = self.lengths + counts.to(self.lengths.device)
+
+    def take_in(self, other: SlotState) -> None:
+        """Hold what another state of the same shapes does."""
+        self.counted = other.lengths.cpu()
+        self.lengths = other.lengths.clone()
+        self.store.copy_from(other.store, self.longest)
 
     def cut(self, lengths: Tensor) -> bool:
         """Drop what lies behind `lengths` [B]; False, and nothing is changed, where there is less than that."""

@@ -51,6 +51,21 @@ class DraftTree:
         scores = None if self.scores is None else self.scores.to(device)
         return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
 
+    def padded(self, size: int) -> DraftTree:
+        """The same tree, with empty nodes up to `size`; they see themselves alone and match nothing."""
+        more = size - self.size
+        if more == 0:
+            return self
+
+        def pad(tensor: Tensor, value: float) -> Tensor:
+            return torch.nn.functional.pad(tensor, (0, more), value=value)
+
+        tokens = torch.cat([self.tokens, self.tokens[:, :1].expand(-1, more)], dim=1)
+        ancestors = torch.nn.functional.pad(self.ancestors, (0, more, 0, more))
+        ancestors = ancestors | torch.eye(size, dtype=torch.bool, device=tokens.device)
+        scores = None if self.scores is None else pad(self.scores, -inf)
+        return DraftTree(tokens, pad(self.parents, -1), pad(self.depths, 0), ancestors, self.max_depth, scores)
+
     @classmethod
     def from_parents(
         cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None

@@ -263,7 +263,8 @@ def test_follow_takes_the_path_of_the_reference_walk(seed: int, eos: list[int]) 
         walker = Walker(LogitsProcessorList(), rows, Streaming(None, rows), None)
         accepted = getattr(walker, walk)(tree, logits, limits)
         path = [accepted.path[b, :count].tolist() for b, count in enumerate(accepted.counts)]
-        outcomes.append((path, accepted.counts, rows.emitted, rows.generated(0, max(rows.emitted)).tolist()))
+        texts = [rows.generated(place).tolist() for place in range(max(rows.emitted))]
+        outcomes.append((path, accepted.counts, rows.emitted, texts))
     assert outcomes[0] == outcomes[1]
 
 

@@ -30,7 +30,7 @@ def attach(model: Any) -> Any:
     Raises:
         ValueError: the model cannot verify trees.
     """
-    target = _without_adapters(model)
+    target = without_adapters(model)
     if not target.training:
         prove(target)
     target.generate = types.MethodType(generate, target)
@@ -39,11 +39,11 @@ def attach(model: Any) -> Any:
 
 def detach(model: Any) -> Any:
     """Undo `attach`."""
-    _without_adapters(model).__dict__.pop("generate", None)
+    without_adapters(model).__dict__.pop("generate", None)
     return model
 
 
-def _without_adapters(model: Any) -> Any:
+def without_adapters(model: Any) -> Any:
     """The transformers model inside a PEFT wrapper, whose `generate` ends in that model's own."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 

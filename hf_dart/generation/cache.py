@@ -179,6 +179,12 @@ class RaggedCache(TreeCache):
             first = max(total - kept, pad)
             buffer[row, :, first - pad : total - pad] = states[row, :, kept - (total - first) :]
 
+    def take_in(self, store: SlotStore, lengths: Tensor) -> None:
+        """Hold what another store of the same shapes has in slots 0 .. lengths[b] - 1 of each row."""
+        self.lengths = lengths.cpu()
+        self.longest = int(self.lengths.max())
+        self.store.copy_from(store, self.longest)
+
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         slots = self._positions[: self.longest]
         return torch.where(slots < self.lengths[:, None], slots, -1)

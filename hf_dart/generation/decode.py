@@ -91,11 +91,13 @@ def speculative_generate(
     stats = DraftStats()
     streaming = Streaming(streamer, rows)
     with stats.phase("prefill"):
-        call = _Call(model, assistant, tree_config, generation_config, logits_processor)
+        call = Call(model, assistant, tree_config, generation_config, logits_processor)
         logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
     try:
         tree = DraftTree.chain(input_ids.new_zeros(len(rows), 1))  # a root that nobody looks at
         accepted = call.walk(tree, logits, call.limits())
+        if assistant.engine is not None and not rows.finished:
+            features, accepted = assistant.engine.decode(call, features, accepted, streaming, stats)
         while not rows.finished:
             with stats.phase("draft"):
                 proposal = call.propose(features, accepted)
@@ -120,7 +122,7 @@ def speculative_generate(
     return output
 
 
-class _Call:
+class Call:
     """The parts of one `generate` call and what passes between them."""
 
     def __init__(

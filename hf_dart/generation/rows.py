@@ -27,6 +27,7 @@ class Rows:
         pad: the token that fills up ended rows.
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
+        end_tokens: those that end a row; None if other criteria than these and the length decide.
         in_step: all rows are of one length at any time, ended ones too (`append_all` instead of `append`).
     """
 
@@ -54,9 +55,9 @@ class Rows:
         self._stopped_at: list[int | None] = [None] * batch
         self._criteria = stopping_criteria
         self._fill_with_pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
-        self._eos: set[int] | None = None
+        self.end_tokens: set[int] | None = None
         if all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria):
-            self._eos = {
+            self.end_tokens = {
                 int(token)
                 for criterion in stopping_criteria
                 if isinstance(criterion, EosTokenCriteria)
@@ -129,7 +130,7 @@ class Rows:
         """Make room for `column`, which is returned."""
         room = self._ids.shape[1]
         if column >= room:
-            grown = self._ids.new_full((len(self), min(self.max_length, 2 * room)), self.pad)
+            grown = self._ids.new_full((len(self), min(self.max_length, max(2 * room, column + 1))), self.pad)
             grown[:, :room] = self._ids
             self._ids = grown
         return column
@@ -138,15 +139,28 @@ class Rows:
         """Add a token to a row; False if the row ends with it."""
         column = self._reserve(self.prompt_length + self.emitted[row])
         self._ids[row, column] = token
+        return self.note(row, token)
+
+    def note(self, row: int, token: int) -> bool:
+        """As `append`, on the host alone; to be followed by `write` before anything asks for ids."""
         self.tokens[row].append(token)
         self.emitted[row] += 1
         if self._stopped_at[row] is None and self._stops(row, token):
             self._stopped_at[row] = self.emitted[row]
         return self.active(row)
 
+    def write(self, starts: list[int]) -> None:
+        """Write what was noted of each row from its generated token `starts[b]` on to where the ids lie."""
+        for row, start in enumerate(starts):
+            if self.emitted[row] > start:
+                end = self.prompt_length + self.emitted[row]
+                self._reserve(end - 1)
+                new = torch.tensor(self.tokens[row][start - self.emitted[row] :], device=self.device)
+                self._ids[row, self.prompt_length + start : end] = new
+
     def _stops(self, row: int, token: int) -> bool:
-        if self._eos is not None:
-            return token in self._eos or self.room(row) <= 0
+        if self.end_tokens is not None:
+            return token in self.end_tokens or self.room(row) <= 0
         return bool(self._criteria(self.ids(row), None)[0])
 
     def append_all(self, tokens: Tensor, scores: Any) -> list[int]:
@@ -173,9 +187,15 @@ class Rows:
         """[B, P + steps] prompt and generated tokens, short rows padded, as stock returns them."""
         return self._ids[:, : self.prompt_length + self.steps].clone()
 
-    def generated(self, start: int, stop: int) -> Tensor:
-        """[B, stop - start] generated tokens of those positions."""
-        return self._ids[:, self.prompt_length + start : self.prompt_length + stop]
+    def generated(self, position: int) -> Tensor:
+        """[B] generated tokens of that position, on the CPU."""
+        return torch.tensor(
+            [
+                tokens[position - emitted] if position < emitted else self.pad
+                for tokens, emitted in zip(self.tokens, self.emitted, strict=True)
+            ],
+            dtype=self._ids.dtype,
+        )
 
 
 class Streaming:
@@ -194,7 +214,7 @@ class Streaming:
         self._sending = True
         for position in range(self._sent, self._rows.common):
             self._sent = position + 1
-            self._streamer.put(self._rows.generated(position, position + 1)[:, 0].cpu())
+            self._streamer.put(self._rows.generated(position))
         self._sending = False
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import sys
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -13,7 +13,6 @@ from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.cache import TreeCache
 from hf_dart.generation.stock_layers import is_placeholder, window_of
 from hf_dart.tree import DraftTree
 
@@ -85,6 +84,11 @@ class _MovingRotary:
         return None
 
 
+def rotary_moves(target: Any) -> bool:
+    """Are the rotary frequencies chosen anew in each forward?"""
+    return _MovingRotary.of(target) is not None
+
+
 def position_limit(target: Any) -> tuple[int, bool]:
     """The last position a draft may reach, and whether that holds for all later rounds too.
 
@@ -127,6 +131,17 @@ def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most:
         )
 
 
+class Committed(Protocol):
+    """What a verifier reads of a cache; see `TreeCache`."""
+
+    cache: Cache
+    lengths: Tensor
+
+    def past_positions(self, layer: int, nodes: int) -> Tensor: ...
+
+    def prepare(self, nodes: int) -> None: ...
+
+
 class Verifier:
     """Runs trees through a target whose cache holds the committed tokens.
 
@@ -141,7 +156,7 @@ class Verifier:
     def __init__(
         self,
         target: Any,
-        cache: TreeCache,
+        cache: Committed,
         kinds: list[MaskKind],
         feature_layers: list[int],
         keep_hidden_states: bool = False,
@@ -157,12 +172,13 @@ class Verifier:
 
     def depth_room(self) -> list[int]:
         """How many positions behind each row's root the target's position table still holds."""
-        room = []
-        for length in self.cache.lengths.tolist():
-            beyond = length > self._last_position
-            # Past a soft end the target runs on as it would without drafts.
-            room.append(MAX_DRAFT_LENGTH if beyond and not self._hard else max(0, self._last_position - length))
-        return room
+        return self.room(self.cache.lengths).tolist()
+
+    def room(self, lengths: Tensor) -> Tensor:
+        """As `depth_room`, of rows of `lengths` [B]."""
+        left = (self._last_position - lengths).clamp(min=0)
+        # Past a soft end the target runs on as it would without drafts.
+        return left if self._hard else left.masked_fill(lengths > self._last_position, MAX_DRAFT_LENGTH)
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
@@ -174,12 +190,15 @@ class Verifier:
             limits: tokens that each row may emit; what is returned for a row with 0 is not used.
         """
         self.cache.prepare(tree.size)
-        device = tree.tokens.device
         roots = self.cache.lengths
         if limits is not None and 0 in limits:
             # The root of a row that has ended may lie behind the end of the position table.
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
-        positions = roots.to(device)[:, None] + tree.depths
+        return self.run(tree, roots.to(tree.tokens.device))
+
+    def run(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """As a call, on fixed shapes: the cache has room for the tree, whose roots stand at positions `roots` [B]."""
+        positions = roots[:, None] + tree.depths
         inputs: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))

@@ -1,0 +1,23 @@
+"""The captured round: the whole of a round on fixed shapes, run without the host.
+
+The eager round (`hf_dart.generation.decode`) asks the device for numbers several times and launches a few thousand
+small kernels; on a GPU both take longer than the target's weights take to be read. Here every tensor of a round has
+one shape and one place for as long as rows lie in one tier, and nothing is read back, so that the round can be
+compiled by `torch.compile` without a graph break and replayed as one CUDA graph:
+
+    guess    draft (one pass of the head), candidates, tree of N nodes, padded to a bucket with empty ones
+    check    one forward of the target over the tree; the target's own token at every node; the path they take,
+             cut at the end of the text and at the length limit
+    keep     the path's keys and values move behind the committed ones; counters move on; the tokens go to a ring
+
+Where things lie (`cache.FixedCache`): a tier has T slots per row for committed tokens, position p in slot p, and
+behind them N slots for the tree, the same for all rows and rounds. Rows have their own lengths, as tensors. When one
+of them might outgrow T, the call goes on in the tier twice as long: what attention reads follows the text, not what
+might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
+
+The host (`loop`) launches a round and meanwhile reads the tokens of the round before from the ring; so it learns one
+round late that all rows have ended, and that last round changes nothing, as ended rows stand still on the device.
+
+`compile` turns it on for a pair of target and head; `compiled.Engine` says which calls it takes and leaves the others
+to the eager round. Both give the same tokens.
+"""

@@ -1,0 +1,67 @@
+"""Attention of a whole tree under a mask without copies of the cache.
+
+Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
+group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
+side by side instead, as g · N queries of one head, under the mask of N rows repeated g times; keys and values are
+read where they lie. Each tier's cache is no longer than the text needs, so that the cost follows the text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+PACKED = "hf_dart_packed"
+"""The name under which transformers knows it."""
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,  # [B, H, N, D]
+    key: Tensor,  # [B, H / g, S, D]
+    value: Tensor,  # [B, H / g, S, D']
+    attention_mask: Tensor | None,  # [B, 1, N, S]
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:  # [B, N, H, D']
+    """As transformers' `sdpa_attention_forward`, which is also what anything but masked grouped queries gets."""
+    batch, heads, queries, width = query.shape
+    groups = heads // key.shape[1]
+    shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
+    if groups == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )
+    packed = query.reshape(batch, heads // groups, groups * queries, width)
+    assert attention_mask is not None
+    mask = attention_mask.repeat(1, 1, groups, 1)
+    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
+    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register(PACKED, packed_attention)
+AttentionMaskInterface.register(PACKED, sdpa_mask)
+
+
+@contextmanager
+def packed(target: Any) -> Iterator[None]:
+    """Let a target that attends by SDPA use `packed_attention` meanwhile."""
+    text = target.config.get_text_config(decoder=True)
+    if text._attn_implementation != "sdpa":
+        yield
+        return
+    text._attn_implementation = PACKED
+    try:
+        yield
+    finally:
+        text._attn_implementation = "sdpa"

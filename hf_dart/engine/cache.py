@@ -1,0 +1,115 @@
+"""Keys and values on fixed shapes: T slots for committed tokens, position p in slot p, and N behind them for a tree."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.stock_layers import is_placeholder
+from hf_dart.slots import SlotState, SlotStore
+
+
+class _FixedLayer(CacheLayerMixin):
+    """One attention layer: nodes are written into the last slots, and all slots are shown."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
+        super().__init__()
+        self.keys, self.values = keys, values  # [B, heads, T + N, head_dim]
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """The buffers exist from the start."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        assert self.keys is not None
+        assert self.values is not None
+        first = self.keys.shape[2] - key_states.shape[2]
+        self.keys[:, :, first:] = key_states
+        self.values[:, :, first:] = value_states
+        return self.keys, self.values
+
+    def get_seq_length(self) -> int:
+        assert self.keys is not None
+        return self.keys.shape[2]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.get_seq_length(), 0
+
+    def get_max_length(self) -> int:
+        return self.get_seq_length()
+
+
+class FixedCache:
+    """The target's cache in one tier, as `verify.Verifier` reads it.
+
+    Args:
+        like: the eager round's cache, whose layers it has.
+        slots: T.
+        nodes: N.
+
+    Attributes:
+        cache: goes into the target's forward as `past_key_values`.
+        lengths: [B] committed entries per row, on the device.
+    """
+
+    def __init__(self, like: RaggedCache, slots: int, nodes: int, device: torch.device) -> None:
+        self.slots, self.nodes = slots, nodes
+        batch = like.store.batch_size
+        self.store = SlotStore(like.store.specs, batch, slots + nodes)
+        self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        layers: list[Any] = []
+        buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
+        for layer in like.cache.layers:
+            layers.append(layer if is_placeholder(layer) else _FixedLayer(next(buffers), next(buffers)))
+        self.cache = Cache(layers=layers)
+
+    def past_positions(self, layer: int, nodes: int) -> Tensor:
+        """[B, T] position of each committed entry; -1 where there is none."""
+        places = torch.arange(self.slots, device=self.lengths.device)
+        return torch.where(places < self.lengths[:, None], places, -1)
+
+    def prepare(self, nodes: int) -> None:
+        """There is room."""
+
+    def commit(self, path: Tensor) -> None:
+        """Move the entries of nodes `path` [B, A] behind the committed ones.
+
+        What lies behind a row's last accepted node moves too: nobody looks at it, and the next round overwrites it.
+        """
+        steps = torch.arange(path.shape[1], device=path.device)
+        self.store.move(self.slots + path, self.lengths[:, None] + steps)
+
+
+class FixedDraft(SlotState):
+    """The head's cache in one tier: entries of all rows at places of their own, and every slot looked at."""
+
+    @classmethod
+    def of(cls, state: SlotState, slots: int) -> FixedDraft:
+        """An empty one for heads whose state is like `state`."""
+        lengths = torch.zeros_like(state.lengths)
+        fixed = cls(SlotStore(state.store.specs, state.store.batch_size, slots), lengths, state.counted)
+        fixed.buffers = [fixed.store.buffer(index) for index in range(len(state.store.specs))]
+        return fixed
+
+    buffers: list[Tensor]
+
+    @property
+    def ragged(self) -> bool:
+        return True
+
+    def reach(self, entries: int) -> int:
+        return self.store.capacity
+
+    def write(self, index: int, values: Tensor, positions: Tensor) -> Tensor:
+        where = positions[:, None, : values.shape[2], None].expand_as(values)
+        return self.buffers[index].scatter_(2, where, values)
+
+    def advance(self, counts: Tensor) -> None:
+        self.lengths.add_(counts)

@@ -1,0 +1,232 @@
+"""`hf_dart.compile`: which calls take the captured round, and what is kept for them."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from threading import Lock
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from torch import Tensor
+
+from hf_dart.drafting import DraftingModel
+from hf_dart.engine.fixed import Shape
+from hf_dart.engine.graphs import memory_pool
+from hf_dart.engine.loop import run
+from hf_dart.engine.tier import Tier
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.rows import Streaming
+from hf_dart.generation.stats import DraftStats
+from hf_dart.generation.verify import rotary_moves
+from hf_dart.generation.walk import Accepted
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+_LOGGER = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """How rounds are compiled and captured.
+
+    Args:
+        backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU the round is one CUDA graph
+            either way.
+        first_tier: T of the shortest tier, in tokens; each is twice as long as the one before.
+        lag: rounds that run ahead of what the host has read; None is 1 on a GPU, and 0 on a CPU, where nothing runs
+            meanwhile.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    backend: str | None = "inductor"
+    first_tier: int = 512
+    lag: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.first_tier < 8:
+            raise ValueError(f"first_tier is {self.first_tier}; give 8 tokens or more.")
+        if self.lag not in (None, 0, 1, 2):
+            raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
+
+
+class Engine:
+    """The captured rounds of one target and one head; `hf_dart.compile` makes it and the head keeps it.
+
+    Each is made when a call first needs it. Calls that it does not take run the eager round, and the first of each
+    kind warns why. While one call uses it, those of other threads run the eager round, too. Copies of a head have none.
+    """
+
+    def __init__(self, target: Any, config: EngineConfig, progress: Callable[[str], object]) -> None:
+        self.target, self.config = ref(target), config
+        self._progress = progress
+        self._busy = Lock()
+        self._warned: set[str] = set()
+        self.release()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+    def release(self) -> None:
+        """Free all graphs and buffers; they are made anew when they are needed."""
+        self._tiers: dict[tuple[Any, ...], Tier | None] = {}
+        self._made_for: tuple[Any, ...] = ()
+        self._pool: Any = None
+
+    def decode(
+        self, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
+    ) -> tuple[Tensor, Accepted]:
+        """Take over a prefilled call, and bring it to its end or as far as rounds can be captured.
+
+        Args:
+            features: [B, N, F] of the last tree.
+            accepted: what was accepted of it.
+
+        Returns:
+            Both, of the last round.
+        """
+        if self.target() is not call.model or not self._busy.acquire(blocking=False):
+            return features, accepted
+        try:
+            reason = unfit(call)
+            if reason is not None:
+                self._warn(reason)
+                return features, accepted
+            made_for = _signature(call)
+            if made_for != self._made_for:
+                self.release()
+                self._made_for, self._pool = made_for, memory_pool(features.device)
+            while not call.rows.finished:
+                tier = self._tier(call, features, accepted)
+                if tier is None:
+                    break
+                lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
+                try:
+                    with stats.phase("verify"):
+                        run(tier, call.rows, streaming, stats, call.cache.lengths.tolist(), lag)
+                finally:
+                    if call.returns_cache or not call.rows.finished:
+                        features, accepted = tier.unload(call)
+            return features, accepted
+        finally:
+            self._busy.release()
+
+    def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
+        """The tier that the call goes on in, loaded; None if there is none."""
+        nodes = call.config.resolve_nodes(len(call.rows), features.device.type)
+        tree = replace(call.config, nodes=nodes, lookup=0, shared_noise=False)
+        depth = call.grower.depth if nodes > 1 else 0
+        cache = call.cache
+        assert isinstance(cache, RaggedCache)
+        shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth)
+        running = [length for row, length in enumerate(cache.lengths.tolist()) if call.rows.active(row)]
+        while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
+            shape = replace(shape, slots=2 * shape.slots)
+        key = (shape, features.shape[-1], features.dtype, *cache.store.specs)
+        if key not in self._tiers:
+            self._tiers[key] = self._make(shape, call, features, accepted)
+        tier = self._tiers[key]
+        if tier is not None:
+            tier.load(call, features, accepted)
+        return tier
+
+    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
+        self._progress(
+            f"hf_dart: preparing rounds of {shape.bucket} nodes for {shape.batch} row(s) of up to {shape.slots} tokens"
+        )
+        try:
+            tier = Tier(shape, call, features, self.config.backend, self._pool)
+            tier.load(call, features, accepted)
+            error, allowed = tier.differs(call)
+        except Exception as failure:
+            self._warn(f"it could not be made ({type(failure).__name__}: {str(failure).strip().splitlines()[0]})")
+            return None
+        if error <= allowed:
+            return tier
+        self._warn(
+            f"{type(call.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
+            f"allowed {allowed:.2g})"
+        )
+        return None
+
+    def _warn(self, reason: str) -> None:
+        if reason not in self._warned:
+            self._warned.add(reason)
+            warnings.warn(f"This call runs the eager round, not the captured one: {reason}.", stacklevel=6)
+
+
+def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | None = None, **options: Any) -> Engine:
+    """Let `model.generate(..., assistant=drafter)` run rounds that are compiled, and on a GPU captured as one launch.
+
+    The tokens are the same. Rounds are made when a call first needs one of its batch size, tree and length, which
+    takes from seconds to minutes with a backend that generates code; later calls begin at once. Taken are greedy calls
+    of a [`DartHead`] without logits processors, stopping criteria of the user's own, or collected scores. Their trees
+    grow on the device: copied text (`TreeConfig.lookup`) is not looked up. All other calls run as if nothing had been
+    compiled, and the first of each kind warns why.
+
+    Args:
+        model: the target, or a PEFT wrapper of it.
+        drafter: the head, which keeps what is made; `drafter.engine = None` turns it off.
+        progress: is told, in a sentence, what is being made; by default the log (level INFO).
+        options: fields of [`EngineConfig`].
+
+    Returns:
+        The engine.
+
+    Raises:
+        ValueError: the drafter is not for this target, or an option is out of range.
+        TypeError: it is none of ours.
+    """
+    from hf_dart.generation.attach import without_adapters
+    from hf_dart.proposal import Drafter
+
+    if not isinstance(drafter, Drafter):
+        raise TypeError(f"compile takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}.")
+    target = without_adapters(model)
+    drafter.check_target(target)
+    drafter.engine = Engine(target, EngineConfig(**options), progress or _LOGGER.info)
+    return drafter.engine
+
+
+def unfit(call: Call) -> str | None:
+    """Why a call needs the eager round; None if it does not."""
+    rows, drafter, config = call.rows, call.drafter, call.config
+    drafts = config.nodes != 1
+    parts = (call.model, drafter if isinstance(drafter, DraftingModel) else call.model)
+    devices = {weight.device for part in parts for weight in part.parameters()}
+    asked = [
+        (not isinstance(drafter, DraftingModel), f"a {type(drafter).__name__} drafts with the host's help"),
+        (call.noise is not None, "it samples (do_sample=True)"),
+        (len(call.processors) > 0, f"it has logits processors ({_names(call.processors)})"),
+        (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
+        (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
+        (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
+        (len(devices) > 1, "target and head do not lie on one device"),
+        (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
+        (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
+        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
+        (drafts and config.ngram_weight > 0 and drafter.ngram is not None, "its drafts ask an n-gram table"),
+    ]
+    return next((reason for holds, reason in asked if holds), None)
+
+
+def _names(parts: Any) -> str:
+    return ", ".join(type(part).__name__ for part in parts)
+
+
+def _signature(call: Call) -> tuple[Any, ...]:
+    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters."""
+    parts: list[Any] = [call.model.config.get_text_config(decoder=True)._attn_implementation]
+    models: tuple[Any, ...] = (call.model, call.drafter)
+    for model in models:
+        tensors = [*model.parameters(), *model.buffers()]
+        parts += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]
+        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]  # PEFT's
+        parts += [(layer.active_adapters, layer.disable_adapters, repr(layer.merged_adapters)) for layer in layers]
+        parts += [repr(getattr(layer, "scaling", None)) for layer in layers]
+    return tuple(parts)

@@ -1,0 +1,80 @@
+"""The host's part: launch rounds, and read the tokens of each while the next one runs."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hf_dart.engine.fixed import RING
+from hf_dart.engine.tier import Tier
+from hf_dart.generation.rows import Rows, Streaming
+from hf_dart.generation.stats import DraftStats
+
+
+class Reports:
+    """The ring's way to the host: copied when a round is done, waited for when it is read."""
+
+    def __init__(self, ring: Tensor) -> None:
+        self._ring = ring
+        self._on_host = ring
+        self._copied: list[torch.cuda.Event] = []
+        if ring.is_cuda:
+            self._on_host = torch.empty(ring.shape, dtype=ring.dtype, pin_memory=True)
+            self._copied = [torch.cuda.Event() for _ in range(RING)]
+
+    def send(self, number: int) -> None:
+        """To be called behind the launch of round `number`, counted from 0."""
+        place = number % RING
+        if self._copied:
+            self._on_host[place].copy_(self._ring[place], non_blocking=True)
+            self._copied[place].record()
+
+    def receive(self, number: int) -> list[list[int]]:
+        """The tokens that each row emitted in round `number`."""
+        place = number % RING
+        if self._copied:
+            self._copied[place].synchronize()
+        return [row[: row[-1]] for row in self._on_host[place].tolist()]
+
+
+def run(tier: Tier, rows: Rows, streaming: Streaming, stats: DraftStats, lengths: list[int], lag: int) -> None:
+    """Rounds in one tier, until all rows have ended or one of them might outgrow it.
+
+    Args:
+        tier: loaded.
+        lengths: committed entries of each row.
+        lag: rounds that are launched before the first of them is read. With 1, a device is never idle while the host
+            reads; the last round then is one that changes nothing.
+    """
+    reports, starts = Reports(tier.state.ring), list(rows.emitted)
+    launched = read = 0
+    try:
+        while True:
+            waiting = launched - read
+            if not rows.finished and waiting <= lag and tier.fits(_longest(rows, lengths), waiting + 1):
+                tier.launch()
+                reports.send(launched)
+                launched += 1
+            elif waiting:
+                emitted = reports.receive(read)
+                read += 1
+                if not rows.finished:
+                    _take(emitted, rows, streaming, stats, tier.shape.tree.nodes or 1)
+                    lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
+            else:
+                return
+    finally:
+        rows.write(starts)
+
+
+def _longest(rows: Rows, lengths: list[int]) -> int:
+    return max(length for row, length in enumerate(lengths) if rows.active(row))
+
+
+def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: DraftStats, nodes: int) -> None:
+    limits = [rows.room(row) if rows.active(row) else 0 for row in range(len(rows))]
+    for row, tokens in enumerate(emitted):
+        for token in tokens:
+            rows.note(row, token)
+            streaming.send()
+    stats.count([len(tokens) for tokens in emitted], limits, nodes)

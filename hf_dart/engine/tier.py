@@ -1,0 +1,125 @@
+"""One tier: a round's state for texts up to T tokens, and how a call gets into it and out again."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_dart.drafting import DraftingModel
+from hf_dart.engine.attention import packed
+from hf_dart.engine.cache import FixedCache, FixedDraft
+from hf_dart.engine.fixed import FixedRound, Shape, State
+from hf_dart.engine.graphs import Launch
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.verify import Verifier
+from hf_dart.generation.walk import Accepted
+from hf_dart.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+# As in `generation.probe`: siblings on every level, and node 0 is the root.
+_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
+_DEPTH = 3
+# Trees that may differ before a target is refused: rounding may send a token to another expert.
+_TRIES = 3
+
+
+class Tier:
+    """A `FixedRound` with its state, made for calls like `call`.
+
+    Args:
+        shape: of the round.
+        call: a call that has been prefilled.
+        features: [B, A, F] of what it verified.
+        backend, pool: of `FixedRound` and `graphs.Launch`.
+    """
+
+    def __init__(self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Any) -> None:
+        assert isinstance(call.cache, RaggedCache)
+        assert isinstance(call.drafter, DraftingModel)
+        device = features.device
+        self.shape = shape
+        # Also for calls in inference mode: what is made there could not be written outside of it later.
+        with torch.inference_mode(False), torch.no_grad():
+            self.cache = FixedCache(call.cache, shape.slots, shape.bucket, device)
+            self.draft = FixedDraft.of(call.draft.state, shape.draft_slots)
+            self.state = State.empty(shape, features)
+        verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
+        self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, backend)
+        self.launch = Launch(self.round, device, pool)
+
+    def fits(self, longest: int, rounds: int) -> bool:
+        """Is there room for so many more rounds behind `longest` committed tokens?"""
+        return longest + rounds * self.shape.path <= self.shape.slots
+
+    def load(self, call: Call, features: Tensor, accepted: Accepted) -> None:
+        """Take over where the eager round stands.
+
+        Args:
+            features: [B, N, F] of the last tree.
+            accepted: what was accepted of it, not yet drafted from.
+        """
+        state, rows, cache = self.state, call.rows, call.cache
+        assert isinstance(cache, RaggedCache)
+        self.cache.store.copy_from(cache.store, cache.longest)
+        self.cache.lengths.copy_(cache.lengths)
+        draft = call.draft.state
+        self.draft.store.copy_from(draft.store, draft.longest)
+        self.draft.lengths.copy_(draft.lengths)
+        taken, next_tokens, counts = call.verified(features, accepted)
+        width = taken.shape[1]
+        state.features[:, :width] = taken
+        last = torch.tensor([text[-1] for text in rows.tokens])
+        state.roots.copy_(last)
+        state.next_tokens.copy_(last[:, None].expand_as(state.next_tokens))
+        state.next_tokens[:, :width] = next_tokens
+        state.counts.copy_(counts)
+        state.emitted.copy_(torch.tensor(rows.emitted))
+        state.limits.fill_(rows.max_length - rows.prompt_length)
+        state.ended.copy_(torch.tensor([not rows.active(row) for row in range(len(rows))]))
+        state.ends.zero_()
+        ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
+        state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
+        state.turn.zero_()
+
+    def unload(self, call: Call) -> tuple[Tensor, Accepted]:
+        """Let the eager round go on from here; what `load` is to be given next.
+
+        Waits for the device.
+        """
+        assert isinstance(call.cache, RaggedCache)
+        call.cache.take_in(self.cache.store, self.cache.lengths)
+        if self.shape.depth:
+            call.draft.state.take_in(self.draft)
+        counts = self.state.counts.tolist()
+        path = torch.arange(self.shape.path).expand(len(counts), -1)
+        return self.state.features.clone(), Accepted(path, counts)
+
+    def differs(self, call: Call) -> tuple[float, float]:
+        """Hold a tree of random tokens against the eager round's verification of it, behind what is loaded.
+
+        Returns:
+            The largest difference of a logit, and how much is allowed.
+        """
+        limits = call.limits()
+        deep = min(call.verify.depth_room()) >= _DEPTH and self.shape.bucket >= len(_PARENTS)
+        parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * self.shape.batch)
+        generator = torch.Generator().manual_seed(0)
+        error = allowed = 0.0
+        for _ in range(_TRIES):
+            tokens = torch.randint(self.shape.vocab_size, parents.shape, generator=generator)
+            tree = DraftTree.from_parents(tokens, parents, max_depth=_DEPTH).to(self.state.roots.device)
+            wanted = call.verify(tree, limits)[0]
+            with packed(call.model):
+                found = self.round.verify(tree.padded(self.shape.bucket))[0]
+            running = torch.tensor([limit > 0 for limit in limits], device=found.device)
+            gap = (found[:, : tree.size].double() - wanted.double()).abs().amax((1, 2))
+            error = float(gap.masked_fill(~running, 0).max())
+            rounding = max(32 * torch.finfo(found.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+            allowed = rounding * float(wanted.abs().max())
+            if error <= allowed:
+                break
+        return error, allowed

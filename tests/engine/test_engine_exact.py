@@ -1,0 +1,221 @@
+"""Captured rounds, uncaptured: the round on fixed shapes gives stock's tokens, whatever ends or grows meanwhile.
+
+All in float64 without tolerance. Warnings are errors here: a call that took the eager round would prove nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from compare import assert_identical, run, tally
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from transformers import DynamicCache, TextStreamer
+from users import TOKENIZER
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine.compiled import Engine
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+FIXED = tally("float64, rounds on fixed shapes")
+GREEDY = {"do_sample": False, "max_new_tokens": 30}
+ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+TREE = TreeConfig(nodes=13)
+
+
+def engine(target: Any, head: Any, **options: Any) -> Engine:
+    return hf_dart.compile(target, head, **{"backend": None, "first_tier": 16, **options})
+
+
+def sizes(made: Engine) -> set[int]:
+    """The tiers that were used."""
+    return {tier.shape.slots for tier in made._tiers.values() if tier is not None}
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tuple[Any, Any]:
+    target = tiny_target("qwen3")
+    return target, tiny_head(target)
+
+
+@pytest.fixture
+def pair(qwen: tuple[Any, Any]) -> Iterator[tuple[Any, Any]]:
+    yield qwen
+    qwen[1].engine = None
+
+
+def families(family: str, attention: str = "sdpa") -> None:
+    target = tiny_target(family, attention)
+    head = tiny_head(target)
+    made = engine(target, head, lag=1)
+    for size in (1, 4):
+        inputs = batch(size, attention)
+        assert_identical(target, head, inputs, into=FIXED, tree_config=TREE, **GREEDY)
+        assert_identical(target, head, inputs, into=FIXED, tree_config=TREE, **GREEDY, **ENDS)
+    # Texts of 7 to 13 tokens and 30 more: they cross from tier to tier.
+    assert sizes(made) >= {32, 64}
+
+
+def test_layers_of_two_kinds() -> None:
+    families("gemma3")
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize(
+    "family",
+    ["llama", "qwen3", "mistral", "gpt2", "gemma2", "gpt_oss", "gemma4_shared", "cohere2", "qwen3_moe", "deepseek_v3"],
+)
+def test_more_families(family: str, attention: str) -> None:
+    if family in ("gemma2", "gpt_oss") and attention == "sdpa":
+        pytest.skip("stock has no SDPA for it")
+    families(family, attention)
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+def test_the_host_may_read_late(pair: tuple[Any, Any], lag: int) -> None:
+    target, head = pair
+    engine(target, head, lag=lag, first_tier=64)
+    assert_identical(target, head, batch(4, "sdpa"), into=FIXED, tree_config=TREE, **GREEDY, **ENDS)
+
+
+@pytest.mark.parametrize("nodes", [1, 2, 40])
+def test_trees_of_every_size(pair: tuple[Any, Any], nodes: int) -> None:
+    target, head = pair
+    engine(target, head, first_tier=64)
+    assert_identical(target, head, batch(4, "sdpa"), tree_config=TreeConfig(nodes=nodes), into=FIXED, **GREEDY)
+    assert head.last_stats.rounds
+
+
+def test_short_lengths(pair: tuple[Any, Any]) -> None:
+    """Every place that a length limit can cut a tree, with rows of different lengths."""
+    target, head = pair
+    engine(target, head, first_tier=64, lag=1)
+    for length in range(1, 8):
+        assert_identical(target, head, batch(4, "sdpa"), do_sample=False, max_new_tokens=length, tree_config=TREE)
+
+
+def test_an_end_inside_the_tree(pair: tuple[Any, Any]) -> None:
+    """Every token of the text ends it once: also those that lie inside an accepted path."""
+    target, head = pair
+    engine(target, head, first_tier=64)
+    inputs = batch(1, "sdpa")
+    text = run(target, inputs, 0, **GREEDY).sequences[0, inputs["input_ids"].shape[1] :].tolist()
+    run(target, inputs, 0, assistant=head, tree_config=TREE, **GREEDY)
+    inside, place = set(), 0
+    for (count,) in head.last_stats.committed:
+        inside |= set(text[place + 1 : place + count])  # drafted; text[0] is the prefill's
+        place += count
+    assert inside
+    for token in inside:
+        assert_identical(target, head, inputs, tree_config=TREE, eos_token_id=token, pad_token_id=0, **GREEDY)
+
+
+@pytest.mark.parametrize("length", [pytest.param(31, marks=pytest.mark.matrix), 32, 33])
+def test_up_to_the_end_of_the_position_table(length: int) -> None:
+    target = tiny_target("gpt2", n_positions=32)
+    head = tiny_head(target)
+    made = engine(target, head, lag=1)
+    options = {"do_sample": False, "max_length": length, "tree_config": TREE}
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert_identical(target, head, batch(4, "sdpa"), **options, **ENDS)
+    assert sizes(made)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"selector_rank": 4, "inject_features": True, "num_layers": 2},
+        {"block_attention": "bidirectional", "num_layers": 2},
+        pytest.param({"mask_mode": "peagle", "mask_token_id": VOCABULARY - 1}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_heads_of_every_kind(fields: dict[str, Any]) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target, **fields)
+    if head.selector is not None:
+        torch.nn.init.normal_(head.selector.context.weight)
+    eager = assert_identical(target, head, batch(4, "sdpa"), tree_config=TreeConfig(nodes=13, lookup=0), **GREEDY)
+    taus = [head.last_stats.tau]
+    engine(target, head, first_tier=64)
+    assert_identical(target, head, batch(4, "sdpa"), tree_config=TreeConfig(nodes=13, lookup=0), **GREEDY)
+    taus.append(head.last_stats.tau)
+    assert eager
+    assert taus[1] == pytest.approx(taus[0], rel=0.1), "the same head drafts about as well on fixed shapes"
+
+
+def test_a_draft_vocabulary(pair: tuple[Any, Any]) -> None:
+    target = pair[0]
+    head = tiny_head(target).reduce_vocabulary(range(2, 40))
+    engine(target, head, first_tier=64)
+    assert_identical(target, head, batch(4, "sdpa"), tree_config=TREE, **GREEDY)
+    assert head.last_stats.tau > 1
+
+
+# ---- what is handed back -------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_is_kept(pair: tuple[Any, Any]) -> None:
+    """Two turns over one cache: what the captured round leaves there is what stock leaves."""
+    target, head = pair
+    engine(target, head, lag=1)
+    texts = []
+    for drafting in ({}, {"assistant": head, "tree_config": TREE}):
+        cache = DynamicCache(config=target.config)
+        first = target.generate(**prompts([9]), past_key_values=cache, **GREEDY, **drafting)
+        longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        second = target.generate(**inputs, past_key_values=cache, **GREEDY, **drafting)
+        texts.append((first.tolist(), second.tolist(), cache.get_seq_length()))
+    assert texts[0] == texts[1]
+
+
+def test_returned_caches_of_ragged_rows(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    engine(target, head, lag=1)
+    options = {"return_dict_in_generate": True, **GREEDY, **ENDS}
+    stock, ours = assert_identical(target, head, batch(4, "sdpa"), tree_config=TREE, **options)
+    for left, right in zip(ours.output.past_key_values.layers, stock.output.past_key_values.layers, strict=True):
+        torch.testing.assert_close(left.keys, right.keys)
+        torch.testing.assert_close(left.values, right.values)
+
+
+def test_interrupted(pair: tuple[Any, Any]) -> None:
+    """A cache that was passed in holds what the streamer was told of, no matter how far ahead the device was."""
+    target, head = pair
+    engine(target, head, lag=1)
+
+    class Impatient(TextStreamer):
+        told = 0
+
+        def put(self, value: Any) -> None:
+            self.told += 1
+            if self.told == 12:
+                raise KeyboardInterrupt
+
+        def end(self) -> None: ...
+
+    lengths = []
+    for drafting in ({}, {"assistant": head, "tree_config": TREE}):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**prompts([9]), past_key_values=cache, streamer=Impatient(TOKENIZER), **GREEDY, **drafting)
+        lengths.append(cache.get_seq_length())
+    assert lengths[0] == lengths[1]
+    assert_identical(target, head, batch(1, "sdpa"), tree_config=TREE, **GREEDY)
+
+
+def test_streamed(pair: tuple[Any, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    target, head = pair
+    engine(target, head, lag=1)
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        target.generate(**prompts([9]), streamer=TextStreamer(TOKENIZER), **GREEDY, **drafting)
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1]
+    assert texts[0].strip()
