@@ -50,10 +50,16 @@ def load_pair(
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map)
     drafter = load_head(head or str(PACKAGED_HEAD), model, tokenizer)
-    names = [given or f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]
-    # A folder's path says nothing on another machine; its name may.
-    names = [Path(name).resolve().name if Path(name).is_dir() else name for name in names]
+    names = [shown_name(given) if given else f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]
     return Pair(model, drafter, tokenizer, *names)
+
+
+def shown_name(path: str) -> str:
+    """What reports call a model: a folder's path says nothing on another machine; its name may."""
+    folder = Path(path).resolve()
+    if not folder.is_dir():
+        return path
+    return folder.parent.name if folder.name == "final" else folder.name  # `hf-dart train` writes RUN/final
 
 
 def load_head(path: str, model: Any, tokenizer: Any) -> Any:

@@ -11,7 +11,8 @@ import torch
 from hf_dart.bench import suites
 from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.memory import peak_bytes, reset_peak
-from hf_dart.bench.speed import LOOKUP, MODES, OURS, STOCK
+from hf_dart.bench.rivals import LOOKUP, OURS, STOCK
+from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
 from hf_dart.pair import UserError
 
@@ -21,7 +22,8 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
     assert main(["bench", "--smoke", "--json", str(file)]) == 0
     shown = capsys.readouterr()
     assert "| x stock |" in shown.out
-    assert shown.err.splitlines() == ["repeat 1 of 2", "repeat 2 of 2"]
+    case = "pytest's source, float32, prompts of up to 24 tokens"
+    assert shown.err.splitlines() == [case, "repeat 1 of 2", "repeat 2 of 2"]
 
     report = json.loads(file.read_text(encoding="utf8"))
     assert report["dtype"] == "float32"

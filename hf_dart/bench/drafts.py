@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dart.bench.exact import Verdict
 from hf_dart.bench.report import headline
-from hf_dart.bench.speed import STOCK
+from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
 from hf_dart.pair import Pair
 

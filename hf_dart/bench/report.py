@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from hf_dart.bench.exact import Verdict
-from hf_dart.bench.speed import STOCK, Measurement, Settings, spread
+from hf_dart.bench.rivals import STOCK
+from hf_dart.bench.speed import Measurement, Settings, spread
 from hf_dart.configuration import TreeConfig
 from hf_dart.machine import hardware, versions
 from hf_dart.pair import Pair
@@ -43,7 +44,27 @@ def circumstances(
 
 def as_json(measurements: list[Measurement], about: dict[str, Any]) -> dict[str, Any]:
     """Everything, ready for `json.dump`; ratios are to stock of the same mode, batch and repeat."""
-    return {**about, "results": [_result(one, _stock_of(one, measurements)) for one in measurements]}
+    return {**about, "results": results(measurements)}
+
+
+def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]]:
+    """One entry per measurement.
+
+    Args:
+        case: `text`, `dtype`, `prompt_tokens`: what these were measured on, since a report may have several.
+    """
+    return [{**case, **_result(one, _stock_of(one, measurements))} for one in measurements]
+
+
+def labels(report: dict[str, Any]) -> list[str]:
+    """Of each result, what of its case is not the same in all of them; empty in reports of one case."""
+    entries = report["results"]
+    varying = [name for name in ("text", "dtype") if len({one.get(name) for one in entries}) > 1]
+    lengths = {(one.get("text"), one.get("prompt_tokens")) for one in entries}
+    if len(lengths) > len({text for text, _ in lengths}):
+        varying.append("prompt_tokens")
+    units = {"prompt_tokens": " tokens"}
+    return [", ".join(f"{one[name]}{units.get(name, '')}" for name in varying) for one in entries]
 
 
 def _stock_of(one: Measurement, measurements: list[Measurement]) -> Measurement:
@@ -56,6 +77,7 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
         "batch": one.batch,
         "mode": one.mode,
         "method": one.method,
+        "ours": one.ours,
         "tokens": one.tokens,
         "seconds": one.seconds,
         "tokens_per_second": _spread(one.speeds),
@@ -63,8 +85,8 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
         "repeated_4grams": one.repeated,
         "peak_memory_bytes": one.peak,
     }
-    if one is not stock:
-        verdict = one.verdict
+    verdict = one.verdict
+    if verdict is not None:
         result["identical"] = verdict.identical
         result["compared"] = {
             "rows": verdict.rows,
@@ -75,6 +97,7 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
     if one.stats.rounds:
         result |= {
             "rounds": one.stats.rounds,
+            "row_rounds": one.stats.row_rounds,
             "tau": one.stats.tau,
             "acceptance_rate": one.stats.acceptance_rate,
             "accepted_per_depth": one.stats.accepted_per_depth,
@@ -100,44 +123,67 @@ def headline(about: dict[str, Any]) -> str:
 
 def as_table(report: dict[str, Any]) -> str:
     """Two Markdown tables of what `as_json` gives, what they were measured on above them."""
-    settings, results = report["settings"], report["results"]
+    settings, entries = report["settings"], report["results"]
+    cases = labels(report)
     lines = [
         headline(report),
         f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {report['text']}, "
         f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
         "repeats",
         "",
-        "| batch | mode | method | tokens/s | x stock | τ | accepted | identical | repeated 4-grams | peak MiB |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        *_speeds(entries, cases),
     ]
-    for one in results:
+    drafted = [(one, case) for one, case in zip(entries, cases, strict=True) if "tau" in one]
+    if drafted:
+        lines += ["", *_phases(drafted)]
+    return "\n".join(lines)
+
+
+def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
+    names = ["batch", "mode", "method", "tokens/s", "x stock", "τ", "accepted", "identical", "repeated 4-grams"]
+    lines = _head([*_case_column(cases), *names, "peak MiB"])
+    for one, case in zip(entries, cases, strict=True):
         stock, ratio = one["method"] == STOCK, one["ratio"]
+        same = "other numbers" if not stock and "compared" not in one else ""
         cells = [
+            *([case] if any(cases) else []),
             str(one["batch"]),
             one["mode"],
             one["method"],
             f"{one['tokens_per_second']['median']:.0f}",
             "1" if stock else f"**{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}]",
             *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
-            "" if stock else str(Verdict(**one["compared"])),
+            str(Verdict(**one["compared"])) if "compared" in one else same,
             f"{one['repeated_4grams']:.0%}",
             f"{one['peak_memory_bytes'] / 2**20:.0f}",
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    ours = [one for one in results if "tau" in one]
-    if ours:
-        phases = list(ours[0]["round_ms"])
-        lines += [
-            "",
-            f"| batch | mode | {' | '.join(f'{phase} ms' for phase in phases)} | not a forward |",
-            "|---" * (len(phases) + 3) + "|",
-        ]
-        for one in ours:
-            spent = " | ".join(f"{value:.2f}" for value in one["round_ms"].values())
-            lines.append(f"| {one['batch']} | {one['mode']} | {spent} | {one['not_forward']:.0%} |")
-        lines += [
-            "",
-            "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
-            "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
-        ]
-    return "\n".join(lines)
+    if any("compared" not in one and one["method"] != STOCK for one in entries):
+        lines += ["", "`other numbers`: stock's assisted sampling draws from the generator in another order."]
+    return lines
+
+
+def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
+    cases = [case for _, case in drafted]
+    several = len({one["method"] for one, _ in drafted}) > 1
+    phases = list(drafted[0][0]["round_ms"])
+    names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
+    lines = _head([*_case_column(cases), *names])
+    for one, case in drafted:
+        cells = [*([case] if any(cases) else []), str(one["batch"]), one["mode"], *([one["method"]] if several else [])]
+        cells += [f"{value:.2f}" for value in one["round_ms"].values()]
+        lines.append(f"| {' | '.join([*cells, format(one['not_forward'], '.0%')])} |")
+    return [
+        *lines,
+        "",
+        "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
+        "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
+    ]
+
+
+def _case_column(cases: list[str]) -> list[str]:
+    return ["case"] if any(cases) else []
+
+
+def _head(names: list[str]) -> list[str]:
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]

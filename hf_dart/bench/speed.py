@@ -1,4 +1,4 @@
-"""Speed against stock `generate` and stock prompt lookup: one interleaved run, medians of repeats."""
+"""Speed against stock `generate`: all methods in one interleaved run, medians of repeats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
 from hf_dart.bench.memory import peak_bytes, reset_peak
-from hf_dart.configuration import TreeConfig
+from hf_dart.bench.rivals import COMPILED, STOCK, claims_same_text, is_ours, takes
 from hf_dart.generation.stats import DraftStats
 from hf_dart.pair import Pair
 
@@ -21,8 +21,6 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy, penalty 1.1": {"do_sample": False, "repetition_penalty": 1.1},
     "sampled, T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
 }
-STOCK, LOOKUP, OURS = "stock", "stock prompt lookup", "hf_dart"
-_LOOKUP_TOKENS = 10
 _WARMUP_TOKENS = 16
 
 
@@ -32,7 +30,7 @@ class Settings:
 
     Args:
         prompts: how many.
-        prompt_tokens: length of the longest prompt.
+        prompt_tokens: most tokens of a prompt.
         new_tokens: generated per prompt.
         repeats: how often everything is run.
         batches: batch sizes; prompts that fill no batch are left out.
@@ -66,7 +64,8 @@ class Measurement:
         tokens: generated in one repeat, padding left out.
         repeated: share of the generated 4-grams that occurred before in the same row.
         peak: bytes, the highest of all its calls.
-        verdict: comparison with stock, over all repeats.
+        verdict: comparison with stock, over all repeats; None where another text is as good.
+        ours: is it a drafter of ours, whose text has to be stock's?
         stats: what the drafter did, over all repeats.
     """
 
@@ -77,7 +76,8 @@ class Measurement:
     tokens: int = 0
     repeated: float = 0.0
     peak: int = 0
-    verdict: Verdict = field(default_factory=Verdict)
+    verdict: Verdict | None = None
+    ours: bool = False
     stats: DraftStats = field(default_factory=DraftStats)
 
     @property
@@ -105,6 +105,11 @@ class Measurement:
             return 0.0
         return 1 - (spent["draft"] + spent["verify"]) / sum(spent.values())
 
+    @property
+    def identical(self) -> bool:
+        """Nothing is known against the text."""
+        return self.verdict is None or self.verdict.identical
+
     def ratios(self, stock: Measurement) -> list[float]:
         """Speed over stock's, repeat by repeat."""
         return [ours / theirs for ours, theirs in zip(self.speeds, stock.speeds, strict=True)]
@@ -126,30 +131,33 @@ def measure(
     pair: Pair,
     prompts: list[list[int]],
     settings: Settings,
-    tree_config: TreeConfig | None = None,
+    methods: Mapping[str, dict[str, Any]],
     progress: Callable[[str], object] = lambda line: None,
-    methods: Mapping[str, dict[str, Any]] | None = None,
+    modes: Mapping[str, dict[str, Any]] = MODES,
 ) -> list[Measurement]:
     """Run all methods on all prompts, `settings.repeats` times, and compare what they wrote.
 
-    Methods are stock's own, its prompt lookup and the pair's head with `tree_config`, or stock's own and `methods`:
-    options of `generate` by name.
+    Args:
+        prompts: token ids.
+        methods: options of `generate` by name, such as `rivals.methods` gives; stock's own is always measured.
+        modes: options of all of them by name.
 
     Within each repeat the methods take turns prompt by prompt, and who begins changes, so that a busy moment
     of the machine falls on all of them.
     """
-    if methods is None:
-        methods = {
-            LOOKUP: {"prompt_lookup_num_tokens": _LOOKUP_TOKENS},
-            OURS: {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})},
-        }
     drafting: dict[str, dict[str, Any]] = {STOCK: {}, **methods}
     measurements = [
-        Measurement(batch, mode, method)
+        Measurement(
+            batch,
+            mode,
+            method,
+            verdict=Verdict() if method != STOCK and claims_same_text(drafting[method], options["do_sample"]) else None,
+            ours=is_ours(drafting[method]),
+        )
         for batch in settings.batches
-        for mode, options in MODES.items()
+        for mode, options in modes.items()
         for method in drafting
-        if method != LOOKUP or (batch == 1 and not options["do_sample"])  # what stock's lookup takes
+        if takes(drafting[method], batch, options["do_sample"])
     ]
     groups = {
         batch: [
@@ -159,18 +167,17 @@ def measure(
         for batch in settings.batches
     }
     for one in measurements:
-        run(
-            pair.model,
-            groups[one.batch][0],
-            {**MODES[one.mode], **drafting[one.method], "max_new_tokens": _WARMUP_TOKENS},
-        )
+        whole = one.method == COMPILED  # every length of the static cache is compiled anew
+        options = {**modes[one.mode], **drafting[one.method]}
+        for inputs in groups[one.batch] if whole else groups[one.batch][:1]:
+            run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else _WARMUP_TOKENS})
     for repeat in range(settings.repeats):
         progress(f"repeat {repeat + 1} of {settings.repeats}")
         for one in measurements:
             one.seconds.append(0.0)
         for batch, mode in {(one.batch, one.mode): None for one in measurements}:
             rivals = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
-            options = {**MODES[mode], "max_new_tokens": settings.new_tokens}
+            options = {**modes[mode], "max_new_tokens": settings.new_tokens}
             written: dict[str, list[list[int]]] = {one.method: [] for one in rivals}
             for number, inputs in enumerate(groups[batch]):
                 first = (repeat + number) % len(rivals)
@@ -182,7 +189,7 @@ def measure(
                     runs[one.method] = done
                     written[one.method] += _texts(pair, inputs, done)
                 for one in rivals:
-                    if one.method != STOCK:
+                    if one.verdict is not None:
                         one.verdict += compare(
                             pair.model, inputs, options, settings.seed, runs[STOCK], runs[one.method]
                         )

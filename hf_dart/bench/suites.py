@@ -1,14 +1,140 @@
-"""Text to measure on: prompts cut from files."""
+"""What to measure on: prompts cut from files, suites of prompts, rows of a data set."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import UserError
+from hf_dart.pair import UserError, sentence
 
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
+_FOLDER = Path(__file__).parent / "prompts"
+PACKAGED = ("code", "chat", "math", "summarisation")
+"""Suites that come with the package."""
+_READ_AHEAD = 50  # rows looked at for each prompt that is wanted
+# Where rows keep a conversation, a text to go on with, or what a user asks.
+_CONVERSATIONS = ("messages", "conversations")
+_TEXTS = ("prompt", "text")
+_REQUESTS = ("question", "instruction", "problem", "article", "document")
+
+
+@dataclass(frozen=True)
+class Suite:
+    """Prompts and where they are from.
+
+    Attributes:
+        name: for reports.
+        prompts: token ids.
+    """
+
+    name: str
+    prompts: list[list[int]]
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest prompt."""
+        return max(map(len, self.prompts))
+
+
+def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -> Suite:
+    """`count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
+
+    Rows hold `messages` or `conversations`, which the tokenizer's chat template frames up to the last answer; a
+    `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`, `article`,
+    `document`). Without a chat template, what the user says is the prompt.
+
+    Args:
+        name: one of `PACKAGED`, a path, or NAME[:CONFIG[:SPLIT]] of the Hub.
+        most: tokens of a prompt; longer ones are passed over.
+
+    Raises:
+        UserError: there is no such suite, or it has too few prompts.
+    """
+    prompts: list[list[int]] = []
+    for row in islice(_rows(name), _READ_AHEAD * count):
+        ids = _encode(row, tokenizer, name)
+        if ids and (most is None or len(ids) <= most):
+            prompts.append(ids)
+        if len(prompts) == count:
+            return Suite(Path(name).name if Path(name).exists() else name, prompts)
+    limit = "" if most is None else f" of up to {most} tokens"
+    raise UserError(f"{name!r} has {len(prompts)} prompts{limit}, and --prompts asks for {count}; ask for fewer.")
+
+
+def _rows(name: str) -> Iterator[Any]:
+    if name in PACKAGED:
+        return _json_lines(_FOLDER / f"{name}.jsonl")
+    if name.endswith(".jsonl"):
+        return _json_lines(Path(name))
+    from hf_dart.training.documents import open_source
+
+    try:
+        return iter(open_source([name], split="test", streaming=True).documents)
+    except (ValueError, OSError) as error:
+        raise UserError(f"Cannot read the suite {name!r}: {sentence(error)}") from error
+
+
+def _json_lines(file: Path) -> Iterator[Any]:
+    try:
+        lines: Iterable[str] = file.read_text(encoding="utf8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the suite {str(file)!r}: {sentence(error)}") from error
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            try:
+                yield json.loads(line)
+            except (ValueError, RecursionError) as error:
+                raise UserError(f"Line {number} of {str(file)!r} is not JSON: {sentence(error)}") from error
+
+
+def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
+    """Token ids of one row; none if it asks nothing."""
+    fields = row if isinstance(row, dict) else {}
+    messages = None
+    for field in (*_CONVERSATIONS, *_TEXTS, *_REQUESTS):
+        value = fields.get(field)
+        if value is None:
+            continue
+        if field in _CONVERSATIONS:
+            messages = _turns(value, name)
+        elif not isinstance(value, str):
+            raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; mend it.")
+        elif field in _REQUESTS:
+            messages = [{"role": "user", "content": value}]
+        else:
+            return tokenizer(value)["input_ids"]
+        break
+    else:
+        known = ", ".join((*_CONVERSATIONS, *_TEXTS, *_REQUESTS))
+        raise UserError(f"A row of {name!r} has none of the fields {known}; name one of them so.")
+    if not messages:
+        return []
+    if tokenizer.chat_template:
+        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return tokenizer(text, add_special_tokens=False)["input_ids"]
+    return tokenizer(messages[-1]["content"])["input_ids"]
+
+
+def _turns(value: Any, name: str) -> list[dict[str, Any]]:
+    """The conversation up to what the user says last."""
+    from hf_dart.training.chat import as_messages
+
+    if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
+        raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; mend it.")
+    try:
+        messages = as_messages(value)
+    except ValueError as error:
+        raise UserError(f"A conversation of {name!r} cannot be read: {sentence(error)}") from error
+    while messages and messages[-1]["role"] != "user":
+        messages.pop()
+    if messages and not isinstance(messages[-1].get("content"), str):
+        raise UserError(f"A message of {name!r} has no text in 'content'; mend it.")
+    return messages
 
 
 def default_files() -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,27 +19,49 @@ from hf_dart.commands.common import (
     tree_options,
     write_json,
 )
-from hf_dart.pair import UserError, sentence
+from hf_dart.pair import DTYPES, UserError, load_head, sentence
 
-_SMOKE = {"prompts": 2, "prompt_tokens": 24, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
+_MODES = ("greedy", "penalty", "sampled")
+_RIVALS = ("compiled", "lookup", "chain", "tree", "copies", "packaged")
+_SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
+_PROMPT_TOKENS, _SMOKE_TOKENS = (96,), (24,)
 
 
 def add(commands: Any) -> None:
     options = [pair_options(), tree_options()]
     parser = commands.add_parser("bench", parents=options, help="speed against stock, in one interleaved run")
-    parser.add_argument(
+    texts = parser.add_mutually_exclusive_group()
+    texts.add_argument(
         "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
     )
-    parser.add_argument("--prompts", type=positive, help="default: 8")
+    texts.add_argument(
+        "--suite", nargs="+", metavar="SUITE", help="code, chat, math, summarisation, a .jsonl file, or a data set"
+    )
+    parser.add_argument("--prompts", type=positive, help="of each suite (default: 8)")
     parser.add_argument(
         "--prompt-tokens",
-        type=positive,
-        help="of the longest prompt; the shortest has two thirds (default: 96)",
+        type=sizes,
+        metavar="LENGTHS",
+        help="of the longest prompt; files are cut to two thirds of it and more (default: 96; suites: as they are)",
     )
     parser.add_argument("--new-tokens", type=positive, help="per prompt (default: 128)")
     parser.add_argument("--repeats", type=positive, help="default: 5")
     parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help="such as 1,4, the default")
+    parser.add_argument("--modes", type=_modes, metavar="MODES", help="of greedy,penalty,sampled (default: all)")
+    parser.add_argument(
+        "--rivals",
+        type=_rivals,
+        default=("lookup", "tree"),
+        metavar="RIVALS",
+        help="of compiled,lookup,chain,tree,copies,packaged, or all (default: lookup,tree)",
+    )
+    parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
+    parser.add_argument(
+        "--drafter", dest="drafters", action="append", default=[], metavar="PATH", help="also this drafter; repeatable"
+    )
+    parser.add_argument("--dtypes", type=_dtypes, metavar="DTYPES", help="one after the other, in place of --dtype")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write four SVG plots there")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
     _add_train(parser.add_subparsers(required=False, metavar="train"))
@@ -87,24 +110,79 @@ def _run_train(arguments: argparse.Namespace) -> int:
 def _run(arguments: argparse.Namespace) -> int:
     check_folder(arguments.json)
     set_threads(arguments.threads)
-    from hf_dart.bench import report, speed, suites
+    from hf_dart.bench import plots, report, rivals, speed
 
-    given = {
-        name: getattr(arguments, name) for name in ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
-    }
+    given = {name: getattr(arguments, name) for name in ("prompts", "new_tokens", "repeats", "batches")}
     smoke = _SMOKE if arguments.smoke else {}
     try:
         settings = speed.Settings(**{**smoke, **{name: value for name, value in given.items() if value is not None}})
     except ValueError as error:
         raise UserError(sentence(error)) from error
-    files = suites.default_files() if arguments.text is None else arguments.text
-    text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
-    pair = load(arguments)
-    prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    tree = tree_config(arguments, pair.head.tree_config)
-    measurements = speed.measure(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
-    about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
-    content = report.as_json(measurements, about)
+    modes = dict(zip(_MODES, speed.MODES.items(), strict=True))
+    wanted = dict(modes[name] for name in arguments.modes or _MODES)
+    found: list[dict[str, Any]] = []
+    identical = True
+    for dtype in arguments.dtypes or (arguments.dtype,):
+        arguments.dtype = dtype
+        pair = load(arguments)
+        tree = tree_config(arguments, pair.head.tree_config)
+        small = None if arguments.assistant_model is None else rivals.load_assistant(arguments.assistant_model, pair)
+        drafters = rivals.packaged_drafters(pair) if "packaged" in arguments.rivals else []
+        drafters += [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
+        methods = rivals.methods(pair, tree, arguments.rivals, small, drafters)
+        about = report.circumstances(pair, settings, tree, "", ["hf-dart", *arguments.words])
+        for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
+            case = {"text": text, "dtype": about["dtype"], "prompt_tokens": max(map(len, prompts))}
+            _say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
+            measurements = speed.measure(pair, prompts, settings, methods, _say, wanted)
+            found += report.results(measurements, **case)
+            identical &= all(one.identical for one in measurements if one.ours)
+    about["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in found)
+    every = {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in ("text", "dtype")}
+    content = {**about, **every, "drafters": rivals.parameters(methods), "results": found}
     print(report.as_table(content))
     write_json(arguments.json, content)
-    return 0 if all(one.verdict.identical for one in measurements if one.method == speed.OURS) else 1
+    if arguments.plots is not None:
+        plots.write_plots(arguments.plots, content)
+    return 0 if identical else 1
+
+
+def _prompts(arguments: argparse.Namespace, tokenizer: Any, count: int) -> Iterator[tuple[str, list[list[int]]]]:
+    """What is measured on, one text and length after the other: its name, and the prompts."""
+    from hf_dart.bench import suites
+
+    lengths = arguments.prompt_tokens
+    if arguments.suite is not None:
+        for name in arguments.suite:
+            for most in lengths or (None,):
+                suite = suites.open_suite(name, tokenizer, count, most)
+                yield suite.name, suite.prompts
+        return
+    files = suites.default_files() if arguments.text is None else arguments.text
+    text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
+    for length in lengths or (_SMOKE_TOKENS if arguments.smoke else _PROMPT_TOKENS):
+        yield text, suites.cut_prompts(tokenizer, files, count, length)
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _chosen(text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
+    names = tuple(text.split(","))
+    for name in names:
+        if name not in choices:
+            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+    return names
+
+
+def _modes(text: str) -> tuple[str, ...]:
+    return _chosen(text, _MODES)
+
+
+def _rivals(text: str) -> tuple[str, ...]:
+    return _RIVALS if text == "all" else _chosen(text, _RIVALS)
+
+
+def _dtypes(text: str) -> tuple[str, ...]:
+    return _chosen(text, DTYPES)

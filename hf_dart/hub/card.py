@@ -14,7 +14,7 @@ from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.bench.exact import Verdict
 from hf_dart.bench.report import as_table
-from hf_dart.bench.speed import OURS
+from hf_dart.bench.rivals import OURS
 from hf_dart.hub.facts import HeadFacts
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"

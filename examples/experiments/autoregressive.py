@@ -1,0 +1,145 @@
+"""A DART head and an autoregressive one (EAGLE-3), trained alike and measured in one run.
+
+    python examples/experiments/autoregressive.py corpus.bin regenerated.bin runs/rivals --max-steps 4000
+
+Both begin from nothing and see the same rows, in the same order, for the same number of steps; both read the same
+features through one layer of the same width, and both are evaluated with trees of several depths, since a deeper draft
+costs the autoregressive head another pass and the DART head nothing. Prints the table of `hf-dart bench` with all of
+them and, per mode, how the best of each compare. What is trained stays in the output folder: a second call measures
+without training again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from hf_dart.bench import plots, report, rivals, speed, suites
+from hf_dart.drafters import load_drafter
+from hf_dart.pair import Pair, load_target
+from hf_dart.training.recipe import read_recipe
+from hf_dart.training.run import FINAL, run
+
+_NAMES = {"dart": "DART", "eagle": "EAGLE"}
+# What one pass of a layer costs beside the packaged target's forward, in the words of `TreeConfig.draft_cost`.
+_PASS = 0.15
+
+
+def train(kind: str, arguments: argparse.Namespace) -> Path:
+    """The folder of a trained drafter, which is trained unless it lies there already."""
+    final = arguments.output / kind / FINAL
+    if not final.is_dir():
+        options = {
+            "drafter": kind,
+            "output_dir": arguments.output / kind,
+            "feature_layers": arguments.feature_layers,
+            "draft_length": arguments.draft_length,
+            "train_data": [arguments.corpus, arguments.regenerated],
+            "shares": [1 - arguments.own_share, arguments.own_share],
+            "max_length": arguments.length,
+            "train_on": "all",
+            "max_steps": arguments.max_steps,
+            "per_device_train_batch_size": arguments.batch_size,
+            "anchors_per_row": arguments.anchors,
+            "learning_rate": arguments.learning_rate,
+            "adam_beta2": 0.95,
+            "lr_scheduler_type": "cosine",
+            "warmup_steps": arguments.max_steps // 20,
+            "save_strategy": "no",
+            "logging_steps": max(arguments.max_steps // 20, 1),
+            "report_to": "none",
+            "seed": arguments.seed,
+        }
+        words = []
+        for name, value in options.items():
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+        run(read_recipe(words))
+    return final
+
+
+def methods(drafters: dict[str, Any], depths: list[int]) -> dict[str, dict[str, Any]]:
+    """Every drafter with trees of every depth, and stock's prompt lookup."""
+    found = {rivals.LOOKUP: {"prompt_lookup_num_tokens": 10}}
+    for kind, drafter in drafters.items():
+        for depth in depths:
+            cost = _PASS * (depth if kind == "eagle" else 1)
+            # Copies of earlier text would hide what the drafters know.
+            tree = replace(drafter.tree_config, depth=depth, lookup=0, draft_cost=cost)
+            found[f"{_NAMES[kind]}, depth {depth}"] = {"assistant": drafter, "tree_config": tree}
+    return found
+
+
+def comparison(results: list[dict[str, Any]]) -> list[str]:
+    """Per mode and batch, the fastest setting of each drafter and the ratio of their speeds."""
+    lines = ["| batch | mode | DART | EAGLE | DART / EAGLE |", "|---|---|---|---|---|"]
+    for batch, mode in {(one["batch"], one["mode"]): None for one in results}:
+        here = [one for one in results if (one["batch"], one["mode"]) == (batch, mode)]
+        best = [
+            max((one for one in here if one["method"].startswith(name)), key=lambda one: one["ratio"]["median"])
+            for name in _NAMES.values()
+        ]
+        cells = [f"{one['ratio']['median']:.2f} x, τ {one['tau']:.2f} ({one['method']})" for one in best]
+        ratio = best[0]["tokens_per_second"]["median"] / best[1]["tokens_per_second"]["median"]
+        lines.append(f"| {batch} | {mode} | {' | '.join(cells)} | **{ratio:.2f}** |")
+    return lines
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("corpus", type=Path)
+    parser.add_argument("regenerated", type=Path)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--max-steps", type=int, default=4000)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--length", type=int, default=129, help="tokens of a row")
+    parser.add_argument("--anchors", type=int, default=24)
+    parser.add_argument("--own-share", type=float, default=0.5, help="of the rows, text that the target wrote itself")
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--draft-length", type=int, default=8)
+    parser.add_argument("--depths", type=int, nargs="+", default=[2, 3, 5, 8])
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--new-tokens", type=int, default=128)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write everything that was measured")
+    parser.add_argument("--plots", type=Path, help="a folder for SVG plots")
+    arguments = parser.parse_args()
+    if max(arguments.depths) > arguments.draft_length:
+        parser.error(f"--depths go up to --draft-length, {arguments.draft_length}")
+
+    torch.set_num_threads(arguments.threads)
+    folders = {kind: train(kind, arguments) for kind in _NAMES}
+    model, tokenizer = load_target()
+    drafters = {kind: load_drafter(str(path), target=model, tokenizer=tokenizer) for kind, path in folders.items()}
+    pair = Pair(model, drafters["dart"], tokenizer, "packaged target", "a DART and an EAGLE head")
+    settings = speed.Settings(
+        prompts=arguments.prompts, new_tokens=arguments.new_tokens, repeats=arguments.repeats, batches=(1,)
+    )
+    prompts = suites.cut_prompts(tokenizer, suites.default_files(), settings.prompts, settings.prompt_tokens)
+    measured = methods(drafters, arguments.depths)
+    measurements = speed.measure(
+        pair, prompts, settings, measured, lambda line: print(line, file=sys.stderr, flush=True)
+    )
+    command = ["python", "examples/experiments/autoregressive.py", *sys.argv[1:]]
+    about = report.circumstances(pair, settings, pair.head.tree_config, "pytest's source", command)
+    trained = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
+    content = {**report.as_json(measurements, about), "drafters": rivals.parameters(measured), "training": trained}
+    print(report.as_table(content), "", *comparison(content["results"]), sep="\n")
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+    if arguments.plots is not None:
+        plots.write_plots(arguments.plots, content)
+    if not all(one.identical for one in measurements if one.ours):
+        sys.exit("An output was not stock's.")
+
+
+if __name__ == "__main__":
+    main()

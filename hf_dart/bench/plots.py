@@ -1,0 +1,179 @@
+"""Plots of what was measured, as SVG without anything to load: figures for a README, a card, a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from hf_dart.bench.report import labels
+from hf_dart.bench.rivals import STOCK
+
+# Okabe and Ito's colours, which stay apart for colour-blind readers.
+COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
+_WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 300, 60, 22, 40, 36
+_HEIGHT = 320
+
+
+class Drawing:
+    """An SVG picture that is put together piece by piece; coordinates in pixels from the upper left."""
+
+    def __init__(self, title: str, height: int) -> None:
+        self._height = height
+        self._title = escape(title)
+        self._pieces: list[str] = []
+        self.text(_WIDTH / 2, 18, title, anchor="middle", weight="bold")
+
+    def text(self, x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> None:
+        """Words at the baseline `y`; `anchor` is start, middle or end."""
+        self._pieces.append(
+            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
+        )
+
+    def box(self, x: float, y: float, width: float, height: float, color: str, about: str) -> None:
+        """A filled box; `about` is shown where a pointer rests on it."""
+        self._pieces.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" fill="{color}">'
+            f"<title>{escape(about)}</title></rect>"
+        )
+
+    def line(self, points: Sequence[tuple[float, float]], color: str = "#444", width: float = 1) -> None:
+        """A line through all points."""
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        self._pieces.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"/>')
+
+    def dot(self, x: float, y: float, color: str, about: str) -> None:
+        """A filled circle."""
+        self._pieces.append(
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{escape(about)}</title></circle>'
+        )
+
+    def __str__(self) -> str:
+        return (
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {self._height}" role="img" '
+            f'font-family="sans-serif" font-size="12"><title>{self._title}</title>'
+            f'<rect width="100%" height="100%" fill="white"/>{"".join(self._pieces)}</svg>\n'
+        )
+
+
+def plots(report: dict[str, Any]) -> dict[str, str]:
+    """The SVGs of what `report.as_json` gives, by name; those without data are left out."""
+    rows = [(one, _name(one, case)) for one, case in zip(report["results"], labels(report), strict=True)]
+    drafted = [(one, name) for one, name in rows if "tau" in one]
+    found = {"speed": speed([(one, name) for one, name in rows if one["method"] != STOCK])}
+    if drafted:
+        found |= {
+            "depth": depth([(one, name) for one, name in drafted if one["batch"] == 1] or drafted),
+            "phases": phases(drafted),
+            "speed_by_tau": speed_by_tau(drafted),
+        }
+    return found
+
+
+def write_plots(folder: Path, report: dict[str, Any]) -> None:
+    """Write `plots` as NAME.svg into `folder`, which is made if need be."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, svg in plots(report).items():
+        (folder / f"{name}.svg").write_text(svg, encoding="utf8")
+
+
+def speed(rows: list[tuple[dict[str, Any], str]]) -> str:
+    """Bars of the median ratio to stock, with the least and the largest one."""
+    most = max([1.0, *(one["ratio"]["max"] for one, _ in rows)])
+    picture = Drawing("Speed, stock = 1", _TOP + _ROW * len(rows) + _BOTTOM)
+    colors = _colors(one["method"] for one, _ in rows)
+    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    for number, (one, name) in enumerate(rows):
+        y, ratio = _TOP + _ROW * number, one["ratio"]
+        picture.text(_LEFT - 8, y + 13, name, anchor="end")
+        about = f"{name}: {ratio['median']:.2f} [{ratio['min']:.2f}, {ratio['max']:.2f}]"
+        picture.box(_LEFT, y + 3, scale * ratio["median"], _ROW - 8, colors[one["method"]], about)
+        middle = y + 3 + (_ROW - 8) / 2
+        picture.line([(_LEFT + scale * ratio["min"], middle), (_LEFT + scale * ratio["max"], middle)], "#000")
+        picture.text(_LEFT + scale * ratio["max"] + 6, y + 13, f"{ratio['median']:.2f}")
+    end = _TOP + _ROW * len(rows)
+    picture.line([(_LEFT + scale, _TOP - 4), (_LEFT + scale, end + 4)])
+    picture.text(_LEFT + scale, end + 18, "stock", anchor="middle")
+    return str(picture)
+
+
+def depth(rows: list[tuple[dict[str, Any], str]]) -> str:
+    """Lines of how many rounds had at least so many drafted tokens accepted; τ is 1 and the area below."""
+    picture = Drawing("Share of rounds by accepted depth", _HEIGHT + _ROW * len(rows))
+    deepest = max(len(one["accepted_per_depth"]) for one, _ in rows) or 1
+    left, right, top, bottom = 60, _WIDTH - 30, _TOP, _HEIGHT - 40
+    for share in (0, 25, 50, 75, 100):
+        y = bottom - (bottom - top) * share / 100
+        picture.line([(left, y), (right, y)], "#ddd")
+        picture.text(left - 6, y + 4, f"{share} %", anchor="end")
+    step = (right - left) / max(deepest - 1, 1)
+    for place in range(0, deepest, max(1, deepest // 12)):
+        picture.text(left + step * place, bottom + 18, str(place + 1), anchor="middle")
+    for number, (one, name) in enumerate(rows):
+        color = COLORS[number % len(COLORS)]
+        shares = [count / one.get("row_rounds", one["rounds"]) for count in one["accepted_per_depth"]]
+        points = [(left + step * place, bottom - (bottom - top) * share) for place, share in enumerate(shares)]
+        picture.line(points, color, 2)
+        for (x, y), share in zip(points, shares, strict=True):
+            picture.dot(x, y, color, f"{name}: {share:.0%}")
+        y = _HEIGHT + _ROW * number
+        picture.box(left, y - 10, 14, 12, color, name)
+        picture.text(left + 20, y, f"{name}: τ {one['tau']:.2f}")
+    return str(picture)
+
+
+def phases(rows: list[tuple[dict[str, Any], str]]) -> str:
+    """Stacked bars of the milliseconds of a round."""
+    names = list(rows[0][0]["round_ms"])
+    totals = [sum(one["round_ms"].values()) for one, _ in rows]
+    picture = Drawing("Milliseconds per round", _TOP + _ROW * len(rows) + _BOTTOM)
+    scale = (_WIDTH - _LEFT - _RIGHT) / max(totals)
+    for number, ((one, name), total) in enumerate(zip(rows, totals, strict=True)):
+        y, x = _TOP + _ROW * number, float(_LEFT)
+        picture.text(_LEFT - 8, y + 13, name, anchor="end")
+        for place, phase in enumerate(names):
+            spent = one["round_ms"][phase]
+            about = f"{name}: {phase} {spent:.2f} ms"
+            picture.box(x, y + 3, scale * spent, _ROW - 8, COLORS[place % len(COLORS)], about)
+            x += max(scale * spent, 0)
+        picture.text(x + 6, y + 13, f"{total:.1f}")
+    y = _TOP + _ROW * len(rows) + 16
+    for place, phase in enumerate(names):
+        picture.box(20 + 100 * place, y - 10, 12, 12, COLORS[place % len(COLORS)], phase)
+        picture.text(38 + 100 * place, y, phase)
+    return str(picture)
+
+
+def speed_by_tau(rows: list[tuple[dict[str, Any], str]]) -> str:
+    """A point per row: what τ it has, and what it makes of that in speed."""
+    picture = Drawing("Speed over stock, by τ", _HEIGHT + _ROW * len(rows))
+    left, right, top, bottom = 60, _WIDTH - 40, _TOP, _HEIGHT - 40
+    most_tau = max(1.0, *(one["tau"] for one, _ in rows)) * 1.05
+    most_ratio = max(1.0, *(one["ratio"]["median"] for one, _ in rows)) * 1.05
+    picture.line([(left, top), (left, bottom), (right, bottom)])
+    for tau in range(1, int(most_tau) + 1):
+        picture.text(left + (right - left) * tau / most_tau, bottom + 16, str(tau), anchor="middle")
+    for ratio in range(1, int(most_ratio) + 1):
+        y = bottom - (bottom - top) * ratio / most_ratio
+        picture.line([(left, y), (right, y)], "#ddd")
+        picture.text(left - 6, y + 4, str(ratio), anchor="end")
+    picture.text(right, bottom + 30, "τ, tokens per forward pass of the target", anchor="end")
+    for number, (one, name) in enumerate(rows):
+        color = COLORS[number % len(COLORS)]
+        x = left + (right - left) * one["tau"] / most_tau
+        y = bottom - (bottom - top) * one["ratio"]["median"] / most_ratio
+        about = f"{name}: τ {one['tau']:.2f}, {one['ratio']['median']:.2f} x stock"
+        picture.dot(x, y, color, about)
+        below = _HEIGHT + _ROW * number
+        picture.box(left, below - 10, 14, 12, color, name)
+        picture.text(left + 20, below, about)
+    return str(picture)
+
+
+def _name(one: dict[str, Any], case: str) -> str:
+    return ", ".join(filter(None, [one["method"], case, one["mode"], f"batch {one['batch']}"]))
+
+
+def _colors(methods: Any) -> dict[str, str]:
+    return {method: COLORS[place % len(COLORS)] for place, method in enumerate(dict.fromkeys(methods))}

@@ -1,0 +1,115 @@
+"""What is measured beside stock `generate`: its own ways to be faster, and drafters of ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+from transformers import CompileConfig
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.lookup import LookupDrafter
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, UserError, load_head, sentence, shown_name
+from hf_dart.proposal import Drafter
+
+STOCK, OURS = "stock", "hf_dart"
+COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"
+_LOOKUP_TOKENS = 10
+
+
+def methods(
+    pair: Pair,
+    tree: TreeConfig,
+    rivals: Sequence[str] = ("lookup", "tree"),
+    assistant_model: Any = None,
+    drafters: Sequence[Any] = (),
+) -> dict[str, dict[str, Any]]:
+    """Options of `generate` by method, stock's own first.
+
+    Args:
+        tree: of the pair's head.
+        rivals: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup), "copies"
+            (our `LookupDrafter`), "chain", and "tree", the head as it comes.
+        assistant_model: a small causal LM for stock's assisted decoding.
+        drafters: more drafters of ours for the target, each with its own tree.
+    """
+    head = pair.head
+    found: dict[str, dict[str, Any]] = {STOCK: {}}
+    if "compiled" in rivals:
+        compiling = CompileConfig()
+        if pair.model.device.type == "cpu":
+            compiling._compile_all_devices = True  # stock compiles on accelerators only, unless told so
+        found[COMPILED] = {"cache_implementation": "static", "compile_config": compiling}
+    if "lookup" in rivals:
+        found[LOOKUP] = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
+    if assistant_model is not None:
+        found[ASSISTED] = {"assistant_model": assistant_model}
+    if "copies" in rivals:
+        found[f"{OURS}, copies alone"] = {"assistant": LookupDrafter()}
+    if "chain" in rivals:
+        found[f"{OURS}, chain"] = {"assistant": head, "tree_config": TreeConfig.chain(tree.depth or head.draft_length)}
+    if "tree" in rivals:
+        found[OURS] = {"assistant": head, "tree_config": tree}
+    for drafter in drafters:
+        found[f"{OURS}, {_name(drafter, found)}"] = {"assistant": drafter}
+    return found
+
+
+def packaged_drafters(pair: Pair) -> list[Any]:
+    """Those for the packaged target beside the pair's own head; none for other targets."""
+    if Path(pair.model.config.name_or_path).resolve() != PACKAGED_TARGET.resolve():
+        return []
+    folders = sorted(path.parent for path in PACKAGED_HEAD.parent.glob("*/config.json"))
+    used = Path(pair.head.name_or_path).resolve() if isinstance(pair.head.name_or_path, str) else None
+    others = [folder for folder in folders if folder not in (PACKAGED_TARGET, used)]
+    return [load_head(str(folder), pair.model, pair.tokenizer) for folder in others]
+
+
+def load_assistant(path: str, pair: Pair) -> Any:
+    """A small causal LM with the target's tokenizer, in the target's dtype and on its device.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM
+
+    try:
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype)
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"Cannot load the assistant model {path!r}: {sentence(error)}") from error
+    return model.to(pair.model.device).eval()
+
+
+def takes(options: dict[str, Any], batch: int, sampled: bool) -> bool:
+    """Does stock allow the method there? Its assisted decoding takes one row, its lookup greedy text alone."""
+    if "prompt_lookup_num_tokens" in options:
+        return batch == 1 and not sampled
+    return batch == 1 or "assistant_model" not in options
+
+
+def claims_same_text(options: dict[str, Any], sampled: bool) -> bool:
+    """Is the text to be stock's? Stock's assisted sampling draws other numbers: other text of the same law."""
+    return not (sampled and "assistant_model" in options)
+
+
+def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
+    """How many each method adds to the target's."""
+    models = {name: options.get("assistant", options.get("assistant_model")) for name, options in methods.items()}
+    found = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
+    return {name: sum(weight.numel() for weight in model.parameters()) for name, model in found.items()}
+
+
+def is_ours(options: dict[str, Any]) -> bool:
+    return isinstance(options.get("assistant"), Drafter)
+
+
+def _name(drafter: Any, taken: dict[str, Any]) -> str:
+    """Of its folder, with a number behind a name that occurs twice."""
+    name = shown_name(drafter.name_or_path)
+    number = 2
+    unique = name
+    while f"{OURS}, {unique}" in taken:
+        unique, number = f"{name} {number}", number + 1
+    return unique

@@ -1,0 +1,178 @@
+"""Every rival in one run of `hf-dart bench`, on suites of prompts, with plots."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+from transformers import AutoTokenizer
+
+from hf_dart import DartHead, EagleDrafter
+from hf_dart.bench import suites
+from hf_dart.bench.plots import plots
+from hf_dart.bench.report import as_table, labels
+from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, OURS, STOCK
+from hf_dart.cli import main
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("rivals")
+    model, tokenizer = load_target()
+    story = folder / "story.jsonl"
+    story.write_text('{"prompt": "import os"}\n{"prompt": "class Story:"}\n', encoding="utf8")
+    small = {"draft_length": 3, "intermediate_size": 64}
+    EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
+    DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "head")
+    words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
+    words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
+    words += ["--drafter", str(folder / "head"), "--repeats", "1", "--batch", "1", "--new-tokens", "6"]
+    words += ["--json", str(folder / "bench.json"), "--plots", str(folder / "plots")]
+    assert main(["bench", "--smoke", *words]) == 0
+    found = json.loads((folder / "bench.json").read_text(encoding="utf8"))
+    for name, svg in plots(found).items():
+        assert (folder / "plots" / f"{name}.svg").read_text(encoding="utf8") == svg
+    return found
+
+
+def test_every_rival_takes_part(report: dict[str, Any]) -> None:
+    ours = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, head"}
+    for text in ("code", "story.jsonl"):
+        for mode in ("greedy", "sampled, T=1"):
+            stocks = {STOCK, ASSISTED, *([LOOKUP] if mode == "greedy" else [])}
+            case = {"text": text, "mode": mode}
+            found = [one for one in report["results"] if case.items() <= one.items()]
+            assert {one["method"] for one in found} == stocks | ours
+    for one in report["results"]:
+        assert one["ours"] == (one["method"] in ours)
+        if one["ours"]:
+            assert one["identical"]
+            assert one["compared"]["rows"] == 2
+        if one["method"] == ASSISTED:
+            assert ("compared" in one) == (one["mode"] == "greedy")
+    assert set(report["drafters"]) == {ASSISTED, OURS, f"{OURS}, chain", f"{OURS}, eagle", f"{OURS}, head"}
+    assert report["text"] == "code, story.jsonl"
+    assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
+
+
+def test_tables_say_which_case(report: dict[str, Any]) -> None:
+    assert set(labels(report)) == {"code", "story.jsonl"}
+    table = as_table(report)
+    assert "| case | batch | mode | method |" in table
+    assert "| code | 1 | greedy | hf_dart, eagle |" in table
+    assert "other numbers" in table
+    alone = {**report, "results": [one for one in report["results"] if one["text"] == "code"]}
+    assert set(labels(alone)) == {""}
+    longer = [{**one, "prompt_tokens": 500} for one in alone["results"]]
+    assert set(labels({"results": [*alone["results"], *longer]})) == {f"{longest(alone)} tokens", "500 tokens"}
+
+
+def longest(report: dict[str, Any]) -> int:
+    return report["results"][0]["prompt_tokens"]
+
+
+def test_plots_are_whole_pictures(report: dict[str, Any]) -> None:
+    hostile = "</text><script>alert(1)</script>&"
+    results = [{**one, "text": f"{one['text']} {hostile}"} for one in report["results"]]
+    drawn = plots({**report, "results": results})
+    assert set(drawn) == {"speed", "depth", "phases", "speed_by_tau"}
+    for svg in drawn.values():
+        tree = ElementTree.fromstring(svg)
+        assert not [piece for piece in tree.iter() if piece.tag.endswith("script")]
+        assert "://" not in svg.replace("http://www.w3.org/2000/svg", "")
+        assert any(hostile in (piece.text or "") for piece in tree.iter())
+    bars = ElementTree.fromstring(drawn["speed"]).findall(".//{*}rect")
+    assert len(bars) == 1 + sum(one["method"] != STOCK for one in results)  # the background first
+    ratios = [one["ratio"]["median"] for one in results if one["method"] != STOCK]
+    widths = [float(bar.attrib["width"]) for bar in bars[1:]]
+    assert widths == pytest.approx([widths[0] / ratios[0] * ratio for ratio in ratios], rel=0.05, abs=0.2)
+
+
+def test_packaged_suites_are_whole(tokenizer: Any) -> None:
+    for name in suites.PACKAGED:
+        suite = suites.open_suite(name, tokenizer, 8)
+        assert len({tuple(prompt) for prompt in suite.prompts}) == 8
+        assert suite.longest == max(len(prompt) for prompt in suite.prompts)
+    assert suites.open_suite("code", tokenizer, 2, most=60).longest <= 60
+
+
+def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    turns = [("human", "def f("), ("gpt", "x):"), ("human", "return"), ("gpt", "x")]
+    rows = [
+        {"prompt": "import os"},
+        {"question": "import sys"},
+        {"messages": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "class A:"}]},
+        {"conversations": [{"from": who, "value": what} for who, what in turns]},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf8")
+    suite = suites.open_suite(str(file), tokenizer, 4)
+    assert suite.name == "mine.jsonl"
+    assert [tokenizer.decode(ids) for ids in suite.prompts] == ["import os", "import sys", "class A:", "return"]
+
+
+def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>"
+        "{% endif %}"
+    )
+    file = tmp_path / "mine.jsonl"
+    file.write_text(json.dumps({"question": "x = 1"}), encoding="utf8")
+    (ids,) = suites.open_suite(str(file), tokenizer, 1).prompts
+    assert tokenizer.decode(ids) == "<user>x = 1<assistant>"
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "Line 1 of .* is not JSON"),
+        ("[" * 100_000, "Line 1 of .* is not JSON"),
+        ("3", "has none of the fields"),
+        ('{"prompt": 3}', "holds int, not text"),
+        ('{"messages": "hello"}', "no list of messages"),
+        ('{"messages": [{"content": "hello"}]}', "cannot be read"),
+        ('{"messages": [{"role": "user", "content": [1]}]}', "no text in 'content'"),
+        ('{"messages": []}', "has 0 prompts"),
+        ('{"prompt": "import os"}', "ask for fewer"),
+    ],
+)
+def test_what_is_no_suite_is_refused(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text(line, encoding="utf8")
+    with pytest.raises(UserError, match=message):
+        suites.open_suite(str(file), tokenizer, 2)
+
+
+def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for words, message in (
+        (["--rivals", "eagles"], "'eagles' is none of compiled"),
+        (["--modes", "beam"], "'beam' is none of greedy"),
+        (["--dtypes", "int8"], "'int8' is none of auto"),
+    ):
+        with pytest.raises(SystemExit):
+            main(["bench", *words])
+        assert message in capsys.readouterr().err
+    assert main(["bench", "--smoke", "--suite", "no/such/file.jsonl"]) == 2
+    assert "Cannot read the suite" in capsys.readouterr().err
+    assert main(["bench", "--smoke", "--assistant-model", str(PACKAGED_HEAD)]) == 2
+    assert "Cannot load the assistant model" in capsys.readouterr().err
+
+
+@pytest.mark.matrix
+def test_stock_compiled_writes_the_same(tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    words = ["--rivals", "compiled,tree", "--modes", "greedy", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
+    assert main(["bench", "--smoke", *words, "--json", str(file)]) == 0
+    compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] == COMPILED]
+    assert len(compiled) == 1
+    assert compiled[0]["identical"]
