@@ -35,7 +35,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "head")
     words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
-    words += ["--drafter", str(folder / "head"), "--repeats", "1", "--batch", "1", "--new-tokens", "6"]
+    words += ["--drafter", str(folder / "head"), "--repeats", "1", "--batch", "1", "--new-tokens", "4"]
     words += ["--json", str(folder / "bench.json"), "--plots", str(folder / "plots")]
     assert main(["bench", "--smoke", *words]) == 0
     found = json.loads((folder / "bench.json").read_text(encoding="utf8"))

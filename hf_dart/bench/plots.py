@@ -2,59 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.report import labels
 from hf_dart.bench.rivals import STOCK
+from hf_dart.svg import COLORS, Drawing
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers.
-COLORS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#999999", "#f0e442")
 _WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 300, 60, 22, 40, 36
 _HEIGHT = 320
-
-
-class Drawing:
-    """An SVG picture that is put together piece by piece; coordinates in pixels from the upper left."""
-
-    def __init__(self, title: str, height: int) -> None:
-        self._height = height
-        self._title = escape(title)
-        self._pieces: list[str] = []
-        self.text(_WIDTH / 2, 18, title, anchor="middle", weight="bold")
-
-    def text(self, x: float, y: float, words: str, anchor: str = "start", weight: str = "normal") -> None:
-        """Words at the baseline `y`; `anchor` is start, middle or end."""
-        self._pieces.append(
-            f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" font-weight="{weight}">{escape(words)}</text>'
-        )
-
-    def box(self, x: float, y: float, width: float, height: float, color: str, about: str) -> None:
-        """A filled box; `about` is shown where a pointer rests on it."""
-        self._pieces.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" fill="{color}">'
-            f"<title>{escape(about)}</title></rect>"
-        )
-
-    def line(self, points: Sequence[tuple[float, float]], color: str = "#444", width: float = 1) -> None:
-        """A line through all points."""
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-        self._pieces.append(f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="{width:g}"/>')
-
-    def dot(self, x: float, y: float, color: str, about: str) -> None:
-        """A filled circle."""
-        self._pieces.append(
-            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="5" fill="{color}"><title>{escape(about)}</title></circle>'
-        )
-
-    def __str__(self) -> str:
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {self._height}" role="img" '
-            f'font-family="sans-serif" font-size="12"><title>{self._title}</title>'
-            f'<rect width="100%" height="100%" fill="white"/>{"".join(self._pieces)}</svg>\n'
-        )
 
 
 def plots(report: dict[str, Any]) -> dict[str, str]:
@@ -81,7 +37,7 @@ def write_plots(folder: Path, report: dict[str, Any]) -> None:
 def speed(rows: list[tuple[dict[str, Any], str]]) -> str:
     """Bars of the median ratio to stock, with the least and the largest one."""
     most = max([1.0, *(one["ratio"]["max"] for one, _ in rows)])
-    picture = Drawing("Speed, stock = 1", _TOP + _ROW * len(rows) + _BOTTOM)
+    picture = Drawing("Speed, stock = 1", _WIDTH, _TOP + _ROW * len(rows) + _BOTTOM)
     colors = _colors(one["method"] for one, _ in rows)
     scale = (_WIDTH - _LEFT - _RIGHT) / most
     for number, (one, name) in enumerate(rows):
@@ -100,7 +56,7 @@ def speed(rows: list[tuple[dict[str, Any], str]]) -> str:
 
 def depth(rows: list[tuple[dict[str, Any], str]]) -> str:
     """Lines of how many rounds had at least so many drafted tokens accepted; τ is 1 and the area below."""
-    picture = Drawing("Share of rounds by accepted depth", _HEIGHT + _ROW * len(rows))
+    picture = Drawing("Share of rounds by accepted depth", _WIDTH, _HEIGHT + _ROW * len(rows))
     deepest = max(len(one["accepted_per_depth"]) for one, _ in rows) or 1
     left, right, top, bottom = 60, _WIDTH - 30, _TOP, _HEIGHT - 40
     for share in (0, 25, 50, 75, 100):
@@ -127,7 +83,7 @@ def phases(rows: list[tuple[dict[str, Any], str]]) -> str:
     """Stacked bars of the milliseconds of a round."""
     names = list(rows[0][0]["round_ms"])
     totals = [sum(one["round_ms"].values()) for one, _ in rows]
-    picture = Drawing("Milliseconds per round", _TOP + _ROW * len(rows) + _BOTTOM)
+    picture = Drawing("Milliseconds per round", _WIDTH, _TOP + _ROW * len(rows) + _BOTTOM)
     scale = (_WIDTH - _LEFT - _RIGHT) / max(totals)
     for number, ((one, name), total) in enumerate(zip(rows, totals, strict=True)):
         y, x = _TOP + _ROW * number, float(_LEFT)
@@ -147,7 +103,7 @@ def phases(rows: list[tuple[dict[str, Any], str]]) -> str:
 
 def speed_by_tau(rows: list[tuple[dict[str, Any], str]]) -> str:
     """A point per row: what τ it has, and what it makes of that in speed."""
-    picture = Drawing("Speed over stock, by τ", _HEIGHT + _ROW * len(rows))
+    picture = Drawing("Speed over stock, by τ", _WIDTH, _HEIGHT + _ROW * len(rows))
     left, right, top, bottom = 60, _WIDTH - 40, _TOP, _HEIGHT - 40
     most_tau = max(1.0, *(one["tau"] for one, _ in rows)) * 1.05
     most_ratio = max(1.0, *(one["ratio"]["median"] for one, _ in rows)) * 1.05

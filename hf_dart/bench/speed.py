@@ -166,11 +166,12 @@ def measure(
         ]
         for batch in settings.batches
     }
+    short = min(_WARMUP_TOKENS, settings.new_tokens)
     for one in measurements:
         whole = one.method == COMPILED  # every length of the static cache is compiled anew
         options = {**modes[one.mode], **drafting[one.method]}
         for inputs in groups[one.batch] if whole else groups[one.batch][:1]:
-            run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else _WARMUP_TOKENS})
+            run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else short})
     for repeat in range(settings.repeats):
         progress(f"repeat {repeat + 1} of {settings.repeats}")
         for one in measurements:

@@ -25,7 +25,7 @@ from hf_dart.slots import SlotSpec, SlotState
 _ABSENT = (
     "own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm",
     "rope_frequencies", "inject_features", "mask_mode", "mask_token_id", "draft_vocab_size", "block_attention",
-    "selector_rank", "editor", "num_layers",
+    "shift_logits", "selector_rank", "editor", "num_layers",
 )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from hf_dart.proposal import Drafter
 
 
 def attach(model: Any) -> Any:
-    """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`); calls without it are stock's own.
+    """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
 
     Only this instance is changed: no class is patched, and deep copies, PEFT wrappers and pipelines of the
     model keep the keyword. The target is first proved to verify trees exactly (`probe.prove`), unless it is
@@ -54,6 +54,7 @@ def generate(
     assistant: Drafter[Any] | None = None,
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
+    trace: bool | None = None,
     streamer: Any = None,
     tokenizer: Any = None,
     synced_gpus: bool | None = None,
@@ -68,7 +69,7 @@ def generate(
     if assistant is None or isinstance(kwargs.get("custom_generate"), str):
         # A repository's generate takes assistant= itself, and comes here again if it is ours.
         named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus, "tree_config": tree_config}
-        named |= {"assistant": assistant, "refine": refine}
+        named |= {"assistant": assistant, "refine": refine, "trace": trace}
         return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(
@@ -88,6 +89,7 @@ def generate(
         assistant=assistant,
         tree_config=tree_config,
         refine=refine,
+        trace=bool(trace),
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
     )

@@ -24,6 +24,7 @@ from hf_dart.generation.processors import needs_stocks_steps
 from hf_dart.generation.rows import Rows, Streaming, length_limit
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.stock_layers import undone_on_failure
+from hf_dart.generation.trace import Trace
 from hf_dart.generation.turns import Draft, leave, take_up
 from hf_dart.generation.verify import Verifier, mask_kinds, refuse_crossing
 from hf_dart.generation.walk import Accepted, Walker
@@ -53,6 +54,7 @@ def speculative_generate(
     assistant: Drafter[Any],
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
+    trace: bool = False,
     synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,
@@ -64,6 +66,7 @@ def speculative_generate(
         input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
         assistant: the drafter.
         tree_config: replaces `assistant.tree_config` for this call.
+        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
         model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
 
@@ -88,7 +91,7 @@ def speculative_generate(
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
-    stats = DraftStats()
+    stats = DraftStats(trace=Trace() if trace else None)
     streaming = Streaming(streamer, rows)
     with stats.phase("prefill"):
         call = Call(model, assistant, tree_config, generation_config, logits_processor)
@@ -113,6 +116,8 @@ def speculative_generate(
                 call.grower.learn(tree, accepted)
                 stats.count(accepted.counts, limits, tree.size)
                 call.pace.count(accepted.counts, limits, tree.size)
+            if stats.trace is not None:
+                stats.trace.add(tree, accepted, stats.seconds)
         output = call.result(stats, features, accepted)
     except BaseException:
         call.break_off(streaming.position)

@@ -6,7 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hf_dart.generation.trace import Trace
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
@@ -25,6 +28,7 @@ class DraftStats:
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
             falls to the first phase that reads a result.
+        trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """
 
     rounds: int = 0
@@ -35,6 +39,7 @@ class DraftStats:
     accepted_per_depth: list[int] = field(default_factory=list)
     committed: list[list[int]] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=lambda: dict.fromkeys(PHASES, 0.0))
+    trace: Trace | None = None
 
     @property
     def tau(self) -> float:
@@ -95,6 +100,12 @@ class DraftStats:
         self.accepted_per_depth += [0] * (len(per_depth) - len(self.accepted_per_depth))
         for depth, count in enumerate(per_depth):
             self.accepted_per_depth[depth] += count
+
+    def _repr_html_(self) -> str:
+        """For notebooks."""
+        from hf_dart.view import summary
+
+        return summary(self)
 
     def to_dict(self) -> dict[str, Any]:
         """Everything above but the single rounds, ready for JSON."""

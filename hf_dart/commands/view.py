@@ -1,0 +1,49 @@
+"""`hf-dart view`: continue a prompt and write a page that shows every token, tree and phase."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from hf_dart.commands.common import load, pair_options, set_threads, tree_config, tree_options
+from hf_dart.commands.prompting import encode_prompt, prompt_options, read_prompt, sampling
+from hf_dart.pair import UserError, sentence
+
+
+def add(commands: Any) -> None:
+    options = [pair_options(), tree_options(), prompt_options()]
+    parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
+    parser.add_argument(
+        "--output", type=Path, default=Path("view.html"), metavar="FILE", help="the page (default: %(default)s)"
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    options = {**sampling(arguments), "max_new_tokens": arguments.max_new_tokens}
+    set_threads(arguments.threads)
+    if not arguments.output.parent.is_dir():
+        raise UserError(f"There is no folder {str(arguments.output.parent)!r} to write the page to.")
+    prompt = read_prompt(arguments)
+    pair = load(arguments)
+    from hf_dart.bench.exact import compare, run
+    from hf_dart.view import View
+
+    inputs = encode_prompt(arguments, prompt, pair)
+    drafting = {"assistant": pair.head, "tree_config": tree_config(arguments, pair.head.tree_config)}
+    try:
+        stock = run(pair.model, inputs, options, arguments.seed)
+        drafted = run(pair.model, inputs, {**options, **drafting, "trace": True}, arguments.seed)
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
+    verdict = compare(pair.model, inputs, options, arguments.seed, stock, drafted)
+    note = (
+        f"{pair.target_name} with {pair.head_name}, {str(pair.model.dtype).removeprefix('torch.')} on "
+        f"{pair.model.device.type}. The same text as stock's: {verdict}."
+    )
+    ids, stats = drafted.sequences[0].tolist(), pair.head.last_stats
+    start = inputs["input_ids"].shape[1]
+    View(pair.tokenizer, ids[:start], ids[start:], stats, notes=(note,)).save(arguments.output)
+    print(f"{arguments.output}: τ {stats.tau:.2f}, the same text as stock's: {verdict}")
+    return 0 if verdict.identical else 1

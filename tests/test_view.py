@@ -1,0 +1,235 @@
+"""`hf-dart view`: pages that say what a call did, whatever the tokens are."""
+
+from __future__ import annotations
+
+import html
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from math import exp
+from pathlib import Path
+from typing import Any
+
+import pages
+import pytest
+import torch
+from compare import assert_identical
+from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerFast
+
+from hf_dart.cli import main
+from hf_dart.drawing import drafted_tokens
+from hf_dart.view import View
+from hf_dart.view.page import token_texts
+from hf_dart.view.trees import ACCEPTED, BONUS, LEFT, ROOT
+
+HOSTILE = [
+    "<script>alert(1)</script>", "</pre>", '" onmouseover="alert(1)', "&lt;", "'", "]]>", "<!--", "\x00", "\x1b[31m",
+    "\u2028", "\u202e", "</svg>", "\r", "javascript:alert(1)", "{{", "\\", "<", "&", "\U0001f600",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def hostile_tokenizer() -> Any:
+    words = [*HOSTILE, *(f" w{i}" for i in range(VOCABULARY - len(HOSTILE)))]
+    model = WordLevel({word: number for number, word in enumerate(words)}, unk_token=words[-1])
+    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model), clean_up_tokenization_spaces=False)
+
+
+@pytest.fixture(scope="module")
+def output() -> Any:
+    """Two ragged rows, one of which ends early."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    torch.manual_seed(2)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 40, "eos_token_id": 3, "pad_token_id": 0}
+    kept = {"return_dict_in_generate": True, "trace": True}
+    output = target.generate(**prompts([9, 4]), assistant=head, **options, **kept)
+    assert output.draft_stats.tau > 1.2
+    return output
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row: int) -> None:
+    view = View.of(output, hostile_tokenizer, row, notes=("<b>a note</b>",))
+    committed = [counts[row] for counts in output.draft_stats.committed]
+    written = 1 + sum(committed)
+    assert view.tokens == output.sequences[row, 9 : 9 + written].tolist()
+    page = pages.read(view.html())
+    (text,) = page.find("pre", id="text")
+    shown = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in whole_text(view))
+    assert text.text == shown
+    marks = ["draft" in one.attributes["class"] for one in text.parts[1:] if isinstance(one, pages.Element)]
+    assert marks == drafted_tokens(written, committed)
+
+    rounds = [(number, count) for number, count in enumerate(committed) if count]
+    drawn = page.find("details")
+    assert [one.attributes["id"] for one in drawn] == [f"round-{number + 1}" for number, _ in rounds]
+    ids = {element.attributes["id"] for element in drawn}
+    assert all(link.attributes["href"][1:] in ids for link in page.find("a"))
+    for (number, count), one in zip(rounds, drawn, strict=True):
+        traced = output.draft_stats.trace.rounds[number]
+        fills = [box.attributes["fill"] for box in one.find("rect")]
+        nodes = sum(parent >= 0 for parent in traced.parents[row])
+        assert fills.count(ROOT) == 1
+        assert fills.count(BONUS) == 1
+        assert fills.count(ACCEPTED) == count - 1
+        assert fills.count(LEFT) == nodes - (count - 1)
+        path = traced.paths[row]
+        assert [traced.parents[row][node] for node in path[1:]] == path[:-1]
+        assert f"{exp(traced.scores[row][1]):.0%}" in one.text
+
+
+def whole_text(view: View) -> str:
+    return view.tokenizer.decode(view.prompt) + view.tokenizer.decode(view.prompt[-8:] + view.tokens)[
+        len(view.tokenizer.decode(view.prompt[-8:])) :
+    ]
+
+
+def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokenizer: Any) -> None:
+    view = View.of(output, hostile_tokenizer, notes=("<b>a note</b>",))
+    assert "&lt;b&gt;a note&lt;/b&gt;" in view.html()
+    frame = view._repr_html_()
+    assert frame.startswith("<iframe srcdoc=")
+    assert frame.count("<") == 2
+    inside = html.unescape(frame.partition('srcdoc="')[2].partition('"')[0])
+    assert inside == view.html()
+    statistics = pages.read(output.draft_stats._repr_html_())
+    assert f"{output.draft_stats.tau:.2f}" in statistics.text
+
+
+def test_every_hostile_token_stays_text(output: Any, hostile_tokenizer: Any, tmp_path: Path) -> None:
+    view = View.of(output, hostile_tokenizer)
+    every = View(hostile_tokenizer, list(range(len(HOSTILE))), view.tokens, view.stats)
+    page = pages.read(every.html())
+    shown = page.find("pre", id="text")[0].text
+    assert "<script>alert(1)</script>" in shown
+    assert "\x00" not in every.html()
+    every.save(tmp_path / "page.html")
+    assert pages.read((tmp_path / "page.html").read_text(encoding="utf8")).text
+
+
+def test_tracing_changes_nothing() -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    runs = []
+    for trace in (False, True):
+        torch.manual_seed(5)
+        sequences = target.generate(
+            **prompts([7]), assistant=head, do_sample=True, top_k=0, max_new_tokens=12, trace=trace
+        )
+        runs.append((sequences.tolist(), torch.get_rng_state().tolist()))
+        assert (head.last_stats.trace is not None) == trace
+    assert runs[0] == runs[1]
+    rounds = head.last_stats.trace.rounds
+    assert len(rounds) == head.last_stats.rounds
+    for name in ("draft", "grow", "verify", "walk", "commit"):
+        assert sum(one.seconds[name] for one in rounds) == pytest.approx(head.last_stats.seconds[name], rel=0.2)
+    assert_identical(target, head, prompts([7]), do_sample=False, max_new_tokens=8)
+
+
+def test_what_cannot_be_shown_is_refused(output: Any, hostile_tokenizer: Any) -> None:
+    with pytest.raises(ValueError, match="trace=True"):
+        View.of(output.sequences, hostile_tokenizer)
+    with pytest.raises(ValueError, match=r"give one of 0\.\.1"):
+        View.of(output, hostile_tokenizer, row=2)
+
+
+def test_characters_of_several_tokens() -> None:
+    class Bytes:
+        """A tokenizer whose tokens are bytes, as those of byte-level vocabularies may be."""
+
+        def decode(self, ids: list[int]) -> str:
+            return bytes(ids).decode("utf8", errors="replace")
+
+    text = "naïve 😀 e"
+    ids = list(text.encode())
+    pieces = token_texts(Bytes(), [], ids)
+    assert "".join(pieces) == text
+    assert pieces[ids.index(0xF0) : ids.index(0xF0) + 4] == ["", "", "", "😀"]
+    assert "".join(token_texts(Bytes(), ids[:1], ids[1:-4])) == "aïve \N{REPLACEMENT CHARACTER}"
+
+
+@pytest.fixture(scope="module")
+def packaged_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("view") / "page.html"
+    words = ["view", "import os\n\n\ndef ", "--temperature", "1", "--max-new-tokens", "32", "--output", str(file)]
+    assert main(words) == 0
+    return file
+
+
+def test_the_command_writes_a_page(packaged_page: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = pages.read(packaged_page.read_text(encoding="utf8"))
+    assert "The same text as stock's: yes" in page.text
+    assert page.find("pre", id="text")[0].text.startswith("import os\n\n\ndef ")
+    assert main(["view", "x", "--output", str(tmp_path / "none" / "page.html")]) == 2
+    assert "There is no folder" in capsys.readouterr().err
+
+
+_IN_A_BROWSER = """
+import json, sys
+from PyQt6.QtCore import QTimer, QUrl
+from PyQt6.QtWebEngineCore import QWebEnginePage
+from PyQt6.QtWebEngineWidgets import QWebEngineView
+from PyQt6.QtWidgets import QApplication
+
+class Page(QWebEnginePage):
+    def javaScriptConsoleMessage(self, level, message, line, source):
+        said.append(message)
+
+said = []
+app = QApplication(["page"])
+view = QWebEngineView()
+page = Page(view)
+view.setPage(page)
+view.resize(1000, 800)
+question = '''JSON.stringify({
+    text: document.getElementById("text").textContent,
+    loaded: performance.getEntriesByType("resource").length,
+    scripts: document.scripts.length,
+    boxes: document.querySelector("details[open] svg").querySelectorAll("rect").length,
+    width: document.querySelector("details[open] svg").getBoundingClientRect().width,
+    green: getComputedStyle(document.querySelector("#text .draft")).backgroundColor,
+    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
+})'''
+
+def answer(found):
+    print(json.dumps({**json.loads(found), "said": said}))
+    app.quit()
+
+page.loadFinished.connect(lambda whole: page.runJavaScript(question, answer))
+view.load(QUrl.fromLocalFile(sys.argv[1]))
+view.show()
+QTimer.singleShot(90_000, app.quit)
+app.exec()
+"""
+
+
+_NO_BROWSER = find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None
+
+
+@pytest.mark.skipif(_NO_BROWSER, reason="no browser: pip install PyQt6-WebEngine brings one")
+def test_a_real_browser_shows_the_page(packaged_page: Path) -> None:
+    """Chromium, as PyQt6-WebEngine brings it (`pip install PyQt6-WebEngine`)."""
+    # In a container there is no display, no GPU, and often no user but root, whom the sandbox refuses.
+    qt = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu"}
+    environment = {**os.environ, **qt, "QTWEBENGINE_DISABLE_SANDBOX": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", _IN_A_BROWSER, str(packaged_page)],
+        env=environment, capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    if "error while loading shared libraries" in done.stderr or "cannot open shared object file" in done.stderr:
+        pytest.skip(f"the browser does not start here: {done.stderr.strip().splitlines()[-1]}")
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout.splitlines()[-1])
+    page = pages.read(packaged_page.read_text(encoding="utf8"))
+    assert found["text"] == page.find("pre", id="text")[0].text
+    assert found["boxes"] == len(page.find("details")[0].find("rect"))
+    assert (found["loaded"], found["scripts"], found["said"]) == (0, 0, [])
+    assert found["width"] > 100
+    assert found["green"] == f"rgb({int(ACCEPTED[1:3], 16)}, {int(ACCEPTED[3:5], 16)}, {int(ACCEPTED[5:], 16)})"
+    assert found["overflow"] <= 0
