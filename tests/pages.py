@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 _VOID = {"meta", "br", "img", "hr", "input", "link"}
 _ALLOWED = {
     "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "tr", "th", "td",
-    "div", "details", "summary", "svg", "rect", "text", "polyline", "circle",
+    "div", "details", "summary", "svg", "rect", "text", "polyline", "circle", "iframe",
 }  # fmt: skip
 
 
@@ -53,6 +53,8 @@ class Strict(HTMLParser):
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         assert tag in _ALLOWED, tag
         attributes = {name: value or "" for name, value in attrs}
+        if "srcdoc" in attributes:
+            read(attributes.pop("srcdoc"))
         for name, value in attributes.items():
             assert not name.startswith("on"), name
             assert name not in ("src", "srcset", "xlink:href", "action", "data"), name

@@ -21,6 +21,7 @@ from hf_dart.training import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.blocks import build_blocks
 
 EXACT = tally("float64, EAGLE heads")
+LAST = pytest.param("several EOS", marks=pytest.mark.matrix)
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def llama() -> tuple[Any, EagleDrafter]:
     return target, tiny_eagle_drafter(target)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ["greedy", "top-p, penalty", pytest.param("T=1", marks=pytest.mark.matrix), LAST])
 def test_modes(mode: str) -> None:
     target = tiny_target("gemma3", "sdpa")
     drafter = tiny_eagle_drafter(target)

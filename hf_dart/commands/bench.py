@@ -1,4 +1,4 @@
-"""`hf-dart bench`: speed against stock, in one interleaved run; `hf-dart bench train`: of training."""
+"""`hf-dart bench`: speed against stock, in one interleaved run; `bench train`: of training; `bench render`: tables."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_dart.commands.common import (
     tree_options,
     write_json,
 )
-from hf_dart.pair import DTYPES, UserError, load_head, sentence
+from hf_dart.pair import DTYPES, PACKAGED_HEAD, UserError, load_head, sentence
 
 _MODES = ("greedy", "penalty", "sampled")
 _RIVALS = ("compiled", "lookup", "chain", "tree", "copies", "packaged")
@@ -64,7 +64,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write four SVG plots there")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
-    _add_train(parser.add_subparsers(required=False, metavar="train"))
+    more = parser.add_subparsers(required=False, metavar="train | render")
+    _add_train(more)
+    _add_render(more)
 
 
 def _add_train(commands: Any) -> None:
@@ -83,6 +85,25 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--repeats", type=positive, help="default: 5")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
     parser.set_defaults(command=_run_train)
+
+
+def _add_render(commands: Any) -> None:
+    parser = commands.add_parser("render", help="write the tables of Markdown files anew from their JSON")
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as README.md, or a head's card")
+    parser.add_argument("--head", type=Path, help="the head that cards are about (default: the packaged one)")
+    parser.set_defaults(command=_run_render)
+
+
+def _run_render(arguments: argparse.Namespace) -> int:
+    from hf_dart.bench.render import render_file
+
+    for file in arguments.files:
+        try:
+            changed = render_file(file, arguments.head or PACKAGED_HEAD)
+        except (OSError, ValueError) as error:
+            raise UserError(f"Cannot render {file}: {sentence(error)}") from error
+        print(f"{file}: {'written anew' if changed else 'as it was'}")
+    return 0
 
 
 def _run_train(arguments: argparse.Namespace) -> int:

@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.bench.exact import Verdict
-from hf_dart.bench.report import as_table
+from hf_dart.bench.report import as_table, labels
 from hf_dart.bench.rivals import OURS
 from hf_dart.hub.facts import HeadFacts
 
@@ -93,8 +93,9 @@ def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
     notes = f"{facts.bench['dtype']}, {facts.bench['hardware']}, {facts.bench['command']}"
     source = {"source_url": f"{_HOME}{facts.repository}", "source_name": "Model card"} if facts.repository else {}
     entries = []
-    for one in _ours(facts.bench):
-        task = f"{''.join(c if c.isalnum() else ' ' for c in one['mode'])} batch {one['batch']}"
+    for one, case in _ours(facts.bench):
+        name = f"{one['mode']} {case}"
+        task = f"{''.join(c if c.isalnum() else ' ' for c in name)} batch {one['batch']}"
         task = "-".join(task.lower().split())
         values = {"tau": one["tau"], "speedup": one["ratio"]["median"]}
         entries += [
@@ -189,10 +190,10 @@ def _measured(facts: HeadFacts) -> str:
 
 def _by_depth(bench: dict[str, Any]) -> str:
     """How many rounds of one row got how far."""
-    alone = [one for one in _ours(bench) if one["batch"] == 1]
+    alone = [(one, case) for one, case in _ours(bench) if one["batch"] == 1]
     if not alone:
         return ""
-    depths = range(min(_DEPTHS, max(len(one["accepted_per_depth"]) for one in alone)))
+    depths = range(min(_DEPTHS, max(len(one["accepted_per_depth"]) for one, _ in alone)))
     lines = [
         "",
         "",
@@ -201,10 +202,10 @@ def _by_depth(bench: dict[str, Any]) -> str:
         f"| mode | {' | '.join(str(depth + 1) for depth in depths)} |",
         "|---" * (len(depths) + 1) + "|",
     ]
-    for one in alone:
+    for one, case in alone:
         accepted = [*one["accepted_per_depth"], *[0] * _DEPTHS]
         shares = " | ".join(f"{accepted[depth] / one['rounds']:.0%}" for depth in depths)
-        lines.append(f"| {one['mode']} | {shares} |")
+        lines.append(f"| {', '.join(filter(None, [one['mode'], case]))} | {shares} |")
     return "\n".join(lines)
 
 
@@ -217,7 +218,7 @@ and float16 near-ties of the target's logits are common, and the text may part a
 batch sizes."""
     if facts.bench is None:
         return text
-    verdict = sum((Verdict(**one["compared"]) for one in _ours(facts.bench)), Verdict())
+    verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(facts.bench)), Verdict())
     same = verdict.rows - verdict.near_ties - verdict.differences
     apart = [
         f"{verdict.near_ties} parted at a near-tie" * bool(verdict.near_ties),
@@ -309,8 +310,10 @@ def _link(facts: HeadFacts) -> str:
     return f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
 
 
-def _ours(bench: dict[str, Any]) -> list[dict[str, Any]]:
-    return [one for one in bench["results"] if one["method"] == OURS and "tau" in one]
+def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
+    """Results of the head as it comes, and their cases."""
+    entries = zip(bench["results"], labels(bench), strict=True)
+    return [(one, case) for one, case in entries if one["method"] == OURS and "tau" in one]
 
 
 _SOURCE = f"""## Source

@@ -140,7 +140,8 @@ Per cent: the drafter's own estimate of the path.</p>
         return "".join(found)
 
     def _trees(self) -> str:
-        found, written = [], 1
+        found: list[str] = []
+        written = 1
         for number, one in enumerate(self.rounds):
             count = len(one.paths[self.row])
             if not count:

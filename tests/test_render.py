@@ -1,0 +1,61 @@
+"""Tables in Markdown are those of their JSON, README's among them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hf_dart.bench.render import BEGIN, END, render_tables
+from hf_dart.cli import main
+from hf_dart.pair import PACKAGED_HEAD
+
+ROOT = Path(__file__).parents[1]
+BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"
+
+
+def test_readme_shows_what_the_committed_json_says() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf8")
+    assert BEGIN.format(file="model_cards/demo_pair/bench.json") in readme
+    assert render_tables(readme, ROOT) == readme
+
+
+def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(BENCH.read_text(encoding="utf8"))
+    content["results"][2]["tau"] = 9.87
+    (tmp_path / "bench.json").write_text(json.dumps(content), encoding="utf8")
+    page, card = tmp_path / "page.md", tmp_path / "README.md"
+    page.write_text(f"above\n\n{BEGIN.format(file='bench.json')}\nold\n{END}\nbelow\n", encoding="utf8")
+    card.write_bytes((BENCH.parent / "README.md").read_bytes())
+    for expected in ("written anew", "as it was"):
+        assert main(["bench", "render", str(page), str(card), "--head", str(PACKAGED_HEAD)]) == 0
+        shown = capsys.readouterr().out.splitlines()
+        assert [line.endswith(expected) for line in shown] == [True, True]
+    for file in (page, card):
+        assert "| 9.87 |" in file.read_text(encoding="utf8")
+    text = page.read_text(encoding="utf8")
+    assert text.startswith("above\n")
+    assert text.endswith(f"{END}\nbelow\n")
+    assert "old" not in text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [None, "{", "[" * 100_000, "3", "[]", "{}", '{"results": []}', '{"results": [{}]}', '{"results": 3}', "\udcff"],
+)
+def test_what_is_no_bench_is_refused(content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.md"
+    before = f"{BEGIN.format(file='bench.json')}\nold\n{END}\n"
+    page.write_text(before, encoding="utf8")
+    if content is not None:
+        (tmp_path / "bench.json").write_bytes(content.encode("utf8", errors="surrogateescape"))
+    assert main(["bench", "render", str(page)]) == 2
+    assert "Cannot render" in capsys.readouterr().err
+    assert page.read_text(encoding="utf8") == before
+
+
+def test_a_table_without_an_end_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="has no end"):
+        render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path)
