@@ -140,7 +140,9 @@ class Engine:
             f"hf_dart: preparing rounds of {shape.bucket} nodes for {shape.batch} row(s) of up to {shape.slots} tokens"
         )
         try:
-            tier = Tier(shape, call, features, self.config.backend, self._pool)
+            with warnings.catch_warnings():  # rotary frequencies are kept in one; traced, they are constants
+                warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
+                tier = Tier(shape, call, features, self.config.backend, self._pool)
             tier.load(call, features, accepted)
             error, allowed = tier.differs(call)
         except Exception as failure:

@@ -1,0 +1,169 @@
+"""`hf_dart.compile`: which calls take the captured round, and what the others are told."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import pickle
+import warnings
+from collections.abc import Iterator
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from compare import assert_identical, run
+from tiny import tiny_diffusion_drafter, tiny_head, tiny_target
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine import compiled as module
+from hf_dart.engine.compiled import Engine
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Any, Any]]:
+    target = tiny_target("llama")
+    yield target, tiny_head(target)
+
+
+def engine(target: Any, drafter: Any, **options: Any) -> Engine:
+    return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 32, **options})
+
+
+def used(made: Engine) -> bool:
+    return any(tier is not None for tier in made._tiers.values())
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"do_sample": True}, "it samples"),
+        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"return_dict_in_generate": True, "output_scores": True}, "collects every step"),
+        ({"tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
+    ],
+    ids=str,
+)
+def test_calls_that_are_not_taken(pair: tuple[Any, Any], options: dict[str, Any], reason: str) -> None:
+    target, head = pair
+    made = engine(target, head)
+    options = {**GREEDY, **options}
+    with pytest.warns(UserWarning, match=reason):
+        assert_identical(target, head, batch(1, "sdpa"), **options)
+    assert not used(made)
+    with warnings.catch_warnings():  # once is enough
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(1, "sdpa"), **options)
+
+
+def test_caches_and_drafters_that_are_not_taken() -> None:
+    target = tiny_target("deepseek_v32")
+    head = tiny_head(target)
+    engine(target, head)
+    with pytest.warns(UserWarning, match="more than keys and values"):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    target = tiny_target("llama")
+    drafter = tiny_diffusion_drafter(target)
+    engine(target, drafter)
+    with pytest.warns(UserWarning, match="DiffusionDrafter"):
+        assert_identical(target, drafter, batch(1, "sdpa"), **GREEDY)
+
+
+def test_another_target(pair: tuple[Any, Any]) -> None:
+    """A head that was compiled with one target serves a copy of it as before."""
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(copy.deepcopy(target), head, batch(1, "sdpa"), **GREEDY)
+    assert not used(made)
+
+
+def test_what_cannot_be_made(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = pair
+
+    class OutOfMemory(module.Tier):
+        def __init__(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(module, "Tier", OutOfMemory)
+    engine(target, head)
+    with pytest.warns(UserWarning, match=r"could not be made \(OutOfMemoryError: no room\)"):
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+
+
+def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the eager cache answers truly is another number here: the first tree of a tier tells."""
+    target, head = pair
+    forward = type(target).forward
+
+    @functools.wraps(forward)
+    def scaled(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outputs = forward(self, *args, **kwargs)
+        outputs.logits = outputs.logits * (1 + 0.01 * kwargs["past_key_values"].get_seq_length())
+        return outputs
+
+    engine(target, head)
+    monkeypatch.setattr(type(target), "forward", scaled)
+    with pytest.warns(UserWarning, match="computes something else on fixed shapes"):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+
+def test_weights_that_change(pair: tuple[Any, Any]) -> None:
+    """In place they are the same weights elsewhere in time; replaced, everything is made anew."""
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    before = list(made._tiers.values())
+    with torch.no_grad():
+        target.lm_head.weight.mul_(-1)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    assert list(made._tiers.values()) == before
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    assert list(made._tiers.values()) != before
+
+
+def test_two_calls_at_a_time(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    engine(target, head)
+    wanted = run(target, batch(4, "sdpa"), 0, **GREEDY).sequences
+    found = []
+    threads = [
+        Thread(target=lambda: found.append(target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 3
+    assert all(torch.equal(one, wanted) for one in found)
+
+
+def test_copies_have_none(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    made = engine(target, head)
+    assert copy.deepcopy(head).engine is None
+    assert pickle.loads(pickle.dumps(made)) is None
+    made.release()
+    head.engine = None
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+
+def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    told: list[str] = []
+    engine(target, head, progress=told.append)
+    assert_identical(target, head, batch(1, "sdpa"), tree_config=TreeConfig(nodes=9), **GREEDY)
+    assert told == ["hf_dart: preparing rounds of 16 nodes for 1 row(s) of up to 32 tokens"]
+    with pytest.raises(TypeError, match="not Linear"):
+        hf_dart.compile(target, torch.nn.Linear(1, 1))
+    with pytest.raises(ValueError, match="first_tier is 3"):
+        engine(target, head, first_tier=3)
+    with pytest.raises(ValueError, match="lag is 9"):
+        engine(target, head, lag=9)
+    with pytest.raises(ValueError, match="hidden size|vocabulary|made for"):
+        engine(tiny_target("llama", hidden_size=16), head)

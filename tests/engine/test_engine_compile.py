@@ -1,0 +1,73 @@
+"""No graph break: `torch.compile(fullgraph=True)` raises wherever a round would read something back to the host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from compare import assert_identical
+from tiny import tiny_head, tiny_target
+from torch._dynamo.utils import counters
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine.compiled import Engine
+
+pytestmark = pytest.mark.filterwarnings("error:This call runs the eager round")
+GREEDY = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=8)}
+
+
+def compiled(family: str, backend: str, attention: str = "sdpa", **head: Any) -> tuple[Any, Any, Engine]:
+    torch._dynamo.reset()
+    counters.clear()
+    target = tiny_target(family, attention)
+    drafter = tiny_head(target, **head)
+    return target, drafter, hf_dart.compile(target, drafter, backend=backend, first_tier=64)
+
+
+def test_one_graph_without_a_break() -> None:
+    target, head, made = compiled("qwen3", "eager")
+    for options in ({}, {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}):
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY, **options)
+    assert counters["stats"]["unique_graphs"] == 2, "one for what is drafted, one for what is verified"
+    assert not counters["graph_break"]
+    assert len(made._tiers) == 1
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"selector_rank": 4},
+        {"block_attention": "bidirectional", "num_layers": 2},
+        {"inject_features": True, "num_layers": 2},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("family", ["llama", "gemma3", "mistral", "gpt2"])
+def test_families_and_heads(family: str, fields: dict[str, Any]) -> None:
+    target, head, _ = compiled(family, "aot_eager", **fields)
+    for size in (1, 4):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.matrix
+def test_a_draft_vocabulary() -> None:
+    target, head, _ = compiled("llama", "aot_eager")
+    head.reduce_vocabulary(range(2, 40))
+    assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert not counters["graph_break"]
+
+
+@pytest.mark.matrix
+def test_by_inductor() -> None:
+    """Code that is generated, and shapes that change from tier to tier."""
+    target, head, made = compiled("qwen3", "inductor")
+    made = hf_dart.compile(target, head, first_tier=16)
+    assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert len(made._tiers) == 2
+    assert not counters["graph_break"]

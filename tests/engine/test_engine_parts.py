@@ -1,0 +1,92 @@
+"""Parts of the captured round against plain references: packed attention, two-step top-k, trees that are filled up."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tiny import tiny_target
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from hf_dart.engine.attention import PACKED, packed, packed_attention
+from hf_dart.engine.topk import largest
+from hf_dart.tree import DraftTree
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+@pytest.mark.parametrize("masked", [True, False])
+def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    query, key, value = normal(2, 2 * groups, 5, 8), normal(2, 2, 11, 8), normal(2, 2, 11, 6)
+    hidden = torch.rand((2, 1, 5, 11), generator=generator) < 0.4
+    hidden[..., 0] = False
+    mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
+    module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
+    arguments = {"attention_mask": mask if masked else None, "scaling": 0.3, "is_causal": False}
+    found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
+    wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, wanted)
+    assert found.is_contiguous()
+
+
+def test_a_target_is_packed_for_a_while_only() -> None:
+    target = tiny_target("llama")
+    with packed(target):
+        assert target.config._attn_implementation == PACKED
+    assert target.config._attn_implementation == "sdpa"
+    with pytest.raises(RuntimeError, match="inside"), packed(target):
+        raise RuntimeError("inside")
+    assert target.config._attn_implementation == "sdpa"
+    eager = tiny_target("llama", "eager")
+    with packed(eager):
+        assert eager.config._attn_implementation == "eager"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(1, 9000),
+    k=st.integers(1, 20),
+    levels=st.sampled_from([2, 5, 1000, None]),
+    seed=st.integers(0, 2**31),
+)
+def test_top_k_in_two_steps(size: int, k: int, levels: int | None, seed: int) -> None:
+    """With few levels nearly everything is a tie: then the order of places decides, as in a stable sort."""
+    generator = torch.Generator().manual_seed(seed)
+    scores = torch.randn((2, 3, size), generator=generator)
+    if levels is not None:
+        scores = torch.randint(levels, scores.shape, generator=generator).float()
+    k = min(k, size)
+    values, places = largest(scores, k)
+    ordered, order = scores.sort(dim=-1, descending=True, stable=True)
+    assert torch.equal(values, ordered[..., :k])
+    assert torch.equal(places, order[..., :k])
+    assert torch.equal(values, scores.topk(k).values)
+
+
+def test_top_k_of_what_is_nowhere() -> None:
+    """Places behind the end, which fill up the last chunk, are never named."""
+    scores = torch.full((1, 20 * 256 + 3), -torch.inf)
+    values, places = largest(scores, 4)
+    assert places.tolist() == [[0, 1, 2, 3]]
+    assert values.tolist() == [[-torch.inf] * 4]
+
+
+def test_a_tree_that_is_filled_up() -> None:
+    tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]])
+    tree = DraftTree.from_parents(tokens, parents, max_depth=2, scores=torch.tensor([[0.0, -1.0, -2.0]]))
+    wide = tree.padded(6)
+    assert wide.tokens.tolist() == [[5, 6, 7, 5, 5, 5]]
+    assert wide.parents.tolist() == [[-1, 0, 1, -1, -1, -1]]
+    assert wide.depths.tolist() == [[0, 1, 2, 0, 0, 0]]
+    assert torch.equal(wide.ancestors[0, :3, :3], tree.ancestors[0])
+    assert wide.ancestors[0, 3:].tolist() == torch.eye(6, dtype=torch.bool)[3:].tolist()
+    assert wide.scores is not None
+    assert wide.scores[0, 3:].tolist() == [-torch.inf] * 3
+    assert tree.padded(3) is tree
