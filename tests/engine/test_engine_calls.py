@@ -6,7 +6,6 @@ import copy
 import functools
 import pickle
 import warnings
-from collections.abc import Iterator
 from threading import Thread
 from typing import Any
 
@@ -25,9 +24,9 @@ GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
 @pytest.fixture
-def pair() -> Iterator[tuple[Any, Any]]:
+def pair() -> tuple[Any, Any]:
     target = tiny_target("llama")
-    yield target, tiny_head(target)
+    return target, tiny_head(target)
 
 
 def engine(target: Any, drafter: Any, **options: Any) -> Engine:
@@ -165,5 +164,5 @@ def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
         engine(target, head, first_tier=3)
     with pytest.raises(ValueError, match="lag is 9"):
         engine(target, head, lag=9)
-    with pytest.raises(ValueError, match="hidden size|vocabulary|made for"):
+    with pytest.raises(ValueError, match="made for"):
         engine(tiny_target("llama", hidden_size=16), head)

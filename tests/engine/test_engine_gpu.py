@@ -1,0 +1,107 @@
+"""Captured rounds on a CUDA device, in fp32 with TF32 off: one graph, nothing read back, stock's tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from compare import assert_identical_up_to_near_ties, tally
+from tiny import prompts, tiny_head, tiny_target
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine.compiled import Engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.filterwarnings("error:This call runs the eager round"),
+]
+GREEDY = {"do_sample": False, "max_new_tokens": 40}
+ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+
+
+@pytest.fixture(autouse=True)
+def _full_fp32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def on_gpu(family: str, backend: str | None, **fields: Any) -> tuple[Any, Any, Engine]:
+    target: Any = tiny_target(family, "sdpa", torch.float32).to("cuda")
+    head = tiny_head(target, **fields)
+    return target, head, hf_dart.compile(target, head, backend=backend, first_tier=16)
+
+
+def inputs(size: int) -> dict[str, torch.Tensor]:
+    return {name: ids.to("cuda") for name, ids in batch(size, "sdpa").items()}
+
+
+@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
+def test_families(family: str, backend: str | None) -> None:
+    target, head, made = on_gpu(family, backend)
+    for size in (1, 4):
+        for tree in (TreeConfig(nodes=1), TreeConfig(nodes=13)):
+            head.tree_config = tree
+            for options in (GREEDY, {**GREEDY, **ENDS}):
+                label = f"{family}, captured, {backend}"
+                assert_identical_up_to_near_ties(
+                    target, head, inputs(size), into=tally("fp32, captured"), label=label, **options
+                )
+    assert len(made._tiers) > 4
+
+
+@pytest.mark.parametrize("nodes", [1, 16])
+def test_nothing_is_read_back(nodes: int) -> None:
+    target, head, made = on_gpu("qwen3", None, selector_rank=4)
+    target.generate(**inputs(4), assistant=head, tree_config=TreeConfig(nodes=nodes), **GREEDY)
+    assert made._tiers
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tier in made._tiers.values():
+            assert tier is not None
+            tier.round()  # as it is
+            for _ in range(3):
+                tier.launch()  # replayed
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+
+
+def test_one_launch_per_round() -> None:
+    """Of kernels, by the profiler: a replay is one `cudaGraphLaunch` and nothing else."""
+    target, head, made = on_gpu("qwen3", None)
+    target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=16), **GREEDY)
+    tier = next(iter(made._tiers.values()))
+    assert tier is not None
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        tier.launch()
+    torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    assert sum(name == "cudaGraphLaunch" for name in names) == 1
+    assert not any(name in ("cudaLaunchKernel", "cudaLaunchKernelExC") for name in names)
+
+
+def test_weights_that_move() -> None:
+    target, head, made = on_gpu("llama", None)
+    into = tally("fp32, captured")
+    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="before", **GREEDY)
+    before = list(made._tiers.values())
+    target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
+    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="behind", **GREEDY)
+    assert list(made._tiers.values()) != before
+
+
+def test_long_text_through_many_tiers() -> None:
+    target, head, made = on_gpu("qwen3", None, draft_length=7)
+    ids = {name: part.to("cuda") for name, part in prompts([9, 3]).items()}
+    assert_identical_up_to_near_ties(
+        target, head, ids, into=tally("fp32, captured"), label="long", do_sample=False, max_new_tokens=230
+    )
+    assert {tier.shape.slots for tier in made._tiers.values() if tier is not None} >= {32, 64, 128, 256}
