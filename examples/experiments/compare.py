@@ -285,10 +285,10 @@ def main() -> None:
             runs[str(seed)] = experiment.run(variants[name], seed, folder)
             done.write_text(json.dumps(results, indent=1))
             print(f"seed {seed}, {name}: τ {runs[str(seed)]['tau']:.3f}", file=sys.stderr, flush=True)
-    table = as_table(results, list(variants))
-    print(circumstances(arguments), table, sep="\n\n")
+    table = f"{circumstances(arguments)}\n\n{as_table(results, list(variants))}"
+    print(table)
     if arguments.json:
-        content = {"circumstances": circumstances(arguments), "suite": arguments.suite, "results": results}
+        content = {"suite": arguments.suite, "markdown": table, "results": results}
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import operator
 import re
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,8 @@ def render_tables(markdown: str, folder: Path) -> str:
 def table(file: Path) -> str:
     """The Markdown of what `hf-dart bench`, `bench train` or `drafts` wrote with `--json`.
 
+    Other scripts may leave their own table in their JSON, as "markdown".
+
     Raises:
         ValueError: it is none of these.
     """
@@ -49,6 +52,8 @@ def table(file: Path) -> str:
 
 
 def _renderer(content: dict[str, Any]) -> Any:
+    if "markdown" in content:
+        return operator.itemgetter("markdown")
     if "drafts" in content:
         return drafts.as_table
     return train.as_table if "blocks" in content["results"][0] else report.as_table
