@@ -7,21 +7,44 @@ node's chance before the node is paid for, so that the size can follow the draft
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
 from math import exp, inf
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 
+from hf_dart.costs import RoundCost
 from hf_dart.tree import FLOOR, STEP, DraftTree
+
+
+class Node(NamedTuple):
+    """One node; `parent` is its parent's number, 0 being the root, 1 the node that came first."""
+
+    token: int
+    parent: int
+    depth: int
+    score: float
+
+
+class Growing(Protocol):
+    """What one row may grow from."""
+
+    @property
+    def root(self) -> int:
+        """The last committed token."""
+        ...
+
+    def best(self, count: int) -> Iterator[Node]:
+        """The `count` best nodes below the root by falling score, a parent before its children."""
+        ...
 
 
 @dataclass(frozen=True)
 class RowDraft:
-    """What one row may grow from, as Python numbers.
+    """What one row may grow from, as Python numbers, where scores depend on the token in front at most.
 
     Attributes:
         root: the last committed token.
@@ -32,9 +55,6 @@ class RowDraft:
         copied: tokens that followed the same text earlier (`hf_dart.lookup`); where they lie within d, they are
             among the candidates.
         log_chance: log-probability of each copied token behind the one before.
-        rescore: makes of the log-scores [K] at a depth, from 0, those behind the last tokens of a path; None leaves
-            them as they are.
-        history: the last committed tokens, the root included, as many as `rescore` looks at.
     """
 
     root: int
@@ -43,108 +63,87 @@ class RowDraft:
     deepest: int
     copied: Sequence[int] = ()
     log_chance: float = -inf
-    rescore: Callable[[int, Sequence[float], tuple[int, ...]], list[float]] | None = None
-    history: tuple[int, ...] = ()
+
+    def best(self, count: int) -> Iterator[Node]:
+        """As `Growing.best`; more are found where more are asked for."""
+        # Of every opened node's children only the best one waits; its next sibling follows it in. Entries sort by
+        # score, and among equals by when they were pushed.
+        waiting: list[tuple[float, int, int, float, int, list[tuple[float, int]], int]] = []
+        pushed = opened = 0
+
+        def wait(parent: int, above: float, depth: int, children: list[tuple[float, int]], place: int) -> None:
+            nonlocal pushed
+            if place < len(children):
+                heappush(waiting, (-above - children[place][0], pushed, parent, above, depth, children, place))
+                pushed += 1
+
+        wait(0, 0.0, 1, self._children(0, 0, True), 0)
+        while waiting:
+            negative, _, parent, above, depth, children, place = heappop(waiting)
+            column = children[place][1]
+            drafted = depth <= len(self.candidates)
+            token = self.candidates[depth - 1][column] if drafted else self.copied[depth - 1]
+            opened += 1
+            yield Node(token, parent, depth, -negative)
+            wait(parent, above, depth, children, place + 1)
+            copying = depth <= len(self.copied) and token == self.copied[depth - 1]
+            wait(opened, -negative, depth + 1, self._children(depth, column, copying), 0)
+
+    def _children(self, depth: int, column: int, copying: bool) -> list[tuple[float, int]]:
+        """(score, column) of what may follow a node of `depth` in `column`, best first.
+
+        `copying`: the node's token is the copied one of its depth (or it is the root), so the copy may go on.
+        """
+        if depth >= self.deepest:
+            return []
+        copied = self.copied[depth] if copying and depth < len(self.copied) else None
+        if depth >= len(self.candidates):
+            return [] if copied is None else [(_bounded(self.log_chance), 0)]
+        table = self.table[depth]
+        scores = table[column if len(table) > 1 else 0]
+        found = []
+        for place, (token, score) in enumerate(zip(self.candidates[depth], scores, strict=True)):
+            if token == copied and score < self.log_chance:
+                score = self.log_chance
+            if score > -inf and token >= 0:
+                found.append((_bounded(score), place))
+        found.sort(reverse=True)
+        return found
 
 
-class _Node(NamedTuple):
-    token: int
-    parent: int
-    depth: int
-    score: float
-
-
-def best_first(
-    drafts: list[RowDraft], *, nodes: int, node_cost: float = 0.0, draft_cost: float = 0.0
-) -> DraftTree:
+def best_first(drafts: Sequence[Growing], *, nodes: int, cost: RoundCost | None = None) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
-    The trees grow by one node in every row while the tokens that those are expected to bring, over their cost,
-    exceed the tokens expected of the whole round over its cost; so the size is the one of most tokens per time.
+    The trees grow by one node in every row; the size is the one at which the tokens expected of the round, over its
+    cost, are most.
 
     Args:
         drafts: one per row.
         nodes: most nodes per row, the root included.
-        node_cost: cost of verifying one more node in one row, relative to a round that verifies the root alone;
-            0 grows to `nodes`.
-        draft_cost: cost of the draft, relative to the same.
+        cost: of the round; None grows to `nodes`.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
     """
-    batch = len(drafts)
-    growing = [_open_best(draft) for draft in drafts]
-    rows: list[list[_Node]] = [[] for _ in drafts]
-    step_cost, cost, expected, size = batch * node_cost, 1 + draft_cost, float(batch), 1
+    growing = [draft.best(nodes - 1) for draft in drafts]
+    rows: list[list[Node]] = [[] for _ in drafts]
+    expected = float(len(drafts))
+    size = best_size = 1
+    best = expected / cost.of(1) if cost else 0.0
     while size < nodes:
         found = [next(row, None) for row in growing]
         gain = sum(exp(node.score) for node in found if node)
-        if gain == 0 or gain * cost < expected * step_cost:
+        if gain == 0 or (cost and not cost.pays_to_grow(size, nodes, expected, gain, best)):
             break
         for row, node in zip(rows, found, strict=True):
             if node:
                 row.append(node)
         expected += gain
-        cost += step_cost
         size += 1
-    return _assemble([draft.root for draft in drafts], rows, size)
-
-
-def _open_best(draft: RowDraft) -> Iterator[_Node]:
-    """All nodes below the root by falling score; a parent comes before its children."""
-    # Of every opened node's children only the best one waits; its next sibling follows it in. Entries sort by
-    # score, and among equals by when they were pushed.
-    waiting: list[tuple[float, int, int, float, int, list[tuple[float, int]], int]] = []
-    pushed = opened = 0
-    # What stands in front of each opened node's children, where scores depend on it.
-    contexts = [draft.history]
-
-    def wait(parent: int, above: float, depth: int, children: list[tuple[float, int]], place: int) -> None:
-        nonlocal pushed
-        if place < len(children):
-            heappush(waiting, (-above - children[place][0], pushed, parent, above, depth, children, place))
-            pushed += 1
-
-    wait(0, 0.0, 1, _children(draft, 0, 0, True, draft.history), 0)
-    while waiting:
-        negative, _, parent, above, depth, children, place = heappop(waiting)
-        column = children[place][1]
-        drafted = depth <= len(draft.candidates)
-        token = draft.candidates[depth - 1][column] if drafted else draft.copied[depth - 1]
-        opened += 1
-        yield _Node(token, parent, depth, -negative)
-        wait(parent, above, depth, children, place + 1)
-        copying = depth <= len(draft.copied) and token == draft.copied[depth - 1]
-        if draft.history:
-            contexts.append((*contexts[parent], token)[-len(draft.history) :])
-        wait(opened, -negative, depth + 1, _children(draft, depth, column, copying, contexts[-1]), 0)
-
-
-def _children(
-    draft: RowDraft, depth: int, column: int, copying: bool, context: tuple[int, ...]
-) -> list[tuple[float, int]]:
-    """(score, column) of what may follow a node of `depth` in `column`, best first.
-
-    `copying`: the node's token is the copied one of its depth (or it is the root), so the copy may go on.
-    `context`: the last tokens of the path to the node.
-    """
-    if depth >= draft.deepest:
-        return []
-    copied = draft.copied[depth] if copying and depth < len(draft.copied) else None
-    if depth >= len(draft.candidates):
-        return [] if copied is None else [(_bounded(draft.log_chance), 0)]
-    table = draft.table[depth]
-    scores = table[column if len(table) > 1 else 0]
-    if draft.rescore is not None:
-        scores = draft.rescore(depth, scores, context)
-    found = []
-    for place, (token, score) in enumerate(zip(draft.candidates[depth], scores, strict=True)):
-        if token == copied and score < draft.log_chance:
-            score = draft.log_chance
-        if score > -inf and token >= 0:
-            found.append((_bounded(score), place))
-    found.sort(reverse=True)
-    return found
+        rate = expected / cost.of(size) if cost else expected
+        if rate >= best:
+            best, best_size = rate, size
+    return _assemble([draft.root for draft in drafts], [row[: best_size - 1] for row in rows], best_size)
 
 
 def _bounded(step: float) -> float:
@@ -152,7 +151,7 @@ def _bounded(step: float) -> float:
     return max(FLOOR, min(step, -STEP))
 
 
-def _assemble(roots: list[int], rows: list[list[_Node]], size: int) -> DraftTree:
+def _assemble(roots: list[int], rows: list[list[Node]], size: int) -> DraftTree:
     batch = len(roots)
     tokens = np.repeat(np.array(roots)[:, None], size, axis=1)
     parents = np.full((batch, size), -1)

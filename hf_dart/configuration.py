@@ -11,6 +11,8 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
+from hf_dart.costs import RoundCost, checked_points
+
 MAX_DRAFT_LENGTH = 31
 """Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
@@ -295,10 +297,13 @@ class TreeConfig:
             on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.
-        beam: W, paths that are expanded at each depth where trees grow in tensors; on a CPU the best nodes of
-            all paths are found without it. 1 with `top_k=1` is a chain.
+        beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
+            nodes of all paths are found on a CPU without it. 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
+        verify_costs: on any device, in place of `node_cost`: what a forward of so many tokens costs, relative to one of
+            a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
+            profile` measures them. Empty for none.
         draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause
             for a while (`generation.pace`) and only copied text is verified.
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
@@ -323,6 +328,7 @@ class TreeConfig:
     beam: int = 12
     lookup: int = 24
     node_cost: float = 0.03
+    verify_costs: tuple[tuple[float, float], ...] = ()
     draft_cost: float = 0.2
     selector: bool = True
     ngram_weight: float = 0.5
@@ -339,7 +345,9 @@ class TreeConfig:
         for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
-
+        if self.verify_costs:
+            # Lists, where they come from a JSON file.
+            object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))
         if self.scores not in ("survival", "paper"):
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
         if self.scores == "paper" and self.nodes is None:
@@ -370,6 +378,14 @@ class TreeConfig:
             return max(2, min(64, 256 // batch_size))
         return max(2, 32 // batch_size)
 
-    def resolve_node_cost(self, device_type: str) -> float:
-        """What a node costs: an accelerator verifies many in the time of one; `nodes` says to take so many anyway."""
-        return self.node_cost if self.nodes is None and device_type == "cpu" else 0.0
+    def round_cost(self, batch_size: int, device_type: str, drafted: bool = True) -> RoundCost:
+        """What rounds of a batch cost, with a draft or without.
+
+        Where neither is known, an accelerator verifies many nodes in the time of one; `nodes` says to take so many
+        anyway.
+        """
+        draft = self.draft_cost if drafted else 0.0
+        if self.nodes is None and self.verify_costs:
+            return RoundCost.measured(draft, self.verify_costs, batch_size)
+        counts = self.nodes is None and device_type == "cpu"
+        return RoundCost.linear(draft, self.node_cost if counts else 0.0, batch_size)

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     import torch
 
-    from hf_dart.ngram_lookup import DeviceNgrams
+    from hf_dart.ngram_lookup import DeviceNgrams, HostNgrams
 
 FORMAT, VERSION = "hf_dart.ngram", "1"
 MOST_COUNTED = 2**32 - 1
@@ -82,6 +82,7 @@ class NgramTable:
 
     def __init__(self, path: Path, check: bool = True) -> None:
         self.path = path
+        self._host: HostNgrams | None = None
         self._devices: dict[torch.device, DeviceNgrams] = {}
         try:
             # As torch tensors, since these are views of the mapped file; safetensors' NumPy arrays are copies.
@@ -138,6 +139,15 @@ class NgramTable:
         """Bytes of all arrays."""
         return self.unigrams.nbytes + sum(array.nbytes for array in (*self.keys, *self.counts))
 
+    @property
+    def on_host(self) -> HostNgrams:
+        """The table as it lies in the file, for many lookups at once."""
+        from hf_dart.ngram_lookup import HostNgrams
+
+        if self._host is None:
+            self._host = HostNgrams(self)
+        return self._host
+
     def on(self, device: torch.device) -> DeviceNgrams:
         """The table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
         from hf_dart.ngram_lookup import DeviceNgrams
@@ -174,7 +184,8 @@ class NgramTable:
         """What the corpus says of each candidate behind each context.
 
         As in DART's trie: count(context + candidate) / count(context) for the longest context, of up to order - 1
-        tokens, behind which the corpus has the candidate; at last the candidate's share of all tokens.
+        tokens, behind which the corpus has the candidate; at last the candidate's share of all tokens. One n-gram at a
+        time: the plain form of what `on_host` and `on` look up.
 
         Args:
             contexts: [R, C] the tokens in front, the last one last; a negative one ends the context.
@@ -183,8 +194,26 @@ class NgramTable:
         Returns:
             [R, K] float64; 0 for tokens that the corpus does not have.
         """
-        rows = zip(contexts.tolist(), candidates, strict=True)
-        return np.stack([Candidates(self, row).behind(context) for context, row in rows])
+        found = np.zeros(candidates.shape)
+        for row, context in enumerate(contexts.tolist()):
+            for place, token in enumerate(candidates[row].tolist()):
+                if 0 <= token < self.spec.vocab_size:
+                    found[row, place] = self._probability(context, token)
+        return found
+
+    def _probability(self, context: list[int], token: int) -> float:
+        found, packed = int(self.unigrams[token]) / max(self.tokens, 1), 0
+        for length in range(1, min(self.spec.order - 1, len(context)) + 1):
+            if not 0 <= context[-length] < self.spec.vocab_size:
+                break
+            packed |= context[-length] << ((length - 1) * self.spec.bits)
+            total = self.count(length, packed)
+            if total == 0:  # where the corpus lacks a context, it lacks all longer ones
+                break
+            count = self.count(length + 1, (packed << self.spec.bits) | token)
+            if count:
+                found = min(count / total, 1.0)
+        return found
 
     # ---- checks -------------------------------------------------------------------------------------
 
@@ -218,59 +247,6 @@ class NgramTable:
                     raise ValueError(f"{damaged}it has counts of order {order} below the {least} that it kept.")
                 if counts[start:stop].max() > max(self.tokens, 1):
                     raise ValueError(f"{damaged}it has counts of order {order} beyond the tokens of its corpus.")
-
-
-class Candidates:
-    """Tokens whose probabilities are looked up behind several contexts.
-
-    Args:
-        table: where.
-        tokens: [K] token ids; negative is no candidate.
-    """
-
-    def __init__(self, table: NgramTable, tokens: Array) -> None:
-        real = (tokens >= 0) & (tokens < table.spec.vocab_size)
-        from hf_dart.ngram_lookup import compiled
-
-        self._table, self._compiled = table, compiled()
-        self._all_real = bool(real.all())
-        self._real = real
-        self._tokens = np.where(real, tokens, 0).astype(np.int64)
-        self._shares = np.where(real, table.unigrams[self._tokens] / max(table.tokens, 1), 0.0)
-
-    def behind(self, context: Sequence[int]) -> Array:
-        """[K] float64, as `NgramTable.probabilities`, behind one context [C]."""
-        table, spec, found = self._table, self._table.spec, self._shares.copy()
-        fast = self._compiled
-        if fast is not None:
-            front = np.array(context, dtype=np.int64)
-            arrays = (table.unigrams, tuple(table.keys), tuple(table.counts))
-            fast(found, front, self._tokens, self._real, spec.bits, spec.vocab_size, *arrays)
-            return found
-        return self._behind(context, found)
-
-    def _behind(self, context: Sequence[int], found: Array) -> Array:
-        table, bits, packed = self._table, self._table.spec.bits, 0
-        for length in range(1, min(table.spec.order - 1, len(context)) + 1):
-            token = context[-length]
-            if not 0 <= token < table.spec.vocab_size:
-                break
-            packed |= token << ((length - 1) * bits)
-            total = table.count(length, packed)
-            if total == 0:  # where the corpus lacks a context, it lacks all longer ones
-                break
-            keys = table.keys[length - 1]
-            if not len(keys):
-                break
-            wanted = self._tokens | (packed << bits)
-            places = keys.searchsorted(wanted)
-            hit = keys.take(places, mode="clip") == wanted
-            if not self._all_real:
-                hit &= self._real
-            at = hit.nonzero()[0]
-            if len(at):
-                found[at] = np.minimum(table.counts[length - 1][places[at]] / total, 1.0)
-        return found
 
 
 def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[NgramSpec, int, tuple[int, ...]]:

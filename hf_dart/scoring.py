@@ -8,13 +8,11 @@ Two ways to put them together (`TreeConfig.scores`):
   With `TreeConfig.calibrate`, corrected by what the target has accepted so far (`generation.calibration`).
 - "paper": DART's weighted sum (arXiv 2601.19278, section 3.3), which ranks but is no chance.
 
-Trees that grow on the host ask for one path at a time (`RowScores`), trees that grow in tensors for a beam of them
-(`BeamScores`).
+Both for a beam of paths: `RowScores` on the host, in NumPy, and `BeamScores` in tensors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -24,7 +22,7 @@ from torch import Tensor
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.lookup import Graft
-from hf_dart.ngram import Array, Candidates, NgramTable
+from hf_dart.ngram import Array, NgramTable
 from hf_dart.tree import Beam, Transitions
 
 _UNSEEN = 1e-4
@@ -66,40 +64,27 @@ class PathScores:
         """Do candidates at this depth, from 0, look into the table?"""
         return self._table is not None and (self.config.scores == "survival" or depth > 0)
 
-    def drafted(self, depth: int, steps: Sequence[float]) -> tuple[Array, float]:
-        """The drafter's part of the scores [K] at `depth`, from 0, and the log of what its candidates have together.
+    def on_host(self, depth: int, steps: Array, shares: Array | None) -> Array:
+        """Scores [W, K] of the candidates behind W paths; [1, K] where they do not depend on the path.
 
         Args:
             depth: of the candidates, from 0.
-            steps: [K] their log-probabilities by the drafter.
+            steps: [W or 1, K] their log-probabilities by the drafter.
+            shares: [W, K] their probabilities by the table, where it is used.
         """
-        alone = np.array(steps)
-        together = _log_sum(alone)
-        if self.config.scores == "paper" and together > -np.inf:
-            part = _FADING**depth * np.log(np.exp(alone - together) + _EPSILON)
-            # The epsilon would make a candidate of what is none.
-            alone = np.where(alone == -np.inf, -np.inf, part)
-        return alone, together
-
-    def on_host(self, depth: int, drafted: tuple[Array, float], shares: Array | None) -> list[float]:
-        """Scores [K] of the candidates behind one path.
-
-        Args:
-            depth: of the candidates, from 0.
-            drafted: what `drafted` gave for them.
-            shares: [K] their probabilities by the table, where it is used.
-        """
-        scores, together = drafted
-        weight, paper = self.config.ngram_weight, self.config.scores == "paper"
-        if together > -np.inf:
+        together = _log_sum(steps)
+        weight, none = self.config.ngram_weight, np.isneginf(steps)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            if self.config.scores == "paper":
+                scores = _FADING**depth * np.log(np.exp(steps - together) + _EPSILON)
+                if shares is not None:
+                    scores = scores + weight * np.log(shares + _EPSILON)
+                # The epsilon would make a candidate of what is none.
+                return np.where(none, -np.inf, scores * (depth + 1) ** _LEVEL)
             if shares is not None:
-                scores = scores + weight * np.log(shares + (_EPSILON if paper else _UNSEEN))
-            if paper:
-                scores = scores * (depth + 1) ** _LEVEL
-            elif shares is not None:
-                scores += together - _log_sum(scores)
-        values = scores.tolist()
-        return values if self.calibration is None else self.calibration.on_host(depth, values)
+                steps = steps + weight * np.log(shares + _UNSEEN)
+                steps = np.where(none, -np.inf, steps - _log_sum(steps) + together)
+        return steps if self.calibration is None else self.calibration.on_host(depth, steps)
 
     def on_device(self, depth: int, steps: Tensor, shares: Tensor | None) -> Tensor:
         """As `on_host`, for paths [B, W]: `steps` and `shares` are [B, W, K]."""
@@ -117,30 +102,22 @@ class PathScores:
 
 
 class RowScores:
-    """Scores of one row's candidates in one round, asked for path by path.
+    """The `by_depth.PathScorer` of one row in one round.
 
     Args:
         scores: how.
-        candidates: [d][K] token ids per depth; -1 is no candidate.
+        candidates: [d, K] token ids per depth; -1 is no candidate.
     """
 
-    def __init__(self, scores: PathScores, candidates: list[list[int]]) -> None:
-        self._scores = scores
-        self._tokens = candidates
-        self._looked_up: dict[int, Candidates] = {}
-        # The same log-probabilities are asked for behind many paths; they live as long as the round.
-        self._drafted: dict[int, tuple[Array, float]] = {}
+    def __init__(self, scores: PathScores, candidates: Array) -> None:
+        self._scores, self._tokens = scores, candidates
 
-    def __call__(self, depth: int, steps: Sequence[float], context: Sequence[int]) -> list[float]:
-        """Scores [K] of the candidates at `depth`, from 0, of log-probabilities `steps`, behind `context`."""
-        table, drafted = self._scores.table, self._drafted.get(id(steps))
-        if drafted is None:
-            drafted = self._drafted[id(steps)] = self._scores.drafted(depth, steps)
-        if table is None or not self._scores.uses_table(depth):
-            return self._scores.on_host(depth, drafted, None)
-        if depth not in self._looked_up:
-            self._looked_up[depth] = Candidates(table, np.array(self._tokens[depth]))
-        return self._scores.on_host(depth, drafted, self._looked_up[depth].behind(context))
+    def __call__(self, depth: int, steps: Array, paths: Array) -> Array:
+        """Scores [W, K] of the candidates at `depth`, from 0, of log-probabilities `steps` [W or 1, K]."""
+        table, shares = self._scores.table, None
+        if table is not None and self._scores.uses_table(depth):
+            shares = table.on_host.probabilities(paths, self._tokens[depth])
+        return self._scores.on_host(depth, steps, shares)
 
 
 @dataclass(frozen=True)
@@ -177,7 +154,7 @@ class BeamScores:
         return table.on(candidates.device).probabilities(beam.paths(self.scores.context), candidates)
 
 
-def _log_sum(values: Array) -> float:
-    """log Σ exp; -inf of nothing but -inf."""
-    largest = values.max()
-    return float(largest if largest == -np.inf else largest + np.log(np.exp(values - largest).sum()))
+def _log_sum(values: Array) -> Array:
+    """log Σ exp over the last dimension, which stays; -inf of nothing but -inf."""
+    largest = np.maximum(values.max(-1, keepdims=True), -1e300)
+    return np.asarray(largest + np.log(np.exp(values - largest).sum(-1, keepdims=True)))

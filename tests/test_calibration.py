@@ -6,6 +6,7 @@ from math import exp, inf, log
 from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from compare import assert_identical
@@ -17,13 +18,18 @@ from hf_dart.generation.walk import Accepted
 from hf_dart.tree import DraftTree
 
 
+def at(calibration: Calibration, chance: float, depth: int = 0) -> float:
+    """The corrected log-chance of a chance."""
+    return float(calibration.on_host(depth, np.log(np.array([chance])))[0])
+
+
 def rounds(calibration: Calibration, count: int, slope: float, offset: float) -> None:
     """Trees of a root and its child, of which the target takes as many as σ(slope · logit(p) + offset) says."""
     random = Random(0)
     for _ in range(count):
         chance = random.uniform(0.05, 0.95)
         truth = 1 / (1 + exp(-slope * log(chance / (1 - chance)) - offset))
-        believed = calibration.on_host(0, [log(chance)])[0]
+        believed = at(calibration, chance)
         right = random.random() < truth
         tree = DraftTree.chain(torch.tensor([[3, 4]]))
         tree = DraftTree(tree.tokens, tree.parents, tree.depths, tree.ancestors, 1, torch.tensor([[0.0, believed]]))
@@ -36,14 +42,14 @@ def test_finds_the_correction(slope: float, offset: float) -> None:
     rounds(calibration, 3000, slope, offset)
     for chance in (0.1, 0.5, 0.9):
         truth = 1 / (1 + exp(-slope * log(chance / (1 - chance)) - offset))
-        assert exp(calibration.on_host(0, [log(chance)])[0]) == pytest.approx(truth, abs=0.06)
-    assert calibration.on_host(1, [log(0.3)])[0] == pytest.approx(log(0.3)), "each depth learns for itself"
+        assert exp(at(calibration, chance)) == pytest.approx(truth, abs=0.06)
+    assert at(calibration, 0.3, depth=1) == pytest.approx(log(0.3)), "each depth learns for itself"
 
 
 def test_few_rounds_change_little() -> None:
     calibration = Calibration()
     rounds(calibration, 2, 1.0, -9.0)
-    assert 0.3 < exp(calibration.on_host(0, [log(0.5)])[0]) < 0.5
+    assert 0.3 < exp(at(calibration, 0.5)) < 0.5
 
 
 def test_host_and_device_agree() -> None:
@@ -51,7 +57,7 @@ def test_host_and_device_agree() -> None:
     rounds(calibration, 100, 0.5, -1.0)
     scores = [0.0, -1e-6, -0.3, -2.0, -50.0, -inf]
     device = calibration.on_device(0, torch.tensor(scores, dtype=torch.float64)[None, None])[0, 0].tolist()
-    host = calibration.on_host(0, scores)
+    host = calibration.on_host(0, np.array(scores)).tolist()
     assert device == pytest.approx(host)
     assert host == sorted(host, reverse=True)
     assert all(-31 < score < 0 for score in host[:-1])
@@ -70,7 +76,7 @@ def test_who_is_learned_from() -> None:
     ):
         calibration = Calibration()
         calibration.learn(tree, Accepted(torch.tensor(path), counts), copied)
-        changed = {depth for depth in (0, 1) if calibration.on_host(depth, [log(0.4)])[0] != pytest.approx(log(0.4))}
+        changed = {depth for depth in (0, 1) if at(calibration, 0.4, depth) != pytest.approx(log(0.4))}
         assert changed == depths
 
 

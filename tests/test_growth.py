@@ -14,6 +14,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
 from hf_dart.best_first import RowDraft, best_first
+from hf_dart.costs import RoundCost
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.pace import Pace
 from hf_dart.proposal import Proposal
@@ -117,7 +118,7 @@ def test_no_node_that_costs_more_than_it_brings() -> None:
                     steps = zip(draft.table, [0, *columns], columns, strict=False)
                     expected += exp(sum(min(pairs[front][column], -1e-4) for pairs, front, column in steps))
             rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
-        size = best_first(drafts, nodes=20, node_cost=cost, draft_cost=draft_cost).size
+        size = best_first(drafts, nodes=20, cost=RoundCost.linear(draft_cost, cost, 2)).size
         assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
         shrunk += size < 20
     assert shrunk > 10

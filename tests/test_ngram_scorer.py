@@ -21,9 +21,8 @@ from transformers import LogitsProcessorList
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
 from hf_dart.generation.grow import TreeGrower
-from hf_dart.ngram import Candidates
 from hf_dart.ngram_build import build
-from hf_dart.ngram_lookup import compiled
+from hf_dart.ngram_lookup import HostNgrams
 from hf_dart.pair import PACKAGED_HEAD
 from hf_dart.proposal import Proposal
 
@@ -64,16 +63,21 @@ def test_devices_give_the_same_probabilities(tmp_path: Path, order: int) -> None
             assert found.tolist() == one.probabilities(contexts, candidates).tolist()
 
 
+@pytest.mark.parametrize("machine_code", [False, True])
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_numba_gives_the_same_probabilities(tmp_path: Path, order: int) -> None:
-    pytest.importorskip("numba")
-    assert compiled() is not None
+def test_many_at_once_give_the_same_probabilities(tmp_path: Path, order: int, machine_code: bool) -> None:
+    """In NumPy, and compiled where numba is installed."""
+    if machine_code:
+        pytest.importorskip("numba")
     table = random_table(tmp_path / "table", order)
-    for width in range(order + 2):
-        contexts, candidates = questions(VOCABULARY, width, width)
-        for context, row in zip(contexts.tolist(), candidates, strict=True):
-            one = Candidates(table, row)
-            assert one.behind(context).tolist() == one._behind(context, one._shares.copy()).tolist()
+    reduced = build([[1, 2, 3]], tmp_path / "reduced", order=order, vocab_size=VOCABULARY, min_counts=(9,))
+    for one in (table, reduced):
+        host = HostNgrams(one, machine_code)
+        for width in range(order + 2):
+            contexts, candidates = questions(VOCABULARY, width, width)
+            found = host.probabilities(contexts, candidates[0])
+            same = np.tile(candidates[0], (len(contexts), 1))
+            assert found.tolist() == one.probabilities(contexts, same).tolist()
 
 
 @pytest.mark.gpu

@@ -8,12 +8,14 @@ of the call. Nothing is left of them behind it.
 
 from __future__ import annotations
 
-from math import exp, inf, log, log1p
+from math import exp, inf, log
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from hf_dart.generation.walk import Accepted
+from hf_dart.ngram import Array
 from hf_dart.tree import DraftTree
 
 # What the start, a = 1 and b = 0, weighs: the inverse of the variance that is granted to each.
@@ -28,10 +30,12 @@ class Calibration:
     def __init__(self) -> None:
         self._depths: list[_Logistic] = []
 
-    def on_host(self, depth: int, scores: list[float]) -> list[float]:
-        """Corrected log-chances of log-chances at one depth, from 0."""
+    def on_host(self, depth: int, scores: Array) -> Array:
+        """Corrected log-chances of log-chances [..., K] at one depth, from 0."""
         at = self._at(depth)
-        return [score if score == -inf else at(score) for score in scores]
+        chances = np.exp(scores).clip(_SUREST, 1 - _SUREST)
+        line = (at.slope * np.log(chances / (1 - chances)) + at.offset).clip(-_STEEPEST, _STEEPEST)
+        return np.where(scores > -inf, -np.log1p(np.exp(-line)), -inf)
 
     def on_device(self, depth: int, scores: Tensor) -> Tensor:
         """As `on_host`, of [B, W, K]."""
@@ -77,10 +81,6 @@ class _Logistic:
     def __init__(self) -> None:
         self.slope, self.offset = 1.0, 0.0
         self._curvature = [_PRIOR[0], 0.0, _PRIOR[1]]  # of the log-loss so far: both squares and what is between
-
-    def __call__(self, score: float) -> float:
-        """The corrected log-chance of a log-chance."""
-        return -log1p(exp(-self._line(_logit(score))))
 
     def undone(self, corrected: float) -> float:
         """The logit that a corrected log-chance was made from."""

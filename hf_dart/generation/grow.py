@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart.best_first import RowDraft, best_first
+from hf_dart.best_first import Growing, RowDraft, best_first
+from hf_dart.by_depth import PathDraft
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.generation.candidates import Ranker, SeenTokens
 from hf_dart.generation.refinement import Refined, best_chain
 from hf_dart.generation.walk import Accepted
 from hf_dart.lookup import Graft, RowLookup
+from hf_dart.ngram import Array
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.scoring import BeamScores, PathScores, RowScores
 from hf_dart.tree import DraftTree, Transitions, grow_tree
@@ -72,7 +75,7 @@ class TreeGrower:
             if not any(copied for copied, _ in copies):
                 return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
             none: list[list[Any]] = [[] for _ in copies]
-            return self._best_first(none, none, copies, deepest, draft_cost=0.0).to(self._device)
+            return self._best_first(none, none, copies, deepest, drafted=False).to(self._device)
         seen = None if self._seen is None else self._seen(proposal)
         refined = None
         if refine is not None and self._config.refine and self.depth > 1:
@@ -134,8 +137,14 @@ class TreeGrower:
             candidates = torch.tensor(tokens)
             scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
         table = self._transitions(proposal, torch.tensor(self._roots()), candidates, scores, refined)
-        pairs = (scores[:, :, None] if table is None else table).tolist()
-        return self._best_first(tokens, pairs, copies, deepest, self._config.draft_cost)
+        pairs = scores[:, :, None] if table is None else table
+        if self._scores.plain:
+            return self._best_first(tokens, pairs.tolist(), copies, deepest)
+        known = pairs.detach().double().numpy()
+        if self._scores.context:
+            return self._by_depth(np.array(tokens), known, copies, deepest)
+        scored = [self._scores.on_host(depth, known[:, depth], None) for depth in range(known.shape[1])]
+        return self._best_first(tokens, np.stack(scored, axis=1).tolist(), copies, deepest)
 
     def _roots(self) -> list[int]:
         return [text[-1] for text in self._texts]
@@ -146,27 +155,31 @@ class TreeGrower:
         pairs: list[list[Any]],
         copies: list[tuple[list[int], float]],
         deepest: list[int],
-        draft_cost: float,
+        drafted: bool = True,
     ) -> DraftTree:
-        scores = self._scores
-        drafts = [
-            RowDraft(
-                history[-1],
-                row,
-                scored,
-                limit,
-                copied,
-                chance,
-                None if scores.plain else RowScores(scores, row),
-                tuple(history) if scores.context else (),
-            )
-            for history, row, scored, limit, (copied, chance) in zip(
-                self._history(), tokens, pairs, deepest, copies, strict=True
-            )
-        ]
-        device = self._device.type
-        nodes, node_cost = self._config.resolve_nodes(len(drafts), device), self._config.resolve_node_cost(device)
-        return best_first(drafts, nodes=nodes, node_cost=node_cost, draft_cost=draft_cost)
+        """Trees of tokens [B][d][K] and their scores [B][d][J][K]."""
+        parts = zip(self._roots(), tokens, pairs, deepest, copies, strict=True)
+        drafts = [RowDraft(root, row, scored, limit, *copy) for root, row, scored, limit, copy in parts]
+        return self._sized(drafts, drafted)
+
+    def _by_depth(
+        self, tokens: Array, pairs: Array, copies: list[tuple[list[int], float]], deepest: list[int]
+    ) -> DraftTree:
+        """As `_best_first`, where a score depends on more than the token in front."""
+        parts = zip(np.array(self._history()), tokens, pairs, deepest, copies, strict=True)
+        beam = self._config.beam
+        return self._sized(
+            [
+                PathDraft(history, row, scored, limit, RowScores(self._scores, row), beam, *copy)
+                for history, row, scored, limit, copy in parts
+            ]
+        )
+
+    def _sized(self, drafts: Sequence[Growing], drafted: bool = True) -> DraftTree:
+        """Of the size that pays most."""
+        batch, device = len(drafts), self._device.type
+        cost = None if self._config.nodes is not None else self._config.round_cost(batch, device, drafted)
+        return best_first(drafts, nodes=self._config.resolve_nodes(batch, device), cost=cost)
 
     def _on_device(
         self,

@@ -16,8 +16,7 @@ class Pace:
     """
 
     def __init__(self, config: TreeConfig, device_type: str) -> None:
-        self._config = config
-        self._node_cost = config.resolve_node_cost(device_type)
+        self._config, self._device = config, device_type
         self._gain = 0.0  # running mean of tokens per row, less what the round cost in rounds without drafts
         self._rounds = 0  # of this trial
         self._trial = _TRIAL
@@ -37,7 +36,7 @@ class Pace:
             self._pause -= 1
             return
         rows = sum(limit > 0 for limit in limits)
-        cost = 1 + self._config.draft_cost + self._node_cost * rows * (nodes - 1)
+        cost = self._config.round_cost(rows, self._device).of(nodes)
         memory = min(_MEMORY, self._rounds / (self._rounds + 1))
         self._gain = memory * self._gain + (1 - memory) * (sum(emitted) / rows - cost)
         self._rounds += 1

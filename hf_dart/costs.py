@@ -1,0 +1,85 @@
+"""What a round of drafting costs, and how large a tree is worth verifying.
+
+One rule decides (CAST, arXiv 2610.00321; BASTION, arXiv 2605.29727): the tree has the size at which the tokens that a
+round is expected to bring, over what it costs, are most. Costs are relative to a round without drafts. They are
+given, never timed while text is generated, so that equal calls make equal rounds; `hf_dart.profile` measures them when
+it is asked to.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import isfinite
+from typing import Any
+
+Points = tuple[tuple[float, float], ...]
+"""(size, cost), both rising; straight lines between them, and on behind the last one."""
+
+
+def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
+    """The cost of a size, from at least two points."""
+    place = min(max(bisect_left(points, (size,)), 1), len(points) - 1)
+    (left, low), (right, high) = points[place - 1], points[place]
+    return low + (high - low) * (size - left) / (right - left)
+
+
+def checked_points(name: str, points: Any) -> Points:
+    """The points as tuples; a `ValueError` if they are no costs of rising sizes, from 1 token at cost 1 on."""
+    try:
+        pairs = tuple((float(size), float(cost)) for size, cost in points)
+    except (TypeError, ValueError):
+        pairs = ()
+    rising = all(right[0] > left[0] and right[1] >= left[1] for left, right in pairwise(pairs))
+    if len(pairs) < 2 or pairs[0] != (1, 1) or not rising or not isfinite(pairs[-1][0] + pairs[-1][1]):
+        raise ValueError(
+            f"{name} is {points!r:.200}; give two or more pairs of tokens and cost, both rising, the first (1, 1), as "
+            "`hf-dart profile` prints them."
+        )
+    return pairs
+
+
+@dataclass(frozen=True)
+class RoundCost:
+    """What a round of one batch costs.
+
+    Attributes:
+        draft: of the draft.
+        points: (nodes per row, cost of verifying so many).
+    """
+
+    draft: float
+    points: Points
+
+    @classmethod
+    def linear(cls, draft: float, per_node: float, batch: int) -> RoundCost:
+        """Every node of every row costs the same."""
+        return cls(draft, ((1, 1.0), (2, 1 + per_node * batch)))
+
+    @classmethod
+    def measured(cls, draft: float, tokens: Points, batch: int) -> RoundCost:
+        """From the costs of forwards of so many `tokens`, relative to one of a single token."""
+        plain = interpolated(tokens, batch)
+        knots = sorted({1.0, *(size / batch for size, _ in tokens if size > batch), 2 * tokens[-1][0] / batch})
+        if len(knots) == 1:
+            knots.append(2.0)
+        return cls(draft, tuple((nodes, interpolated(tokens, nodes * batch) / plain) for nodes in knots))
+
+    def of(self, nodes: float) -> float:
+        """The cost of a round that verifies trees of so many nodes, after a draft."""
+        return self.draft + interpolated(self.points, nodes)
+
+    def pays_to_grow(self, nodes: int, most: int, expected: float, gain: float, best: float) -> bool:
+        """May a tree of more than `nodes` nodes bring more per cost than `best`?
+
+        Between two points the rate rises or falls all the way, so that only points need a look.
+
+        Args:
+            most: nodes that it may have.
+            expected: tokens expected of the tree so far.
+            gain: tokens that one more node brings; later ones bring no more.
+        """
+        sizes = [size for size, _ in self.points if nodes < size < most]
+        return any(expected + gain * (size - nodes) > best * self.of(size) for size in (*sizes, most))
