@@ -153,23 +153,16 @@ def _bounded(step: float) -> float:
 
 def _assemble(roots: list[int], rows: list[list[Node]], size: int) -> DraftTree:
     batch = len(roots)
-    tokens = np.repeat(np.array(roots)[:, None], size, axis=1)
-    parents = np.full((batch, size), -1)
-    depths = np.zeros((batch, size), dtype=np.int64)
     ancestors = np.broadcast_to(np.eye(size, dtype=bool), (batch, size, size)).copy()
-    scores = np.full((batch, size), -inf)
-    scores[:, 0] = 0
-    for row, nodes in enumerate(rows):
+    found: list[list[Node]] = []
+    for row, (root, nodes) in enumerate(zip(roots, rows, strict=True)):
+        of_row = ancestors[row]
         for place, node in enumerate(nodes, start=1):
-            scores[row, place] = node.score
-            tokens[row, place], parents[row, place], depths[row, place] = node.token, node.parent, node.depth
-            ancestors[row, place] |= ancestors[row, node.parent]
-    as_tensor = torch.from_numpy
-    return DraftTree(
-        as_tensor(tokens),
-        as_tensor(parents),
-        as_tensor(depths),
-        as_tensor(ancestors),
-        int(depths.max()),
-        as_tensor(scores),
+            of_row[place] |= of_row[node.parent]
+        empty = [Node(root, -1, 0, -inf)] * (size - 1 - len(nodes))
+        found.append([Node(root, -1, 0, 0.0), *nodes, *empty])
+    tokens, parents, depths, scores = (
+        torch.tensor([[node[part] for node in nodes] for nodes in found]) for part in range(4)
     )
+    deepest = max(node.depth for nodes in found for node in nodes)
+    return DraftTree(tokens, parents, depths, torch.from_numpy(ancestors), deepest, scores.double())

@@ -61,13 +61,14 @@ class PathDraft:
         size = 0
         for depth in range(deepest):
             tokens, steps = self._steps(depth, paths, columns)
-            steps = np.where((tokens >= 0) & (steps > -inf), steps.clip(FLOOR, -STEP), -inf)
-            extended = (scores[:, None] + steps).ravel()
-            pool.append((extended, np.tile(tokens, len(scores)), np.repeat(places, len(tokens))))
+            extended = (scores[:, None] + _bounded(np.where(tokens >= 0, steps, -inf))).ravel()
+            parents = np.repeat(places, len(tokens))
+            pool.append((extended, np.broadcast_to(tokens, (len(scores), len(tokens))).ravel(), parents))
             chosen = _largest(extended, self.beam)
             if not len(chosen):
                 break
-            rows, columns = np.divmod(chosen, len(tokens))
+            rows = chosen // len(tokens)
+            columns = chosen - rows * len(tokens)
             paths = np.concatenate([paths[rows, 1:], tokens[columns, None]], axis=1)
             scores, places = extended[chosen], chosen + size
             size += len(extended)
@@ -87,6 +88,11 @@ class PathDraft:
             raised = (tokens == copied) & going_on[:, None]
             steps = np.where(raised, np.maximum(steps, self.log_chance), steps)
         return tokens, steps
+
+
+def _bounded(steps: Array) -> Array:
+    """As `tree.bounded`."""
+    return np.where(steps > -inf, np.minimum(np.maximum(steps, FLOOR), -STEP), -inf)
 
 
 def _largest(scores: Array, count: int) -> Array:

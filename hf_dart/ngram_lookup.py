@@ -16,8 +16,6 @@ from torch import Tensor
 
 from hf_dart.ngram import Array, NgramTable
 
-_NEAR = 1024  # n-grams behind the first of a context that are searched before all others are
-
 
 class HostNgrams:
     """The arrays of a table as they lie in its file.
@@ -43,7 +41,8 @@ class HostNgrams:
         table = self._table
         real = (candidates >= 0) & (candidates < table.spec.vocab_size)
         tokens = np.where(real, candidates, 0)
-        found = np.tile(np.where(real, table.unigrams[tokens] / max(table.tokens, 1), 0.0), (len(contexts), 1))
+        shares = np.where(real, table.unigrams[tokens] / max(table.tokens, 1), 0.0)
+        found = np.repeat(shares[None], len(contexts), axis=0)
         if self._compiled is None:
             self._back_off(found, contexts, tokens, real)
         else:
@@ -54,49 +53,26 @@ class HostNgrams:
     def _back_off(self, found: Array, contexts: Array, tokens: Array, real: Array) -> None:
         """Put what longer and longer contexts say in place of what is `found` [R, K]."""
         table, spec = self._table, self._table.spec
-        rows = np.arange(len(contexts))  # whose contexts the corpus has
         packed = np.zeros(len(contexts), dtype=np.int64)
+        usable = np.ones(len(contexts), dtype=bool)
         for length in range(1, min(spec.order - 1, contexts.shape[1]) + 1):
-            token = contexts[rows, -length]
-            inside = (token >= 0) & (token < spec.vocab_size)
-            rows, packed = rows[inside], packed[inside] | (token[inside] << ((length - 1) * spec.bits))
-            totals = table.unigrams[packed] if length == 1 else self._counts(length, packed)
-            known = totals > 0
-            rows, packed, totals = rows[known], packed[known], totals[known]
-            if not len(rows):
-                return
-            if length == 1:  # many paths end in the same token
-                last, back = np.unique(packed, return_inverse=True)
-                counts = self._continuations(2, last, tokens)[back]
-            else:
-                counts = self._continuations(length + 1, packed, tokens)
-            row, column = ((counts > 0) & real).nonzero()
-            found[rows[row], column] = np.minimum(counts[row, column] / totals[row], 1.0)
+            token = contexts[:, -length]
+            usable = usable & (token >= 0) & (token < spec.vocab_size)
+            packed = packed | (np.where(usable, token, 0) << ((length - 1) * spec.bits))
+            totals = table.unigrams[packed] if length == 1 else self._counted(length, packed)
+            usable &= totals > 0
+            counts = self._counted(length + 1, (packed << spec.bits)[:, None] | tokens)
+            share = np.minimum(counts / np.maximum(totals, 1)[:, None], 1.0)
+            np.copyto(found, share, where=(counts > 0) & real & usable[:, None])
 
-    def _continuations(self, order: int, packed: Array, tokens: Array) -> Array:
-        """Counts [R, K] of n-grams of one order, 2 or more: `tokens` [K] behind contexts `packed` [R]."""
-        keys, counts = self._table.keys[order - 2], self._table.counts[order - 2]
-        wanted = (packed << self._table.spec.bits)[:, None] | tokens
-        places = np.empty(wanted.shape, dtype=np.int64)
-        # What follows a context lies side by side: of the whole table, only its beginning is searched for.
-        starts = keys.searchsorted(packed << self._table.spec.bits)
-        for row, start in enumerate(starts.tolist()):
-            near = keys[start : start + _NEAR].searchsorted(wanted[row])
-            places[row] = start + near if near.max() < _NEAR else keys.searchsorted(wanted[row])
-        return _at(places, keys, counts, wanted)
-
-    def _counts(self, order: int, wanted: Array) -> Array:
+    def _counted(self, order: int, wanted: Array) -> Array:
         """Counts [...] of n-grams of one order, 2 or more."""
         keys, counts = self._table.keys[order - 2], self._table.counts[order - 2]
-        return _at(keys.searchsorted(wanted), keys, counts, wanted)
-
-
-def _at(places: Array, keys: Array, counts: Array, wanted: Array) -> Array:
-    """The counts of n-grams `wanted` [...], which would stand at those places of the sorted keys; 0 of others."""
-    if not len(keys):
-        return np.zeros(wanted.shape, dtype=np.uint32)
-    hit = keys.take(places, mode="clip") == wanted
-    return np.where(hit, counts.take(places, mode="clip"), 0)
+        if not len(keys):
+            return np.zeros(wanted.shape, dtype=np.uint32)
+        places = keys.searchsorted(wanted)
+        hit = keys.take(places, mode="clip") == wanted
+        return np.where(hit, counts.take(places, mode="clip"), np.uint32(0))
 
 
 class DeviceNgrams:
