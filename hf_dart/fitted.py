@@ -14,6 +14,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram import NgramTable
 from hf_dart.proposal import Drafter, State
 
@@ -39,7 +40,7 @@ class Shared:
         return self
 
 
-class FittedDrafter(Drafter[State], PreTrainedModel):
+class FittedDrafter(PushWithCard, Drafter[State], PreTrainedModel):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
 
     Both check the fit and let `model.generate(..., assistant=drafter)` work.

@@ -13,7 +13,6 @@ from hf_dart.copied import copied_fields, initialise
 from hf_dart.drafting import DraftingModel
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
-from hf_dart.hub.mixin import PushWithCard
 from hf_dart.refine import BigramSelector, Editor
 from hf_dart.vocabulary import checked, unused_token
 
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class DartHead(PushWithCard, DraftingModel):
+class DartHead(DraftingModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`

@@ -16,7 +16,9 @@ from hf_dart import DiffusionDrafter
 from hf_dart.drafters.diffusion import MASK
 from hf_dart.training import DiffusionTrainingArguments
 from hf_dart.training.base import seeded
+from hf_dart.training.blocks import labels_behind, target_positions
 from hf_dart.training.diffusion import draw_times
+from hf_dart.training.losses import NO_LABEL, masked_cross_entropy
 from hf_dart.training.objective import PRESETS
 
 
@@ -33,11 +35,14 @@ def drawn_batch(trainer: Any, rows: list[dict[str, Tensor]], seed: int = 0) -> d
 
 @torch.no_grad()
 @pytest.mark.parametrize("kind", [{}, {"share_embeddings": False, "feature_layers": [1, 3]}], ids=["shared", "own"])
-@pytest.mark.parametrize("window", [6, 24])
-def test_every_block_is_trained_as_it_is_drafted(tmp_path: Path, kind: dict[str, Any], window: int) -> None:
+@pytest.mark.parametrize(("window", "text_weight"), [(6, 0.0), (24, 0.0), (24, 1.0)])
+def test_every_block_is_trained_as_it_is_drafted(
+    tmp_path: Path, kind: dict[str, Any], window: int, text_weight: float
+) -> None:
     target = tiny_target(torch.float64)
     drafter = tiny_drafter(target, context_window=window, **kind)
-    trainer = tiny_trainer(tmp_path, drafter, target, [], anchors_per_row=9, loss_chunk=0)
+    options = {"anchors_per_row": 9, "loss_chunk": 0, "text_weight": text_weight}
+    trainer = tiny_trainer(tmp_path, drafter, target, [], **options)
     batch = drawn_batch(trainer, token_rows(LENGTHS))
     features, logits = trainer.teach(batch["input_ids"], batch["documents"])
     hidden = trainer.block_states(drafter, batch, features, logits)
@@ -54,6 +59,68 @@ def test_every_block_is_trained_as_it_is_drafted(tmp_path: Path, kind: dict[str,
             torch.testing.assert_close(drafter.logits(hidden[row, block]), expected, rtol=1e-8, atol=1e-8)
             compared += 1
     assert compared > 15
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("share", [True, False])
+def test_only_what_is_learnt_is_computed(tmp_path: Path, share: bool) -> None:
+    """The loss of the masked tokens alone is that of whole blocks."""
+    target = tiny_target(torch.float64)
+    drafter = tiny_drafter(target, share_embeddings=share)
+    trainer = tiny_trainer(tmp_path, drafter, target, [], anchors_per_row=9, loss_chunk=0, revealed_share=1.0)
+    batch = drawn_batch(trainer, token_rows(LENGTHS))
+    loss, hidden = trainer.summed_loss(drafter, batch)
+    present = batch["anchors"] >= 0
+    rows, places = present.nonzero()[:, :1], target_positions(batch["anchors"][present], 4)
+    labels = labels_behind(batch["input_ids"], batch["documents"], rows, places)
+    masked, times = batch["slots"][present] == MASK, batch["times"][present]
+    assert (masked & (labels == NO_LABEL)).any()
+    assert (~masked).any()
+    whole = masked_cross_entropy(drafter.logits(hidden), labels, masked, times).sum()
+    torch.testing.assert_close(loss, whole, rtol=1e-10, atol=1e-10)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("chunk", [0, 3])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_text_teaches_the_first_token_of_a_draft_behind_every_entry(
+    tmp_path: Path, chunk: int, masked: bool
+) -> None:
+    target = tiny_target(torch.float64)
+    drafter = tiny_drafter(target, feature_layers=[1])
+    batch = default_data_collator(token_rows(LENGTHS))
+    if masked:
+        batch["loss_mask"] = torch.rand(batch["input_ids"].shape, generator=seeded(3)) < 0.7
+    results = []
+    for weight in (0.0, 2.5):
+        options = {"anchors_per_row": 5, "loss_chunk": chunk, "text_weight": weight}
+        trainer = tiny_trainer(tmp_path, drafter, target, [], **options)
+        drawn = dict(batch)
+        blocks = trainer.draw(drawn, seeded(0))
+        results.append(trainer.summed_loss(drafter, drawn)[0])
+    features, _ = trainer.teach(batch["input_ids"], batch["documents"])
+    expected = []
+    for row, (ids, documents) in enumerate(zip(batch["input_ids"], batch["documents"], strict=True)):
+        for entry in range(len(ids) - 2):
+            inside = documents[entry] == documents[entry + 2] >= 0
+            if not inside or (masked and not batch["loss_mask"][row, entry + 2]):
+                continue
+            begin = int((documents == documents[entry]).nonzero()[0])
+            text = features[row, begin : entry + 1], ids[begin + 1 : entry + 2]
+            expected.append(-one_pass(drafter, *text, [MASK])[0].log_softmax(-1)[ids[entry + 2]])
+    difference = 2.5 * blocks * torch.stack(expected).mean()
+    torch.testing.assert_close(results[1] - results[0], difference, rtol=1e-8, atol=1e-8)
+
+
+def test_evaluations_are_of_the_blocks_alone(tmp_path: Path) -> None:
+    """Whatever the text weighs: losses of runs compare."""
+    target = tiny_target()
+    rows = token_rows(LENGTHS * 2)
+    losses = []
+    for weight in (0.0, 1.0):
+        trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, rows, eval_rows=rows, text_weight=weight)
+        losses.append(trainer.evaluate()["eval_loss"])
+    assert losses[0] == losses[1]
 
 
 def test_what_is_masked(tmp_path: Path) -> None:
@@ -139,6 +206,17 @@ def test_every_objective_trains_it(tmp_path: Path, loss: str) -> None:
     assert {"agreement_1", "agreement_4"} <= logs[-1].keys()
 
 
+def test_the_bound_alone_has_no_drafts_to_agree(tmp_path: Path) -> None:
+    target = tiny_target()
+    trainer = tiny_trainer(
+        tmp_path, tiny_drafter(target), target, token_rows(LENGTHS), revealed_share=1.0, logging_steps=1, max_steps=2
+    )
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert len(logs) == 2
+    assert not any(name.startswith("agreement") for entry in logs for name in entry)
+
+
 @pytest.mark.parametrize("share", [True, False])
 def test_training_makes_better_drafts(tmp_path: Path, share: bool) -> None:
     """Of the target's own greedy text, in evaluation and in earnest; what is saved drafts the same."""
@@ -168,7 +246,13 @@ def test_training_makes_better_drafts(tmp_path: Path, share: bool) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"revealed_share": 1.5}, {"denoising_loss": "mse"}, {"loss": "mse"}, {"selector_only": True, "loss": "dart"}],
+    [
+        {"revealed_share": 1.5},
+        {"text_weight": -1.0},
+        {"denoising_loss": "mse"},
+        {"loss": "mse"},
+        {"selector_only": True, "loss": "dart"},
+    ],
     ids=str,
 )
 def test_arguments_say_what_is_wrong(tmp_path: Path, fields: dict[str, Any]) -> None:

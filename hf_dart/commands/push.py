@@ -1,4 +1,4 @@
-"""`hf-dart push`: put a head on the Hub, with its card."""
+"""`hf-dart push`: put a drafter on the Hub, with its card."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "langua
 
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("push", help="put a head on the Hub, with a card written from its files")
+    parser = commands.add_parser("push", help="put a drafter on the Hub, with a card written from its files")
     parser.add_argument("folder", type=Path, help="what save_pretrained or a trainer wrote")
     parser.add_argument("repository", help="user/name on the Hub; it is made if there is none")
     parser.add_argument("--bench", type=Path, metavar="FILE", help="what hf-dart bench --json wrote, for the table")

@@ -1,4 +1,4 @@
-"""The card of a head, written from what is known about it; nothing in it is typed by hand.
+"""The card of a drafter, written from what is known about it; nothing in it is typed by hand.
 
 A card has three parts: the front matter, a part between two marker lines that is written anew at each push, and
 whatever people write above and below the markers, which stays as it is.
@@ -19,11 +19,10 @@ from hf_dart.hub.facts import HeadFacts
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"
-TAGS = ("hf-dart", "dart", "speculative-decoding", "draft-model", "custom_generate")
+_TAGS = ("speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
 _DEPTHS = 8  # that a card tells of; bench.json has all
 _HOME = "https://huggingface.co/"
-_PAPER = "https://arxiv.org/abs/2601.19278"
 
 
 def front_matter(facts: HeadFacts) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def front_matter(facts: HeadFacts) -> dict[str, Any]:
         "base_model": facts.base_model,
         "base_model_relation": facts.base_model and "adapter",
         "datasets": list(facts.datasets),
-        "tags": list(dict.fromkeys([*TAGS, *facts.tags])),
+        "tags": list(dict.fromkeys(["hf-dart", facts.kind.tag, *_TAGS, *facts.tags])),
     }
     return {name: value for name, value in known.items() if value}
 
@@ -49,7 +48,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     """The card as text.
 
     Args:
-        facts: about the head.
+        facts: about the drafter.
         existing: the card as it is now. What stands outside its markers is kept. In its front matter, fields that
             are known are written, tags are added, and all others are kept; a library and a pipeline that stand
             there stay. Without markers it was not written here, and is returned as it is.
@@ -59,7 +58,8 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
     """
     written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
     if existing is None:
-        title = (facts.repository or "A DART head").rpartition("/")[2]
+        called = facts.kind.called
+        title = (facts.repository or called[0].upper() + called[1:]).rpartition("/")[2]
         card = ModelCard(f"---\n{{}}\n---\n\n# {title}\n\n{written}\n")
     elif not has_markers(existing):
         return existing
@@ -106,42 +106,30 @@ def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
 
 
 def _body(facts: HeadFacts) -> str:
-    parts = (_about(facts), _use(facts), _measured(facts), _exact(facts), _training(facts), _limits(facts), _SOURCE)
-    return "\n\n".join(part for part in parts if part)
+    parts = (_about, _use, _measured, _exact, _training, _limits, _source)
+    return "\n\n".join(text for part in parts if (text := part(facts)))
 
 
 def _about(facts: HeadFacts) -> str:
-    config = facts.config
+    config, kind = facts.config, facts.kind
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
     made_for = f" for {_link(facts)}{revision}" if facts.target else ""
-    tree = ", ".join(f"{name} {value}" for name, value in config.tree.items())
-    layers = "one decoder layer" if config.num_layers == 1 else f"{config.num_layers} decoder layers"
-    copied = "" if config.copied_layer is None else f"; copies of the target's from layer {config.copied_layer} on"
-    injected = ", also as keys and values of every layer" if config.inject_features else ""
-    mask = f", mask slots as P-EAGLE's, token {config.mask_token_id}" if config.mask_mode == "peagle" else ""
-    own = "" if config.shift_logits else ", each in a mask slot of its own"
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
+    lent = "embeddings and LM head are the target's" if facts.borrows else "the table of its tokens included"
     rows = {
-        "layers": f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
-        f"{config.num_key_value_heads} key-value heads of {config.head_dim}, MLP {config.intermediate_size}{copied}",
-        "reads": f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
-        f"{injected}",
-        "drafts": f"{config.draft_length} tokens in one pass, {config.block_attention} attention among them{mask}{own}",
-        "vocabulary": f"the {config.draft_vocab_size} tokens it was given" if config.draft_vocab_size else "",
-        "selector": f"{config.selector_kind}, rank {config.selector_rank}" if config.selector_rank else "",
-        "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; embeddings and "
-        "LM head are the target's",
+        **kind.rows(config),
+        "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; {lent}",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
         "chat template": f"`{config.chat_template_hash}`{thinking}" if config.chat_template_hash else "",
-        "tree": tree,
+        "tree": ", ".join(f"{name} {value}" for name, value in config.tree.items()),
     }
     table = [f"| {name} | {value} |" for name, value in rows.items() if value]
     return "\n".join(
         [
-            f"A [DART]({_PAPER}) draft head{made_for}. With it, `model.generate()` of plain transformers writes the "
+            f"{kind.introduced}{made_for}. With it, `model.generate()` of plain transformers writes the "
             "same tokens as without, several per forward pass of the target.",
             "",
-            "| head | |",
+            f"| {kind.short} | |",
             "|---|---|",
             *table,
         ]
@@ -151,6 +139,7 @@ def _about(facts: HeadFacts) -> str:
 def _use(facts: HeadFacts) -> str:
     if facts.repository is None or facts.base_model is None:
         return ""
+    name, short = facts.kind.class_name, facts.kind.short
     return f"""## Use
 
 ```sh
@@ -159,21 +148,21 @@ pip install hf-dart
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from hf_dart import DartHead
+from hf_dart import {name}
 
 model = AutoModelForCausalLM.from_pretrained("{facts.base_model}", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained("{facts.base_model}")
-head = DartHead.from_pretrained("{facts.repository}", target=model)
+{short} = {name}.from_pretrained("{facts.repository}", target=model)
 
 inputs = tokenizer("The tide gauge", return_tensors="pt").to(model.device)
-model.generate(**inputs, assistant=head, max_new_tokens=512)
-print(head.last_stats.tau)
+model.generate(**inputs, assistant={short}, max_new_tokens=512)
+print({short}.last_stats.tau)
 ```
 
 Or through this repository's own `custom_generate/generate.py`, which leaves the model's `generate` as it is:
 
 ```python
-model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, assistant=head)
+model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, assistant={short})
 ```"""
 
 
@@ -238,6 +227,8 @@ def _training(facts: HeadFacts) -> str:
     rows = {
         "data": ", ".join(recipe.get("train_data", facts.datasets)),
         "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
+        "blocks": _say(record, "{revealed_share:.0%} with tokens revealed ({denoising_loss})")
+        + _say(record, "; {text_weight:g} x cross-entropy of the text's next tokens"),
         "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
         "amount": _say(
             record,
@@ -298,12 +289,17 @@ def _objective(objective: dict[str, Any] | None) -> str:
 
 def _limits(facts: HeadFacts) -> str:
     target = facts.target or "its target"
+    other = "widths, layers or vocabulary" if facts.borrows or facts.config.feature_layers else "vocabulary"
     return f"""## Limits
 
-- It drafts for {target}. A model with other widths, layers or vocabulary is refused; with a fine-tuned copy the
+- It drafts for {target}. A model with other {other} is refused; with a fine-tuned copy the
   text stays that copy's own, and τ may be lower.
 - The gain depends on the text, the batch, the device and the target's size; larger batches leave less to gain.
 - What could not be exact is refused: beam search, quantized and offloaded caches, targets with running state."""
+
+
+def _source(facts: HeadFacts) -> str:
+    return f"## Source\n\n{facts.kind.source}"
 
 
 def _link(facts: HeadFacts) -> str:
@@ -314,16 +310,3 @@ def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
     """Results of the head as it comes, and their cases."""
     entries = zip(bench["results"], labels(bench), strict=True)
     return [(one, case) for one, case in entries if one["method"] == OURS and "tau" in one]
-
-
-_SOURCE = f"""## Source
-
-```bibtex
-@misc{{dart2026,
-  title = {{DART: Diffusion-Inspired Speculative Decoding for Fast LLM Inference}},
-  year = {{2026}},
-  eprint = {{2601.19278}},
-  archivePrefix = {{arXiv}},
-  url = {{{_PAPER}}}
-}}
-```"""

@@ -1,4 +1,4 @@
-"""What is known about a head that is to be published, read from its files."""
+"""What is known about a drafter that is to be published, read from its files."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hf_dart.configuration import DartConfig
+from hf_dart.hub.kinds import KINDS, Config, Kind, kind_of
 
 TRAINING_RECORD = "training.json"
 _BENCH = ("command", "dtype", "hardware", "head_parameters", "results", "settings", "text", "versions")
@@ -22,10 +23,10 @@ class HeadFacts:
     """What a card is written from. What is None or empty is not known, and its sentence is left out.
 
     Attributes:
-        config: of the head.
+        config: of the drafter.
         parameters, size: how many are stored, and in how many bytes.
         dtype: they are stored in.
-        repository: the head's id on the Hub.
+        repository: the drafter's id on the Hub.
         base_model: the target's id on the Hub.
         training: `hf_dart.training.record.training_record`.
         bench: what `hf-dart bench --json` wrote.
@@ -33,7 +34,7 @@ class HeadFacts:
         license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
     """
 
-    config: DartConfig
+    config: Config
     parameters: int
     size: int
     dtype: str
@@ -57,7 +58,7 @@ class HeadFacts:
         base_model: str | None = None,
         **known: Any,
     ) -> HeadFacts:
-        """The facts of the head that `save_pretrained` or a trainer wrote to `folder`.
+        """The facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
 
         Args:
             folder: with config.json, model.safetensors and, where a trainer wrote it, training.json.
@@ -77,7 +78,7 @@ class HeadFacts:
         record = _json(training_file, "the trainer", "steps") if told else None
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
         # Layers copied from the target are counted there and not stored here.
-        whole = config.copied_layer is None
+        whole = not isinstance(config, DartConfig) or config.copied_layer is None
         if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
@@ -95,24 +96,38 @@ class HeadFacts:
         )
 
     @property
+    def kind(self) -> Kind:
+        """Which kind of drafter it is."""
+        return kind_of(self.config)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether it reads and writes tokens through the target's embeddings and LM head."""
+        return isinstance(self.config, DartConfig) or self.config.share_embeddings
+
+    @property
     def target(self) -> str | None:
         """The target's name, on the Hub or not."""
         return self.base_model or self.config.target_name
 
 
-def read_config(folder: Path) -> DartConfig:
-    """The config of the head in `folder`.
+def read_config(folder: Path) -> Config:
+    """The config of the drafter in `folder`.
 
     Raises:
         ValueError: there is none.
     """
     file = folder / "config.json"
-    if not file.is_file() or _json(file, "save_pretrained").get("model_type") != DartConfig.model_type:
-        raise ValueError(f"{folder} holds no config.json of a DART head; give what save_pretrained wrote.")
-    return DartConfig.from_pretrained(folder)
+    kind = KINDS.get(str(_json(file, "save_pretrained").get("model_type"))) if file.is_file() else None
+    if kind is None:
+        *called, last = (one.called for one in KINDS.values())
+        raise ValueError(
+            f"{folder} holds no config.json of {', '.join(called)} or {last}; give what save_pretrained wrote."
+        )
+    return kind.config_class.from_pretrained(folder)
 
 
-def _hub_id(config: DartConfig) -> str | None:
+def _hub_id(config: Config) -> str | None:
     """A name without a namespace is the Hub's only if it has a commit there; else it may be any folder's."""
     name = config.target_name
     return name if name is not None and ("/" in name or config.target_revision is not None) else None

@@ -1,4 +1,4 @@
-"""`head.push_to_hub`: transformers' own, with a card."""
+"""`drafter.push_to_hub`: transformers' own, with a card."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PushWithCard:
         tags: list[str] | None = None,
         **known: Any,
     ) -> CommitInfo:
-        """As `PreTrainedModel.push_to_hub`, with a card, `custom_generate` and what else is `known` about the head.
+        """As `PreTrainedModel.push_to_hub`, with a card, `custom_generate` and what else is `known` about it.
 
         Args:
             known: card, bench, training, base_model, bench_dataset, license, language, datasets, as for

@@ -1,4 +1,4 @@
-"""Pushing a head: its weights, config, card, results and `custom_generate`, in one commit."""
+"""Pushing a drafter: its weights, config, card, results and `custom_generate`, in one commit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def push_folder(
     commit_description: str | None = None,
     **known: Any,
 ) -> CommitInfo:
-    """Push the head in `folder` to the Hub; the repository and the branch are made where there are none.
+    """Push the drafter in `folder` to the Hub; the repository and the branch are made where there are none.
 
     Args:
         folder: what `save_pretrained` or a trainer wrote.
@@ -72,7 +72,7 @@ def push_folder(
         if card is not None and not has_markers(card):
             _LOGGER.warning(
                 "The card of %s was not written by hf-dart and stays as it is; put the lines %r and %r where the part "
-                "about the head shall stand.",
+                "about the drafter shall stand.",
                 repository,
                 BEGIN,
                 END,
@@ -83,7 +83,7 @@ def push_folder(
         return api.create_commit(
             repository,
             operations,
-            commit_message=commit_message or "Upload DartHead",
+            commit_message=commit_message or f"Upload {facts.kind.class_name}",
             commit_description=commit_description,
             revision=revision,
             create_pr=create_pr,
@@ -103,7 +103,7 @@ def write_folder(
 
 
 def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> dict[str, bytes | Path]:
-    """All files of the head's repository by their path in it; `card` is the card as it is now."""
+    """All files of the drafter's repository by their path in it; `card` is the card as it is now."""
     found = [file for pattern in _WEIGHTS for file in sorted(Path(folder).glob(pattern))]
     files: dict[str, bytes | Path] = {file.name: file for file in found}
     if facts.training is not None:

@@ -31,10 +31,11 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
     """What `trainer` has done so far; what it does not know is left out.
 
     Returns:
-        loss: the preset's name; objective: every field of it; steps: optimizer steps; tokens: of all rows read,
-        padding left out; rows_per_step, anchors_per_row; evaluation: the last evaluation's metrics; optimizer,
-        learning_rate, schedule, seed; precision: of autocast; weights_dtype, target_dtype; processes, hardware,
-        versions; recipe: the options that `hf-dart train` was given, tokens of the Hub left out.
+        loss: the preset's name; objective: every field of it; what the trainer adds (`own_record`); steps: optimizer
+        steps; tokens: of all rows read, padding left out; rows_per_step, anchors_per_row; evaluation: the last
+        evaluation's metrics; optimizer, learning_rate, schedule, seed; precision: of autocast; weights_dtype,
+        target_dtype; processes, hardware, versions; recipe: the options that `hf-dart train` was given, tokens of the
+        Hub left out.
     """
     args, state = trainer.args, trainer.state
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
@@ -42,6 +43,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "loss": args.loss,
         "objective": asdict(trainer.objective),
         "selector_only": args.selector_only,
+        **trainer.own_record(),
         "steps": state.global_step,
         "tokens": state.num_input_tokens_seen or None,
         "rows_per_step": rows,

@@ -120,9 +120,9 @@ class DartTrainer(DrafterTrainer):
             per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
             # By row, so that rows which only fill up the last batch of several processes can be left out.
             self._quality.add(self.accelerator.gather_for_metrics(per_row))
-        if model.training and self.logs_agreement:
+        seen = self.first_drafts(inputs)[:256] if model.training and self.logs_agreement else anchors[0, :0]
+        if len(seen):
             with torch.no_grad():
-                seen = self.first_drafts(inputs)[:256]
                 parts = hidden[seen].split(self.args.loss_chunk or 256)
                 drafted = torch.cat([self._full_logits(part, target_logits).argmax(-1) for part in parts])
                 self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
@@ -340,6 +340,10 @@ class DartTrainer(DrafterTrainer):
             private=self.args.hub_private_repo if private is None else private,
             **known,
         )
+
+    def own_record(self) -> dict[str, Any]:
+        """What a trainer of another kind of drafter adds to the record of the training; nothing for a head."""
+        return {}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """As `Trainer`; training logs also carry the top-1 agreement with the target per draft token."""

@@ -6,7 +6,7 @@ from hf_dart.generation import attach
 def generate(model, assistant=None, tree_config=None, **kwargs):
     """Decode with drafts; all other arguments are those of `generate`, as it was given them."""
     if assistant is None:
-        raise ValueError("Pass a draft head: generate(..., assistant=DartHead.from_pretrained(path, target=model)).")
+        raise ValueError("Pass a drafter: generate(..., assistant=DartHead.from_pretrained(path, target=model)).")
     # A model whose own repository carries this folder would come here again, and for ever.
     kwargs.pop("custom_generate", None)
     given = {name: value for name, value in kwargs.items() if value is not None}
