@@ -44,10 +44,11 @@ def table(file: Path) -> str:
     """
     try:
         content = json.loads(file.read_text(encoding="utf8"))
-        return _renderer(content)(content)
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {file} ({error}); give what hf-dart bench --json wrote.") from error
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
+    try:
+        return _renderer(content)(content)
+    except report.UNREADABLE as error:
         raise ValueError(f"{file} is not what hf-dart bench --json writes ({error!r}); measure again.") from error
 
 

@@ -17,6 +17,9 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.machine import hardware, versions
 from hf_dart.pair import Pair
 
+UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
+"""What the writers of tables raise for JSON that is not what `as_json` gives."""
+
 
 def circumstances(
     pair: Pair, settings: Settings, tree: TreeConfig, text: str, command: Sequence[str]

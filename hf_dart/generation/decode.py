@@ -66,7 +66,7 @@ def speculative_generate(
         input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
         assistant: the drafter.
         tree_config: replaces `assistant.tree_config` for this call.
-        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
+        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them); no engine takes part then.
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
         model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
 
@@ -99,7 +99,7 @@ def speculative_generate(
     try:
         tree = DraftTree.chain(input_ids.new_zeros(len(rows), 1))  # a root that nobody looks at
         accepted = call.walk(tree, logits, call.limits())
-        if assistant.engine is not None and not rows.finished:
+        if assistant.engine is not None and not rows.finished and not trace:
             features, accepted = assistant.engine.decode(call, features, accepted, streaming, stats)
         while not rows.finished:
             with stats.phase("draft"):

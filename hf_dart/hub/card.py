@@ -13,7 +13,7 @@ import yaml
 from huggingface_hub import EvalResultEntry, ModelCard
 
 from hf_dart.bench.exact import Verdict
-from hf_dart.bench.report import as_table, labels
+from hf_dart.bench.report import UNREADABLE, as_table, labels
 from hf_dart.bench.rivals import OURS
 from hf_dart.hub.facts import HeadFacts
 
@@ -54,9 +54,16 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
             there stay. Without markers it was not written here, and is returned as it is.
 
     Raises:
-        ValueError: the front matter of `existing` is not YAML.
+        ValueError: the front matter of `existing` is not YAML; or the bench or the training record, whose files were
+            checked for their fields only, holds something else in one.
     """
-    written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
+    try:
+        written = f"{BEGIN}\n\n{_body(facts)}\n\n{END}"
+    except UNREADABLE as error:
+        raise ValueError(
+            f"The bench or the training record is not what hf-dart bench and the trainer write ({error!r}); make them "
+            "again."
+        ) from error
     if existing is None:
         called = facts.kind.called
         title = (facts.repository or called[0].upper() + called[1:]).rpartition("/")[2]
