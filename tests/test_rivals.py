@@ -14,7 +14,7 @@ from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench import suites
 from hf_dart.bench.plots import plots
 from hf_dart.bench.report import as_table, labels
-from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, OURS, STOCK
+from hf_dart.bench.rivals import ASSISTED, COMPILED, ENGINE, LOOKUP, OURS, STOCK
 from hf_dart.cli import main
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
 
@@ -169,10 +169,11 @@ def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.matrix
-def test_stock_compiled_writes_the_same(tmp_path: Path) -> None:
+def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    words = ["--rivals", "compiled,tree", "--modes", "greedy", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
-    assert main(["bench", "--smoke", *words, "--json", str(file)]) == 0
-    compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] == COMPILED]
-    assert len(compiled) == 1
-    assert compiled[0]["identical"]
+    words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
+    assert main(["bench", "--smoke", *words, "--modes", "greedy,sampled", "--json", str(file)]) == 0
+    compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] in COMPILED]
+    assert {(one["mode"], one["method"]) for one in compiled} >= {("greedy", name) for name in COMPILED}
+    assert not [one for one in compiled if one["method"] == ENGINE and one["mode"] != "greedy"]
+    assert all(one["identical"] for one in compiled)

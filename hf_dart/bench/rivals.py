@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,16 @@ from typing import Any
 from torch import nn
 from transformers import CompileConfig
 
+import hf_dart
 from hf_dart.configuration import TreeConfig
 from hf_dart.lookup import LookupDrafter
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, UserError, load_head, sentence, shown_name
 from hf_dart.proposal import Drafter
 
 STOCK, OURS = "stock", "hf_dart"
-COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"
+STOCK_COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"
+ENGINE = f"{OURS}, compiled"
+COMPILED = (STOCK_COMPILED, ENGINE)
 _LOOKUP_TOKENS = 10
 
 
@@ -31,7 +35,7 @@ def methods(
     Args:
         tree: of the pair's head.
         rivals: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup), "copies"
-            (our `LookupDrafter`), "chain", and "tree", the head as it comes.
+            (our `LookupDrafter`), "chain", "tree", the head as it comes, and "engine", the same in compiled rounds.
         assistant_model: a small causal LM for stock's assisted decoding.
         drafters: more drafters of ours for the target, each with its own tree.
     """
@@ -41,7 +45,7 @@ def methods(
         compiling = CompileConfig()
         if pair.model.device.type == "cpu":
             compiling._compile_all_devices = True  # stock compiles on accelerators only, unless told so
-        found[COMPILED] = {"cache_implementation": "static", "compile_config": compiling}
+        found[STOCK_COMPILED] = {"cache_implementation": "static", "compile_config": compiling}
     if "lookup" in rivals:
         found[LOOKUP] = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
     if assistant_model is not None:
@@ -52,6 +56,10 @@ def methods(
         found[f"{OURS}, chain"] = {"assistant": head, "tree_config": TreeConfig.chain(tree.depth or head.draft_length)}
     if "tree" in rivals:
         found[OURS] = {"assistant": head, "tree_config": tree}
+    if "engine" in rivals:
+        captured = copy.deepcopy(head)
+        hf_dart.compile(pair.model, captured)
+        found[ENGINE] = {"assistant": captured, "tree_config": tree}
     for drafter in drafters:
         found[f"{OURS}, {_name(drafter, found)}"] = {"assistant": drafter}
     return found
@@ -82,10 +90,15 @@ def load_assistant(path: str, pair: Pair) -> Any:
     return model.to(pair.model.device).eval()
 
 
-def takes(options: dict[str, Any], batch: int, sampled: bool) -> bool:
-    """Does stock allow the method there? Its assisted decoding takes one row, its lookup greedy text alone."""
+def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
+    """Is the method one of its own there?
+
+    Stock's assisted decoding takes one row, its lookup greedy text alone; our engine greedy text without processors.
+    """
     if "prompt_lookup_num_tokens" in options:
-        return batch == 1 and not sampled
+        return batch == 1 and not mode["do_sample"]
+    if is_ours(options) and options["assistant"].engine is not None:
+        return mode == {"do_sample": False}
     return batch == 1 or "assistant_model" not in options
 
 

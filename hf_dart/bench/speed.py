@@ -157,7 +157,7 @@ def measure(
         for batch in settings.batches
         for mode, options in modes.items()
         for method in drafting
-        if takes(drafting[method], batch, options["do_sample"])
+        if takes(drafting[method], batch, options)
     ]
     groups = {
         batch: [
@@ -168,7 +168,7 @@ def measure(
     }
     short = min(_WARMUP_TOKENS, settings.new_tokens)
     for one in measurements:
-        whole = one.method == COMPILED  # every length of the static cache is compiled anew
+        whole = one.method in COMPILED  # every length is compiled anew
         options = {**modes[one.mode], **drafting[one.method]}
         for inputs in groups[one.batch] if whole else groups[one.batch][:1]:
             run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else short})

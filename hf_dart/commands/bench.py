@@ -22,7 +22,7 @@ from hf_dart.commands.common import (
 from hf_dart.pair import DTYPES, PACKAGED_HEAD, UserError, load_head, sentence
 
 _MODES = ("greedy", "penalty", "sampled")
-_RIVALS = ("compiled", "lookup", "chain", "tree", "copies", "packaged")
+_RIVALS = ("compiled", "lookup", "chain", "tree", "engine", "copies", "packaged")
 _SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
 _PROMPT_TOKENS, _SMOKE_TOKENS = (96,), (24,)
 
@@ -53,7 +53,7 @@ def add(commands: Any) -> None:
         type=_rivals,
         default=("lookup", "tree"),
         metavar="RIVALS",
-        help="of compiled,lookup,chain,tree,copies,packaged, or all (default: lookup,tree)",
+        help="of compiled,lookup,chain,tree,engine,copies,packaged, or all (default: lookup,tree)",
     )
     parser.add_argument("--assistant-model", metavar="PATH", help="also stock's assisted decoding with this small LM")
     parser.add_argument(
