@@ -44,6 +44,9 @@ _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
 
+# What PEFT raises for fields that are not what it writes.
+_NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
+
 
 @dataclass
 class LoraArguments:
@@ -262,7 +265,11 @@ def load(head: DartHead, path: str, name: str, **where: Any) -> None:
     config.inference_mode = False
     active = head.active_adapters()[0] if peft_configs(head) else None
     with _undone(head, name, active):
-        _inject(head, config, name)
+        try:
+            _inject(head, config, name)
+        except _NO_ADAPTER as error:
+            words = " ".join(str(error).split())
+            raise ValueError(f"The {ADAPTER_CONFIG} in {path} fits no head ({words}); fetch it again.") from error
         read(head, state, path, name)
     head.set_adapter(name)
 

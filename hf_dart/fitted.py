@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 # What says where on the Hub a file lies.
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 
+_NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+
 
 class Shared:
     """The target's modules that a drafter reads through; copies of the drafter share them."""
@@ -121,6 +123,17 @@ class FittedDrafter(PushWithCard, Drafter[State], PreTrainedModel):
                 drafter, info = super().from_pretrained(path, **{**kwargs, **options})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
+        except torch.OutOfMemoryError:
+            raise
+        except _NO_DRAFTER as error:
+            if isinstance(error, ValueError) and str(error).endswith("."):
+                raise
+            # A field of another type or size than any drafter has, wherever it was first in the way.
+            words = " ".join(str(error).split())
+            raise ValueError(
+                f"The config.json in {path} describes no {cls.described_as} ({type(error).__name__}: {words}); both "
+                "files have to come from one save_pretrained."
+            ) from error
         mismatched = [name for name, *_ in info["mismatched_keys"]]
         wrong = [*info["missing_keys"], *info["unexpected_keys"], *mismatched]
         if wrong:

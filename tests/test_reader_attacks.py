@@ -45,8 +45,8 @@ def one_line(read: Callable[[], Any]) -> Callable[[], Any]:
     def reading() -> Any:
         try:
             return read()
-        except UserError as error:
-            raise ValueError(f"{str(error).rstrip('.')}.") from error
+        except (UserError, ValueError) as error:
+            raise ValueError(f"{str(error).rstrip('.?')}.") from error
 
     return reading
 
