@@ -170,8 +170,14 @@ def _flex_attention(device_type: str) -> Any:
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
-@lru_cache(maxsize=16)
+@torch.compiler.assume_constant_result
 def _frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
+    """As `_made_frequencies`; `torch.compile` takes them for what they are, and does not look at how they are kept."""
+    return _made_frequencies(head_dim, theta, own, device)
+
+
+@lru_cache(maxsize=16)
+def _made_frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
     """Rotary frequencies [head_dim], each twice."""
     if own is not None:
         return torch.tensor(own + own, device=device, dtype=torch.float32)

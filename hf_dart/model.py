@@ -184,7 +184,9 @@ class DartModel(FittedDrafter[SlotState]):
         """
         learned = self.mask_slot.weight[None]
         if self.config.mask_mode == "peagle":
-            token = torch.tensor([[self.config.mask_token_id]], device=self.shared.embeddings.weight.device)
+            # Filled in where it lies: a CUDA graph takes no number from the host.
+            where = self.shared.embeddings.weight.device
+            token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)
             slot = self.inputs(learned, self.embed(token))
         else:
             slot = Entries(learned, learned[..., : self.config.hidden_size], None)

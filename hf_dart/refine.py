@@ -64,7 +64,9 @@ class BigramSelector(nn.Module):
 
         The projections of all tokens are made on first use, and again when the weights have changed.
         """
-        phi, psi = self._vocabulary_tables(embeddings)
+        # Traced, what has been made is up to date: `engine` makes it before, and all anew when weights change.
+        known = self._tables if torch.compiler.is_compiling() else None
+        phi, psi = self._vocabulary_tables(embeddings) if known is None else known[1:]
         return self._pairs(hidden, phi[previous], psi[candidates])
 
     def _pairs(self, hidden: Tensor, phi: Tensor, psi: Tensor) -> Tensor:

@@ -122,6 +122,8 @@ class HeadRows:
         weight: Any = lm_head.weight
         if type(lm_head) is not nn.Linear or weight.is_meta:  # quantized, adapted or offloaded: rows mean nothing
             return lm_head(hidden)[..., vocabulary]
+        if self._rows is not None and torch.compiler.is_compiling():  # as in `BigramSelector.lookup`
+            return F.linear(hidden, self._rows[2], self._rows[3])
         key = state_of(weight)
         if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
             with torch.inference_mode(False):  # what was made in that mode could not be trained through later

@@ -22,6 +22,7 @@ from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import rotary_moves
 from hf_dart.generation.walk import Accepted
+from hf_dart.vocabulary import state_of
 
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
@@ -140,9 +141,7 @@ class Engine:
             f"hf_dart: preparing rounds of {shape.bucket} nodes for {shape.batch} row(s) of up to {shape.slots} tokens"
         )
         try:
-            with warnings.catch_warnings():  # rotary frequencies are kept in one; traced, they are constants
-                warnings.filterwarnings("ignore", "Dynamo detected a call to a `functools.lru_cache`")
-                tier = Tier(shape, call, features, self.config.backend, self._pool)
+            tier = Tier(shape, call, features, self.config.backend, self._pool)
             tier.load(call, features, accepted)
             error, allowed = tier.differs(call)
         except Exception as failure:
@@ -222,10 +221,16 @@ def _names(parts: Any) -> str:
 
 
 def _signature(call: Call) -> tuple[Any, ...]:
-    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters."""
-    parts: list[Any] = [call.model.config.get_text_config(decoder=True)._attn_implementation]
-    models: tuple[Any, ...] = (call.model, call.drafter)
-    for model in models:
+    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters.
+
+    What the head has made of its weights and of those that it borrows differs when they are written to, too.
+    """
+    target, head = call.model, call.drafter
+    assert isinstance(head, DraftingModel)
+    made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
+    parts: list[Any] = [target.config.get_text_config(decoder=True)._attn_implementation, id(head.draft_vocabulary)]
+    parts += [state_of(weight) for weight in made_of]
+    for model in (target, head):
         tensors = [*model.parameters(), *model.buffers()]
         parts += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]
         layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]  # PEFT's

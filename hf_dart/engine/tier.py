@@ -49,6 +49,7 @@ class Tier:
             self.state = State.empty(shape, features)
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
         self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, backend)
+        self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
     def fits(self, longest: int, rounds: int) -> bool:

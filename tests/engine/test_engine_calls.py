@@ -117,7 +117,7 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     before = list(made._tiers.values())
     with torch.no_grad():
-        target.lm_head.weight.mul_(-1)
+        target.model.norm.weight.mul_(-1)
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     assert list(made._tiers.values()) == before
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
