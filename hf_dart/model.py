@@ -186,6 +186,7 @@ class DartModel(FittedDrafter[SlotState]):
         if self.config.mask_mode == "peagle":
             # Filled in where it lies: a CUDA graph takes no number from the host.
             where = self.shared.embeddings.weight.device
+            assert self.config.mask_token_id is not None
             token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)
             slot = self.inputs(learned, self.embed(token))
         else:

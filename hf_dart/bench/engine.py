@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -14,11 +15,13 @@ from torch import Tensor
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from hf_dart.configuration import TreeConfig
+from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.machine import hardware, versions
+from hf_dart.proposal import Proposal
 
 STOCK, STATIC, PLAIN, EAGER, CAPTURED = (
     "stock generate",
@@ -115,29 +118,28 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
 
     engine = compile(target, head, backend=settings.backend, progress=progress)
     methods = _methods(head, settings)
-    with torch.inference_mode():
-        expected = run(target, inputs, {**_greedy(settings.new_tokens)}).sequences
-        for one in methods:
-            progress(f"warming up: {one.method}")
+    expected = run(target, inputs, _greedy(settings.new_tokens)).sequences
+    for one in methods:
+        progress(f"warming up: {one.method}")
+        _time(one, target, inputs, settings.new_tokens, engine, expected)
+        one.seconds.clear()
+        one.prefill.clear()
+    for repeat in range(settings.repeats):
+        progress(f"repeat {repeat + 1} of {settings.repeats}")
+        for one in methods[repeat % len(methods) :] + methods[: repeat % len(methods)]:
             _time(one, target, inputs, settings.new_tokens, engine, expected)
-            one.seconds.clear()
-            one.prefill.clear()
-        for repeat in range(settings.repeats):
-            progress(f"repeat {repeat + 1} of {settings.repeats}")
-            for one in methods[repeat % len(methods) :] + methods[: repeat % len(methods)]:
-                _time(one, target, inputs, settings.new_tokens, engine, expected)
-        if device.type == "cuda":
-            for one in methods:
-                _count(one, target, inputs, settings.new_tokens, engine)
-        head.engine = engine
-        tiers = [tier for tier in engine._tiers.values() if tier is not None and tier.shape.depth]
-        phases = phase_ms(tiers[-1]) if tiers else {}
+    if device.type == "cuda":
+        for one in methods:
+            _count(one, target, inputs, settings.new_tokens, engine)
+    head.engine = engine
+    tiers = [tier for tier in engine._tiers.values() if tier is not None and tier.shape.depth]
+    phases = phase_ms(tiers[-1]) if tiers else {}
     context = settings.prompt_tokens + settings.new_tokens // 2
     return _report(settings, methods, phases, copy_bandwidth(device), forward_bytes(target, settings.batch, context))
 
 
 def _greedy(tokens: int) -> dict[str, Any]:
-    return {"do_sample": False, "max_new_tokens": tokens, "min_new_tokens": None}
+    return {"do_sample": False, "max_new_tokens": tokens}
 
 
 def _methods(head: SimulatedHead, settings: Settings) -> list[Measurement]:
@@ -151,9 +153,7 @@ def _methods(head: SimulatedHead, settings: Settings) -> list[Measurement]:
     ]
 
 
-def _time(
-    one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int, engine: Any, expected: Tensor
-) -> None:
+def _time(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int, engine: Any, expected: Tensor) -> None:
     head = one.options.get("assistant")
     if head is not None:
         head.engine = None if one.method == EAGER else engine
@@ -192,6 +192,7 @@ def copy_bandwidth(device: torch.device) -> float:
     return 2 * source.nbytes / best
 
 
+@torch.no_grad()
 def phase_ms(tier: Tier) -> dict[str, float]:
     """Milliseconds of the parts of a round, each launched alone, behind the text that the tier holds.
 
@@ -202,14 +203,16 @@ def phase_ms(tier: Tier) -> dict[str, float]:
     tree = this.guess()
     verdict = list(this.check(tree))
     verdict[2] = torch.zeros_like(verdict[2])
+
+    def draft() -> Proposal:
+        return this.head.propose(tier.draft, state.features, state.next_tokens, state.counts, shape.depth)
+
     steps: dict[str, Callable[[], object]] = {
-        "draft": lambda: this.head.propose(
-            tier.draft, state.features, state.next_tokens, state.counts, shape.depth
-        ),
-        "draft + grow": this._guess,
-        "verify": lambda: this.verify(tree),
-        "verify + walk": lambda: this._check(tree),
-        "commit": lambda: this.keep(*verdict),
+        "draft": this.compiled(draft),
+        "draft + grow": this.compiled(this.guess),
+        "verify": partial(this.compiled(this.verify), tree),
+        "verify + walk": partial(this.compiled(this.check), tree),
+        "commit": partial(this.keep, *verdict),
     }
     spent = {name: _ms(_within(this, step), state.roots.device) for name, step in steps.items()}
     spent["round"] = _ms(tier.launch, state.roots.device, made=True)
@@ -217,8 +220,6 @@ def phase_ms(tier: Tier) -> dict[str, float]:
 
 
 def _within(this: FixedRound, step: Callable[[], object]) -> Callable[[], None]:
-    from hf_dart.engine.attention import packed
-
     def call() -> None:
         with packed(this.verifier.target):
             step()
@@ -279,8 +280,8 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, backend {settings['backend']}; medians of {settings['repeats']} interleaved repeats; "
-        f"copies run at {report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
+        f"{settings['nodes']} nodes, backend {settings['backend']}; medians of {settings['repeats']} interleaved "
+        f"repeats; copies run at {report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",
         "",
         "| method | τ | tokens/s | ms per round | x stock | x static | x N = 1 | roofline | launches | waits | same |",
@@ -301,11 +302,12 @@ def as_table(report: dict[str, Any]) -> str:
         lines.append(f"| {' | '.join(cells)} |")
     phases = report["phase_ms"]
     if phases:
+        rest = 1 - phases["verify"] / phases["round"]
         lines += [
             "",
             f"| {' | '.join(f'{name} ms' for name in phases)} | not verified |",
             "|---" * (len(phases) + 1) + "|",
-            f"| {' | '.join(f'{spent:.3f}' for spent in phases.values())} | {1 - phases['verify'] / phases['round']:.0%} |",
+            f"| {' | '.join(f'{spent:.3f}' for spent in phases.values())} | {rest:.0%} |",
             "",
             "Parts of the captured round, each launched alone. `not verified`: all but the target's forward.",
         ]

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_dart.commands import engine
 from hf_dart.commands.common import (
     check_folder,
     load,
@@ -64,8 +65,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write four SVG plots there")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
-    more = parser.add_subparsers(required=False, metavar="train | render")
+    more = parser.add_subparsers(required=False, metavar="train | engine | render")
     _add_train(more)
+    engine.add(more)
     _add_render(more)
 
 

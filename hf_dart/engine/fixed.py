@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,8 @@ from hf_dart.generation.walk import follow
 from hf_dart.proposal import Proposal
 from hf_dart.scoring import BeamScores, PathScores
 from hf_dart.tree import DraftTree, Transitions, grow_tree
+
+Part = TypeVar("Part")
 
 RING = 4
 """Rounds whose tokens are kept for the host."""
@@ -129,11 +132,14 @@ class FixedRound:
         self.shape, self.head, self.verifier = shape, head, verifier
         self.cache, self.draft, self.state = cache, draft, state
         self._scores = PathScores(shape.tree, None)
-        self._guess: Callable[[], DraftTree] = self.guess
-        self._check: Callable[[DraftTree], tuple[Tensor, ...]] = self.check
-        if backend is not None:
-            self._guess = torch.compile(self.guess, fullgraph=True, backend=backend)
-            self._check = torch.compile(self.check, fullgraph=True, backend=backend)
+        self._backend = backend
+        self._guess, self._check = self.compiled(self.guess), self.compiled(self.check)
+
+    def compiled(self, part: Callable[..., Part]) -> Callable[..., Part]:
+        """A part of the round, compiled if parts are."""
+        if self._backend is None:
+            return part
+        return torch.compile(part, fullgraph=True, backend=self._backend)
 
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""

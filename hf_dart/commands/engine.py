@@ -1,0 +1,55 @@
+"""`hf-dart bench engine`: what a round costs, on models of real shapes without real weights."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from hf_dart.commands.common import check_folder, positive, set_threads, write_json
+from hf_dart.pair import UserError, sentence
+
+_NUMBERS = {
+    "nodes": "of the tree (default: 64)",
+    "draft-length": "of the head (default: 8)",
+    "batch": "default: 1",
+    "prompt-tokens": "default: 128",
+    "new-tokens": "default: 256",
+    "repeats": "default: 3",
+}
+
+
+def add(commands: Any) -> None:
+    parser = commands.add_parser(
+        "engine", help="what a round costs on a device, beside what it has to: shapes of real targets, random weights"
+    )
+    parser.add_argument("--shape", help="qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b (default) or tiny")
+    parser.add_argument("--tau", type=float, help="tokens per round that the head is made to reach (default: 5)")
+    for name, text in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=positive, help=text)
+    parser.add_argument("--backend", help="of torch.compile; none compiles nothing of ours (default: inductor)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
+    parser.add_argument("--device", help="default: cuda")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_folder(arguments.json)
+    set_threads(arguments.threads)
+    from hf_dart.bench import engine
+
+    names = ("shape", "tau", *(name.replace("-", "_") for name in _NUMBERS), "backend", "dtype", "device")
+    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    if given.get("backend") == "none":
+        given["backend"] = None
+    try:
+        settings = engine.Settings(**given)
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
+    content = engine.measure(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    print(engine.as_table(content))
+    write_json(arguments.json, content)
+    return 0 if all(one["same_tokens"] for one in content["results"]) else 1
