@@ -6,12 +6,25 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_dart.commands import audit, bench, convert, demo, drafts, generate, ngram, push, regenerate, train, view
+from hf_dart.commands import (
+    audit,
+    bench,
+    convert,
+    demo,
+    drafts,
+    generate,
+    ngram,
+    profile,
+    push,
+    regenerate,
+    train,
+    view,
+)
 from hf_dart.pair import UserError
 from hf_dart.version import __version__
 
 # In the order of --help.
-_COMMANDS = (demo, generate, view, regenerate, train, bench, drafts, audit, push, ngram, convert)
+_COMMANDS = (demo, generate, view, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

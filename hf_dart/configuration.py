@@ -304,8 +304,8 @@ class TreeConfig:
         verify_costs: on any device, in place of `node_cost`: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
-        draft_cost: what a draft costs, relative to the same. Where drafts bring less than they cost, they pause
-            for a while (`generation.pace`) and only copied text is verified.
+        draft_cost: what a draft costs, relative to the same. Where trees bring less than they cost, chains are drafted;
+            where these do, drafts pause for a while and only copied text is verified (`generation.pace`).
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.

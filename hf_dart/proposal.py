@@ -73,6 +73,8 @@ class Drafter(ABC, Generic[State]):
     last_stats: DraftStats | None
     engine: Any = None
     """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
+    told: bool = False
+    """Has it been said that its drafts do not pay?"""
     _ngram: NgramTable | None = None
 
     @property

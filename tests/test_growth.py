@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import groupby
 from math import exp, inf
 from random import Random
 
@@ -144,13 +145,70 @@ def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]
     return drafted
 
 
+def levels(pace: Pace, count: int, emitted: dict[str, int], nodes: int) -> list[tuple[str, int]]:
+    """Play rounds of one row that bring so many tokens at each level; the levels, and for how many rounds each held."""
+    played = []
+    for _ in range(count):
+        played.append(pace.level)
+        pace.count([emitted[pace.level]], [50], nodes)
+    return [(level, len(list(same))) for level, same in groupby(played)]
+
+
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
     pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu")
-    drafted = rounds(pace, 600, [1, 1], nodes=6)
-    runs = [len(run) for run in "".join("d" if d else " " for d in drafted).split()]
-    assert runs[:4] == [8, 4, 4, 4]
-    pauses = [len(run) for run in "".join("d" if d else "." for d in drafted).split("d") if run]
-    assert pauses[:4] == [32, 64, 128, 256]
+    found = levels(pace, 700, {"tree": 1, "chain": 1, "pause": 1}, nodes=6)
+    assert found[:2] == [("tree", 8), ("chain", 4)]
+    assert found[2:9] == [("pause", 32), ("chain", 4), ("pause", 64), ("chain", 4), ("pause", 128), ("chain", 4),
+                          ("pause", 256)]
+
+
+def test_a_chain_where_a_tree_does_not_pay() -> None:
+    pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu")
+    found = levels(pace, 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=6)
+    assert found[:5] == [("tree", 8), ("chain", 32), ("tree", 4), ("chain", 64), ("tree", 4)]
+
+
+def test_back_to_a_tree_when_the_text_gets_easier() -> None:
+    pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu")
+    assert levels(pace, 44, {"tree": 1, "chain": 1, "pause": 1}, nodes=6)[-1] == ("pause", 32)
+    assert levels(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=6) == [("chain", 4), ("tree", 96)]
+
+
+def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    config = TreeConfig(draft_cost=9.0, node_cost=1e-4, lookup=0)
+    inputs = {**prompts([9]), "do_sample": True, "top_k": 0}
+    assert_identical(target, head, prompts([9]), do_sample=True, top_k=0, max_new_tokens=40, tree_config=config)
+    assert not caplog.records, "one pause may be an accident"
+    for _ in range(2):
+        target.generate(**inputs, assistant=head, max_new_tokens=90, tree_config=config)
+        stats = head.last_stats
+        assert stats is not None
+        assert stats.chain_rounds >= 8
+        assert stats.paused_rounds > 32
+        assert stats.to_dict()["paused_rounds"] == stats.paused_rounds
+    said = [record for record in caplog.records if record.name.startswith("hf_dart")]
+    assert len(said) == 1
+    for cause in ("chat template", "language", "thinking", "another target"):
+        assert cause in said[0].getMessage()
+
+
+@pytest.mark.parametrize("way", ["_on_host", "_on_device"])
+def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
+    head = tiny_head(tiny_target("llama"), selector_rank=4)
+    logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
+    proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
+    config = TreeConfig(nodes=25, depth=4, top_k=5, lookup=0)
+    grower = TreeGrower(head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
+    for other in {"_on_host", "_on_device"} - {way}:
+        setattr(grower, other, getattr(grower, way))
+    with torch.no_grad():
+        tree = grower(proposal, None, [9, 2], chain=True)
+    best = logits.argmax(-1).tolist()
+    assert tree.size == 5
+    for row, deepest in enumerate((4, 2)):
+        assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}
 
 
 def test_drafts_that_pay_go_on() -> None:

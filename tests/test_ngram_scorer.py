@@ -289,9 +289,16 @@ def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     path, report = str(tmp_path / "table"), tmp_path / "report.json"
     assert main(["ngram", "build", path, "--text", __file__]) == 0
     words = ["drafts", "--ngram", path, "--nodes", "6", "--prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
-    assert main([*words, "--json", str(report)]) == 0
+    words += ["--others", str(PACKAGED_HEAD), "--json", str(report)]
+    assert main([*words, "--modes", "none"]) == 2
+    assert "There is no mode 'none'" in capsys.readouterr().err
+    assert main([*words, "--modes", "greedy"]) == 0
+    greedy = json.loads(report.read_text())["results"]
+    capsys.readouterr()
+    assert main(words) == 0
     shown = capsys.readouterr().out
-    for name in ("chain", "marginal tree", "+ n-gram (paper)", "+ selector + n-gram (calibrated)", "the head's own"):
+    names = ("chain", "marginal tree", "+ n-gram (paper)", "+ n-gram (calibrated)", "+ selector + n-gram (survival)")
+    for name in (*names, "+ selector + n-gram (survival) + copies, size by cost", "the head's own", "head: + selector"):
         assert f"| {name} | " in shown
     assert "| yes |" in shown
     assert "| no |" not in shown
@@ -299,3 +306,5 @@ def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert content["drafts"]["chain"]["bytes"] == 0
     assert content["drafts"]["+ n-gram (paper)"]["bytes"] == NgramTable.load(path).nbytes
     assert {one["method"] for one in content["results"]} == {"stock", *content["drafts"]}
+    assert [one for one in content["results"] if one["mode"] == "greedy"] == greedy, "measured once"
+    assert {one["mode"] for one in content["results"]} == {"greedy", "sampled, T=1"}

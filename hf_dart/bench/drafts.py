@@ -2,65 +2,101 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_dart.bench.exact import Verdict
+from hf_dart.bench.profile import Profile
 from hf_dart.bench.report import headline
 from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
-from hf_dart.pair import Pair
 
 
-def ways(pair: Pair, nodes: int) -> dict[str, TreeConfig]:
-    """What is compared, by name; ways that need an n-gram table or a selector are left out where there is none.
+@dataclass(frozen=True)
+class Way:
+    """One row of the table: a drafter and how its drafts become trees."""
+
+    drafter: Any
+    tree: TreeConfig
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """For `generate`."""
+        return {"assistant": self.drafter, "tree_config": self.tree}
+
+    def describe(self) -> dict[str, Any]:
+        """Its tree, and the bytes that it needs beside a head's other weights."""
+        size = self.drafter.ngram.nbytes if self.drafter.ngram is not None and self.tree.ngram_weight else 0
+        for part, used in (("selector", self.tree.selector), ("editor", self.tree.refine)):
+            module = getattr(self.drafter, part, None)
+            if module is not None and used:
+                size += sum(weight.nbytes for weight in module.parameters())
+        return {"tree": asdict(self.tree), "bytes": size}
+
+
+def ways(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, Way]:
+    """What is compared, by name; ways that need an n-gram table, a selector or an editor only where there is one.
 
     Args:
-        pair: the head's `ngram`, `selector` and `editor` count.
-        nodes: size of all trees but chains and the head's own.
+        head: its `ngram`, `selector` and `editor` count.
+        nodes: size of all trees but chains, those sized by cost and the head's own.
+        costs: those that sizes follow; None for those of the head's own tree.
     """
-    head = pair.head
     marginal = TreeConfig(nodes=nodes, lookup=0, selector=False, ngram_weight=0)
     found = {
         "chain": replace(TreeConfig.chain(head.draft_length), selector=False, ngram_weight=0),
         "marginal tree": marginal,
         "marginal tree, noise not shared": replace(marginal, shared_noise=False),
     }
+    refined = {"": marginal}
+    best = "marginal tree"
+    weight = head.tree_config.ngram_weight
     if head.ngram is not None:
-        weight = head.tree_config.ngram_weight
         found["+ n-gram (paper)"] = replace(TreeConfig.paper(), nodes=nodes)
         found["+ n-gram (paper), noise shared"] = replace(TreeConfig.paper(), nodes=nodes, shared_noise=True)
-        found["+ n-gram (calibrated)"] = replace(marginal, ngram_weight=weight)
+        found["+ n-gram (survival)"] = replace(marginal, ngram_weight=weight)
+        best = "+ n-gram (calibrated)"
+        found[best] = replace(marginal, ngram_weight=weight, calibrate=True)
     if getattr(head, "selector", None) is not None:
-        found["+ selector"] = replace(marginal, selector=True)
+        best = selector = "+ Markov selector" if head.config.selector_kind == "markov" else "+ selector"
+        refined[selector] = found[selector] = replace(marginal, selector=True)
+        found[f"{selector}, calibrated"] = replace(marginal, selector=True, calibrate=True)
         if head.ngram is not None:
-            found["+ selector + n-gram (calibrated)"] = replace(marginal, selector=True, ngram_weight=weight)
-    best = list(found)[-1]
-    found[f"{best.removeprefix('marginal tree')} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
+            best = f"{selector} + n-gram (survival)"
+            found[best] = replace(marginal, selector=True, ngram_weight=weight)
     if head.refines:
-        for before in ("marginal tree", "+ selector"):
-            if before in found:
-                name = before.removeprefix("marginal tree")
-                for passes in (1, 2, 3):
-                    found[f"{name} + edit x{passes}".strip()] = replace(found[before], refine=passes)
-    found["the head's own"] = head.tree_config
-    found["the head's own, calibrated"] = replace(head.tree_config, calibrate=True)
-    return found
+        for name, tree in refined.items():
+            for passes in (1, 2, 3):
+                found[f"{name} + edit x{passes}".strip()] = replace(tree, refine=passes)
+    own = head.tree_config
+    settings = {"node_cost": own.node_cost, "verify_costs": own.verify_costs, "draft_cost": own.draft_cost}
+    by_cost = {"nodes": None, **(settings if costs is None else costs.settings)}
+    stack = best.removeprefix("marginal tree")
+    found[f"{best}, size by cost"] = replace(found[best], **by_cost)
+    found[f"{stack} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
+    found[f"{stack} + copies, size by cost".strip()] = replace(found[best], lookup=TreeConfig.lookup, **by_cost)
+    found["the head's own"] = own
+    found["the head's own, calibrated"] = replace(own, calibrate=own.scores == "survival")
+    return {name: Way(head, tree) for name, tree in found.items()}
 
 
-def describe(pair: Pair, drafts: dict[str, TreeConfig]) -> dict[str, Any]:
-    """The trees of each way and the bytes that it needs beside the head's other weights."""
-    described = {}
-    for name, tree in drafts.items():
-        size = pair.head.ngram.nbytes if pair.head.ngram is not None and tree.ngram_weight else 0
-        selector = getattr(pair.head, "selector", None)
-        if selector is not None and tree.selector:
-            size += sum(weight.nbytes for weight in selector.parameters())
-        editor = getattr(pair.head, "editor", None)
-        if editor is not None and tree.refine:
-            size += sum(weight.nbytes for weight in editor.parameters())
-        described[name] = {"tree": asdict(tree), "bytes": size}
-    return described
+def of_others(heads: Mapping[str, Any], nodes: int) -> dict[str, Way]:
+    """What other heads of the same target bring by their own selectors and editors, beside their marginal trees."""
+    return {
+        f"{title}: {name}": way
+        for title, head in heads.items()
+        for name, way in ways(head, nodes).items()
+        if name == "marginal tree" or " x" in name or name in ("+ selector", "+ Markov selector")
+    }
+
+
+def known(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
+    """Results of an earlier run that can stand, everything else being equal."""
+    same = all(
+        before.get(key) == now[key] for key in ("settings", "drafts", "target", "head", "text", "dtype", "threads")
+    )
+    return list(before["results"]) if same else []
 
 
 def as_table(report: dict[str, Any]) -> str:

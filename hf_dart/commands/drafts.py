@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from hf_dart.commands.common import (
     sizes,
     write_json,
 )
-from hf_dart.pair import UserError, sentence
+from hf_dart.pair import UserError, load_head, sentence
 
 
 def add(commands: Any) -> None:
@@ -29,39 +31,78 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--prompts", type=positive, default=8, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=positive, default=96, help="of the longest (default: %(default)s)")
-    parser.add_argument("--new-tokens", type=positive, default=128, help="per prompt (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=96, help="per prompt (default: %(default)s)")
     parser.add_argument("--repeats", type=positive, default=1, help="default: %(default)s")
     parser.add_argument(
         "--batch", dest="batches", type=sizes, default=(1,), metavar="SIZES", help="such as 1,4 (default: 1)"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument(
+        "--others", nargs="+", default=(), metavar="HEAD", help="other heads of the target: their selectors and editors"
+    )
+    parser.add_argument(
+        "--modes", nargs="+", default=("greedy", "sampled, T=1"), metavar="MODE", help="of those of hf-dart bench"
+    )
+    parser.add_argument("--profile", action="store_true", help="measure costs first, for the trees sized by them")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write what was measured, mode by mode; the same command goes on"
+    )
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_folder(arguments.json)
     set_threads(arguments.threads)
-    from hf_dart.bench import drafts, report, speed, suites
+    from hf_dart.bench import drafts, profile, report, speed, suites
 
     names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
     try:
         settings = speed.Settings(**{name: getattr(arguments, name) for name in names})
+        modes = {mode: speed.MODES[mode] for mode in arguments.modes}
     except ValueError as error:
         raise UserError(sentence(error)) from error
+    except KeyError as error:
+        raise UserError(f"There is no mode {error}; give some of {', '.join(map(repr, speed.MODES))}.") from error
     files = suites.default_files() if arguments.text is None else arguments.text
     text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
     pair = load(arguments)
+    others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    trees = drafts.ways(pair, arguments.nodes)
-    measurements = speed.measure(
-        pair,
-        prompts,
-        settings,
-        {name: {"assistant": pair.head, "tree_config": tree} for name, tree in trees.items()},
-        lambda line: print(line, file=sys.stderr, flush=True),
-    )
+    before = _read(arguments.json)
+    costs = None
+    if arguments.profile:
+        given = before.get("costs")
+        costs = profile.measure(pair, progress=_show) if given is None else profile.Profile(**given)
+    ways = {**drafts.ways(pair.head, arguments.nodes, costs), **drafts.of_others(others, arguments.nodes)}
     about = report.circumstances(pair, settings, pair.head.tree_config, text, ["hf-dart", *arguments.words])
-    content = {**report.as_json(measurements, about), "drafts": drafts.describe(pair, trees)}
+    about["drafts"] = {name: way.describe() for name, way in ways.items()}
+    if costs is not None:
+        about["costs"] = asdict(costs)
+    # As they come back from a file.
+    content = json.loads(json.dumps({**about, "results": []}))
+    content["results"] = drafts.known(before, content)
+    done = {one["mode"] for one in content["results"]}
+    for mode, options in modes.items():
+        if mode in done:
+            continue
+        _show(mode)
+        methods = {name: way.options for name, way in ways.items()}
+        measurements = speed.measure(pair, prompts, settings, methods, _show, {mode: options})
+        content["results"] += report.as_json(measurements, about)["results"]
+        write_json(arguments.json, content)
     print(drafts.as_table(content))
-    write_json(arguments.json, content)
-    return 0 if all(one.identical for one in measurements if one.ours) else 1
+    return 0 if all(one.get("identical", True) for one in content["results"]) else 1
+
+
+def _show(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _read(file: Path | None) -> dict[str, Any]:
+    """What an earlier run left there."""
+    if file is None or not file.is_file():
+        return {}
+    try:
+        content = json.loads(file.read_text(encoding="utf8"))
+    except ValueError as error:
+        raise UserError(f"{file} is no JSON file; name another one.") from error
+    return content if isinstance(content, dict) and "results" in content else {}

@@ -17,7 +17,7 @@ from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_drafter, refuse_options
-from hf_dart.generation.pace import Pace
+from hf_dart.generation.pace import CHAIN, Pace
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
 from hf_dart.generation.processors import needs_stocks_steps
@@ -114,7 +114,7 @@ def speculative_generate(
             with stats.phase("commit"):
                 call.commit(accepted)
                 call.grower.learn(tree, accepted)
-                stats.count(accepted.counts, limits, tree.size)
+                stats.count(accepted.counts, limits, tree.size, call.pace.level)
                 call.pace.count(accepted.counts, limits, tree.size)
             if stats.trace is not None:
                 stats.trace.add(tree, accepted, stats.seconds)
@@ -124,6 +124,7 @@ def speculative_generate(
         raise
     streaming.end()
     assistant.last_stats = stats
+    call.pace.tell(assistant)
     return output
 
 
@@ -236,7 +237,8 @@ class Call:
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         if proposal is None:
             return self.grower(None, gumbel, deepest)
-        return self.grower(proposal.within(self.vocab_size), gumbel, deepest, partial(self.refine, proposal))
+        refine, chain = partial(self.refine, proposal), self.pace.level == CHAIN
+        return self.grower(proposal.within(self.vocab_size), gumbel, deepest, refine, chain)
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft behind a second look at `tokens` [B, d]."""

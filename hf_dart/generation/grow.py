@@ -59,6 +59,7 @@ class TreeGrower:
         gumbel: Tensor | None,
         deepest: list[int],
         refine: Callable[[Tensor], Proposal] | None = None,
+        chain: bool = False,
     ) -> DraftTree:
         """The trees [B, N] behind the last committed tokens.
 
@@ -68,6 +69,7 @@ class TreeGrower:
                 or to rank without it.
             deepest: deepest node per row.
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
+            chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
         """
         copies = self._copies(deepest)
         self._copied = [copied for copied, _ in copies]
@@ -78,11 +80,11 @@ class TreeGrower:
             return self._best_first(none, none, copies, deepest, drafted=False).to(self._device)
         seen = None if self._seen is None else self._seen(proposal)
         refined = None
-        if refine is not None and self._config.refine and self.depth > 1:
+        if refine is not None and self._config.refine and self.depth > 1 and not chain:
             candidates, scores, refined = self._refine(proposal, gumbel, seen, refine)
         else:
             ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
-            candidates, scores = (part.to(self._device) for part in ranked)
+            candidates, scores = (part.to(self._device)[..., : 1 if chain else None] for part in ranked)
         grow = self._on_host if self._device.type == "cpu" else self._on_device
         return grow(proposal, candidates, scores, refined, copies, deepest)
 

@@ -21,6 +21,8 @@ class DraftStats:
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
+        chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`generation.pace`).
+        paused_rounds: those that were not drafted, drafts not being worth their cost.
         row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
@@ -33,6 +35,8 @@ class DraftStats:
 
     rounds: int = 0
     plain_rounds: int = 0
+    chain_rounds: int = 0
+    paused_rounds: int = 0
     row_rounds: int = 0
     tokens: int = 0
     drafted: int = 0
@@ -65,16 +69,19 @@ class DraftStats:
         finally:
             self.seconds[name] += perf_counter() - start
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int) -> None:
+    def count(self, emitted: list[int], limits: list[int], nodes: int, level: str = "tree") -> None:
         """Add one round.
 
         Args:
             emitted: tokens that each row committed; all but the last of them were drafted.
             limits: what each could have committed; rows with 0 took no part.
             nodes: size of the tree, its root included.
+            level: how it was drafted, one of `pace.LEVELS`.
         """
         self.rounds += 1
         self.plain_rounds += nodes == 1
+        self.chain_rounds += level == "chain"
+        self.paused_rounds += level == "pause"
         self.committed.append(emitted)
         for tokens, limit in zip(emitted, limits, strict=True):
             if limit == 0:
@@ -88,6 +95,8 @@ class DraftStats:
         """Add what another call did."""
         self.rounds += other.rounds
         self.plain_rounds += other.plain_rounds
+        self.chain_rounds += other.chain_rounds
+        self.paused_rounds += other.paused_rounds
         self.row_rounds += other.row_rounds
         self.tokens += other.tokens
         self.drafted += other.drafted
@@ -112,6 +121,8 @@ class DraftStats:
         return {
             "rounds": self.rounds,
             "plain_rounds": self.plain_rounds,
+            "chain_rounds": self.chain_rounds,
+            "paused_rounds": self.paused_rounds,
             "row_rounds": self.row_rounds,
             "tokens": self.tokens,
             "tau": self.tau,

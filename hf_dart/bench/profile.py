@@ -1,0 +1,98 @@
+"""What drafting costs on this machine: rounds of growing trees, timed against stock's own tokens."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from hf_dart.bench.exact import run
+from hf_dart.configuration import TreeConfig
+from hf_dart.costs import Points
+from hf_dart.pair import Pair
+
+SIZES = (1, 2, 4, 8, 16, 32, 64)
+_WARMUP = 4  # tokens
+
+
+@dataclass(frozen=True)
+class Profile:
+    """Costs relative to one token of stock `generate` at batch 1.
+
+    Attributes:
+        verify: (tokens, cost) of a round without its draft, as `TreeConfig.verify_costs` takes them.
+        draft: of a draft, as `TreeConfig.draft_cost` takes it.
+        token_ms: stock's time per token.
+    """
+
+    verify: Points
+    draft: float
+    token_ms: float
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of a `TreeConfig` that it decides."""
+        return {"verify_costs": self.verify, "draft_cost": self.draft}
+
+
+def measure(
+    pair: Pair,
+    *,
+    context: int = 192,
+    rounds: int = 12,
+    repeats: int = 3,
+    sizes: Sequence[int] = SIZES,
+    progress: Callable[[str], object] = lambda line: None,
+) -> Profile:
+    """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
+
+    Whatever the drafts are worth: only rounds are counted. What grows with the tree beside the forward of the target
+    (growth, walk, masks) is part of its cost. The results are rounded, and nothing but this function reads a clock.
+
+    Args:
+        pair: target and head.
+        context: tokens of a random prompt.
+        rounds: about how many are timed at a time.
+        repeats: of everything.
+        sizes: of trees, rising from 1.
+    """
+    generator = torch.Generator().manual_seed(0)
+    rows = pair.model.get_input_embeddings().num_embeddings
+    ids = torch.randint(rows, (1, context), generator=generator).to(pair.model.device)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    endless = copy.deepcopy(pair.model.generation_config)
+    endless.eos_token_id = None
+    depth = pair.head.tree_config.depth
+    trees = {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
+
+    def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, int]:
+        """Seconds of a call that writes so many tokens, and its rounds."""
+        options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
+        if tree is None:
+            return run(pair.model, inputs, options).seconds, tokens
+        done = run(pair.model, inputs, {**options, "assistant": pair.head, "tree_config": tree})
+        assert done.stats is not None
+        return done.seconds - done.stats.seconds["prefill"], done.stats.rounds
+
+    ways: list[tuple[int, TreeConfig | None]] = [(0, None), *trees.items()]
+    best = dict.fromkeys([0, *sizes], float("inf"))
+    for _, tree in ways:
+        timed(_WARMUP, tree)
+    for repeat in range(repeats):
+        progress(f"repeat {repeat + 1} of {repeats}")
+        prefill = timed(1, None)[0]
+        for size, tree in ways:
+            # A deeper tree brings more tokens per round.
+            seconds, count = timed(rounds * (1 if size < 2 else 2) + 1, tree)
+            if tree is None:
+                seconds, count = seconds - prefill, count - 1
+            best[size] = min(best[size], seconds / max(count, 1))
+    token = best[0]
+    verify: list[tuple[float, float]] = []
+    for size in sizes:
+        cost = 1 + (best[size] - best[1]) / token
+        verify.append((float(size), round(max(cost, verify[-1][1] if verify else 1.0), 3)))
+    return Profile(tuple(verify), round(max(best[1] / token - 1, 0.0), 3), 1000 * token)

@@ -1,0 +1,50 @@
+"""`hf-dart profile`: what drafting costs on this machine, for trees whose size follows it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from hf_dart.commands.common import check_folder, load, pair_options, set_threads, write_json
+from hf_dart.pair import UserError
+
+
+def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "profile", parents=[pair_options()], help="measure what drafting costs here, so that trees follow it"
+    )
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    parser.add_argument(
+        "--save", action="store_true", help="write the costs into the config.json of the head's folder (--head)"
+    )
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    check_folder(arguments.json)
+    config = Path(arguments.head or "", "config.json")
+    if arguments.save and (arguments.head is None or not config.is_file()):
+        raise UserError("--save writes into a head's own folder: give one with --head.")
+    set_threads(arguments.threads)
+    from hf_dart.bench import profile
+    from hf_dart.machine import hardware, versions
+
+    pair = load(arguments)
+    found = profile.measure(pair, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
+    print(f"one token of stock generate: {found.token_ms:.2f} ms; costs relative to it:")
+    print("| nodes | " + " | ".join(f"{size:g}" for size, _ in found.verify) + " |")
+    print("|---" * (len(found.verify) + 1) + "|")
+    print("| cost | " + " | ".join(f"{cost:.2f}" for _, cost in found.verify) + " |")
+    print(f"a draft: {found.draft:.2f}")
+    print("tree=" + json.dumps(found.settings))
+    about = {"hardware": hardware(pair.model.device), "versions": versions(), "token_ms": found.token_ms}
+    write_json(arguments.json, {**about, **found.settings})
+    if arguments.save:
+        content = json.loads(config.read_text(encoding="utf8"))
+        content["tree"] = {**content.get("tree", {}), **found.settings}
+        content["tree"].pop("nodes", None)
+        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
+    return 0

@@ -1,0 +1,124 @@
+"""Costs of rounds: given as points, kept with a head, followed by the size of trees, measured on request."""
+
+from __future__ import annotations
+
+import json
+from math import exp
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from test_growth import paths, random_draft
+from tiny import prompts, tiny_head, tiny_target
+
+from hf_dart import DartHead, TreeConfig
+from hf_dart.bench.profile import measure
+from hf_dart.best_first import RowDraft, best_first
+from hf_dart.cli import main
+from hf_dart.costs import RoundCost, checked_points, interpolated
+from hf_dart.generation.pace import Pace
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair
+
+POINTS = ((1.0, 1.0), (4.0, 1.3), (8.0, 1.3), (16.0, 2.1))
+
+
+def test_straight_lines_between_points() -> None:
+    for size, cost in (*POINTS, (2.5, 1.15), (6.0, 1.3), (12.0, 1.7), (24.0, 2.9)):
+        assert interpolated(POINTS, size) == pytest.approx(cost)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 40])
+def test_a_batch_shares_its_forwards(batch: int) -> None:
+    cost = RoundCost.measured(0.4, POINTS, batch)
+    assert cost.of(1) == pytest.approx(1.4)
+    for nodes in (2, 3, 5, 9, 30):
+        assert cost.of(nodes) == pytest.approx(0.4 + interpolated(POINTS, batch * nodes) / interpolated(POINTS, batch))
+
+
+@pytest.mark.parametrize(
+    "points", [[(1, 1)], [(2, 1), (3, 2)], [(1, 1), (1, 2)], [(1, 1), (2, 0.9)], [(1, 1), (2,)], 7, [(1, 1), (2, "x")]]
+)
+def test_what_is_no_cost(points: Any) -> None:
+    with pytest.raises(ValueError, match=r"verify_costs is .*; give two or more pairs of tokens and cost"):
+        TreeConfig(verify_costs=points)
+
+
+def test_the_size_is_that_of_most_tokens_per_cost() -> None:
+    """Found here by trying every size; costs rise in stairs, so that the rate has several peaks."""
+    random = Random(0)
+    sizes = set()
+    for seed in range(25):
+        candidates, table = random_draft(2, 3, 4, seed)
+        drafts = [RowDraft(1, *lists, 3) for lists in zip(candidates.tolist(), table.tolist(), strict=True)]
+        costs = [1.0]
+        for _ in range(4):
+            costs.append(costs[-1] + random.choice([0.0, 0.1, 0.6]))
+        points = checked_points("points", list(zip((1, 4, 10, 20, 48), costs, strict=True)))
+        cost = RoundCost.measured(random.choice([0.0, 0.5]), points, 2)
+        rates = []
+        for nodes in range(1, 24):
+            tree = best_first(drafts, nodes=nodes)
+            assert tree.scores is not None
+            expected = sum(exp(score) for row in tree.scores.tolist() for score in row)
+            rates.append(expected / cost.of(nodes))
+        best = best_first(drafts, nodes=23, cost=cost)
+        sizes.add(best.size)
+        assert rates[best.size - 1] == pytest.approx(max(rates), rel=1e-9)
+        assert all(paths(best, row) == paths(best_first(drafts, nodes=best.size), row) for row in range(2))
+    assert len(sizes) > 4
+
+
+def test_where_a_node_is_known_to_cost_it_is_charged_on_any_device() -> None:
+    dear = TreeConfig(draft_cost=0.1, verify_costs=((1, 1), (64, 9.0)))
+    for config, drafting in ((TreeConfig(draft_cost=0.1), True), (dear, False)):
+        pace = Pace(config, "cuda")
+        for _ in range(8):
+            pace.count([2, 2], [50, 50], 32)
+        assert (pace.level == "tree") == drafting
+
+
+@pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
+def test_costs_change_no_token(tmp_path: Path, options: dict[str, Any]) -> None:
+    """They are kept with the head, and equal calls make equal rounds."""
+    target = tiny_target("llama")
+    tree = {"verify_costs": [[1, 1], [8, 1.01], [64, 1.5]], "draft_cost": 0.0}
+    tiny_head(target, tree=tree).save_pretrained(tmp_path)
+    head = DartHead.from_pretrained(str(tmp_path), target=target)
+    assert head.tree_config.verify_costs == ((1, 1), (8, 1.01), (64, 1.5))
+    committed = []
+    for _ in range(2):
+        assert_identical(target, head, prompts([9, 3]), **options, max_new_tokens=20)
+        assert head.last_stats is not None
+        committed.append((head.last_stats.committed, head.last_stats.drafted))
+    assert committed[0] == committed[1]
+    assert committed[0][1] > 0
+
+
+def test_measured_on_request() -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    state = torch.get_rng_state()
+    profile = measure(Pair(target, head, None, "target", "head"), context=6, rounds=2, repeats=1, sizes=(1, 4))
+    assert torch.equal(torch.get_rng_state(), state)
+    config = TreeConfig(**profile.settings)
+    assert [size for size, _ in config.verify_costs] == [1, 4]
+    assert config.draft_cost == profile.draft >= 0
+    assert profile.token_ms > 0
+
+
+@pytest.mark.matrix
+def test_profile_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["profile", "--target", str(PACKAGED_TARGET), "--dtype", "float32"]
+    assert main([*words, "--save", "--head", "someone/head"]) == 2
+    for file in PACKAGED_HEAD.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    report = tmp_path / "costs.json"
+    assert main([*words, "--save", "--head", str(tmp_path), "--json", str(report)]) == 0
+    found = json.loads(report.read_text())
+    assert f"a draft: {found['draft_cost']:.2f}" in capsys.readouterr().out
+    tree = json.loads((tmp_path / "config.json").read_text())["tree"]
+    assert (tree["verify_costs"], tree["draft_cost"]) == (found["verify_costs"], found["draft_cost"])
+    assert tree["depth"] == 3, "what else the head asks for stays"
