@@ -1,8 +1,10 @@
-"""The bigram selector of the demo pair's head, trained on the frozen head.
+"""The selector of the demo pair's head, trained on the frozen head.
 
     python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated runs/selector
+    python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated runs/markov --kind markov
 
-Rows are mixed as for the head (`train_head.py`); 15 minutes on one CPU core.
+The second one is a Markov head: one low-rank matrix of token pairs, whatever the context. `hf-dart drafts --others
+runs/markov/head` puts them side by side. Rows are mixed as for the head (`train_head.py`); 15 minutes on one CPU core.
 """
 
 from __future__ import annotations
@@ -28,18 +30,20 @@ def main() -> None:
     parser.add_argument("--target", default="hf_dart/demo_pair/target")
     parser.add_argument("--own-share", type=float, default=0.6, help="of rows: the target's own text")
     parser.add_argument("--rank", type=int, default=128)
+    parser.add_argument("--kind", choices=["bigram", "markov"], default="bigram")
     parser.add_argument("--max-steps", type=int, default=1500)
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--length", type=int, default=257, help="tokens of a row; 256 real positions")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="for CPUs without bfloat16 instructions")
     arguments = parser.parse_args()
 
     torch.set_num_threads(arguments.threads)
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     head = DartHead.from_pretrained(str(arguments.head), target=target)
-    if head.selector is None:  # else it is trained on
-        head.add_selector(arguments.rank)
+    if head.selector is None or head.config.selector_kind != arguments.kind:  # else it is trained on
+        head.add_selector(arguments.rank, kind=arguments.kind)
     data = DataArguments(
         train_data=[str(arguments.corpus), str(arguments.regenerated)],
         shares=[1 - arguments.own_share, arguments.own_share],
@@ -62,7 +66,7 @@ def main() -> None:
             max_grad_norm=1.0,
             lr_scheduler_type="cosine",
             warmup_steps=50,
-            bf16=True,
+            bf16=arguments.bf16,
             use_cpu=not torch.cuda.is_available(),
             logging_steps=50,
             save_steps=250,
