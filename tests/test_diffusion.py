@@ -137,6 +137,25 @@ def test_a_long_prompt_costs_as_much_as_it_is_long(target: Any, share: bool) -> 
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("batch", [1, 3])
+def test_what_a_draft_costs(target: Any, batch: int) -> None:
+    """The text is read once; T steps are T passes, over the block alone; the last layer gives what is asked for."""
+    drafter = tiny_diffusion_drafter(target, denoise_steps=3, context_window=24)
+    seen: dict[int, list[int]] = {0: [], 1: []}
+    for index, layer in enumerate(drafter.layers):
+        layer.mlp.register_forward_pre_hook(lambda _, given, index=index: seen[index].append(given[0].shape[1]))
+    none, tokens = torch.zeros(batch, 9, 0), torch.full((batch, 9), 3)
+    state = drafter.begin(batch, 40)
+    drafter.extend(state, none, tokens, torch.full((batch,), 9))
+    assert (seen[0], seen[1]) == ([9], [1])
+    for steps, passes in ((3, 3), (1, 1), (9, 5)):
+        seen[0].clear(), seen[1].clear()
+        drafter.denoise_steps = steps
+        drafter.propose(state, none[:, :2], tokens[:, :2], torch.full((batch,), 2))
+        assert (seen[0], seen[1]) == ([2 + 4, *[4] * (passes - 1)], [5, *[4] * (passes - 1)])
+
+
+@torch.no_grad()
 def test_prompts_without_ids(target: Any) -> None:
     """Embeddings are read as their tokens where the table is shared, and as masked tokens where it is not."""
     tokens = torch.tensor([[3, 9, 4, 17]])

@@ -14,12 +14,15 @@ import pytest
 import test_fuzz
 import test_interruption
 import test_options
+import test_refusals
 import test_turns
+import torch
 from cases import GREEDY, MODES, SAMPLED, batch
 from compare import assert_identical, tally
 from test_exact import FAMILIES
 from test_options import clock
 from tiny import prompts, tiny_diffusion_drafter, tiny_target
+from transformers import DynamicCache
 
 from hf_dart import DiffusionDrafter, TreeConfig
 from hf_dart.generation.candidate_generator import DartCandidateGenerator
@@ -95,6 +98,33 @@ def test_chunks_and_hidden_states(llama: tuple[Any, DiffusionDrafter]) -> None:
     asked = {"return_dict_in_generate": True, "output_hidden_states": True}
     for options in ({"prefill_chunk_size": 4}, asked):
         assert_identical(target, drafter, prompts([9, 3, 7, 13]), **SAMPLED, **options)
+
+
+@pytest.mark.parametrize("route", test_refusals.ROUTES)
+@pytest.mark.parametrize("name", ["beams", "no cache", "offloaded", "attentions", "right padding", "an empty prompt"])
+def test_refused_options(llama: tuple[Any, DiffusionDrafter], route: str, name: str) -> None:
+    """As for a head; the next call is as exact as ever."""
+    target, drafter = llama
+    test_refusals.test_refused_options(target, drafter, test_refusals.ROUTES[route](drafter), name)  # type: ignore[arg-type]
+
+
+def test_steps_and_order_may_change_between_turns(llama: tuple[Any, DiffusionDrafter]) -> None:
+    """What one turn leaves to the next knows nothing of them."""
+    target, _ = llama
+    drafter = tiny_diffusion_drafter(target)
+    for mode in (GREEDY, SAMPLED):
+        past, text = DynamicCache(), prompts([9, 3])
+        for steps, unmasking in ((1, "confidence"), (4, "left_to_right"), (2, "confidence")):
+            drafter.denoise_steps, drafter.unmasking = steps, unmasking
+            torch.manual_seed(steps)
+            stock = target.generate(**text, **mode)
+            torch.manual_seed(steps)
+            ours = target.generate(**text, **mode, assistant=drafter, past_key_values=past)
+            assert torch.equal(ours, stock)
+            ids = torch.cat([stock, torch.full((2, 2), 5)], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : text["attention_mask"].shape[1]] = text["attention_mask"]
+            text = {"input_ids": ids, "attention_mask": mask}
 
 
 def test_stocks_assisted_loop(llama: tuple[Any, DiffusionDrafter]) -> None:

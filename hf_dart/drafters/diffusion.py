@@ -13,7 +13,7 @@ costs γ positions, as in block diffusion (arXiv 2503.09573).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,22 @@ if TYPE_CHECKING:
 
 MASK = -1
 """Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
+
+
+class View(NamedTuple):
+    """Where new entries stand and what they see of the cache.
+
+    Attributes:
+        rotation: of their positions.
+        mask: [B, Q, S] bool, the keys that each of them sees.
+        slots: [B, Q] of the cache that they are written to, or the first of consecutive ones.
+        keys: the slots that the mask is about.
+    """
+
+    rotation: tuple[Tensor, Tensor]
+    mask: Tensor
+    slots: Tensor | int
+    keys: slice
 
 
 class DiffusionLayer(nn.Module):
@@ -193,7 +209,8 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
         for start in range(0, x.shape[1], self.config.context_window):
             part = x[:, start : start + self.config.context_window]
-            self._run(state, part, block=0)
+            # Its keys and values are wanted, and no output; one entry's is little.
+            self._run(state, part, self._view(state, part.shape[1]), counts.new_zeros(len(x), 1).to(x.device))
             state.advance((counts - start).clamp(0, part.shape[1]))
 
     def propose(
@@ -215,12 +232,8 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
             entry = torch.arange(known + depth - 1, device=self._device)
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
-        hidden = self._run(state, x, depth - 1, taken)
-        if batch > 1:
-            places = (taken - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
-            hidden = hidden.gather(1, _along(places, hidden))
-        else:
-            hidden = hidden[:, known - 1 :]
+        places = (taken - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
+        hidden = self._run(state, x, self._view(state, known + depth - 1, depth - 1, taken), places)
         state.advance(counts)
         return self._denoise(state, Proposal(self.logits(hidden), hidden))
 
@@ -234,6 +247,8 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
         steps = min(self.denoise_steps, depth)
         tokens = torch.full((batch, depth), MASK, device=self._device)
         masked = torch.arange(depth, device=self._device).expand(batch, depth)  # [B, M], in ascending order
+        # All steps write to the same slots.
+        view = self._view(state, depth - 1, depth - 1) if steps > 1 else None
         for step in range(1, steps):
             # Linear schedule: behind step s of T, s / T of the block is revealed.
             left = depth - depth * step // steps
@@ -244,43 +259,51 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
             revealed, kept = order.split([masked.shape[1] - left, left], dim=1)
             tokens = tokens.scatter(1, masked.gather(1, revealed), likeliest.to(self._device).gather(1, revealed))
             masked = masked.gather(1, kept.sort(-1).values)
-            read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), depth - 1)], dim=1)
+            assert view is not None
+            read = torch.cat([hidden[:, :1], self._run(state, self.embed(tokens[:, :-1]), view)], dim=1)
             read = read.gather(1, _along(masked, read))
             hidden = hidden.scatter(1, _along(masked, read), read)
             fresh = self.logits(read)
             logits = logits.scatter(1, _along(masked, fresh), fresh)
         return Proposal(logits, hidden)
 
-    def _run(self, state: SlotState, x: Tensor, block: int, counts: Tensor | None = None) -> Tensor:
-        """Q entries [B, Q, H] per row behind the cached ones, each seeing the window up to itself; as `forward`.
+    def _view(self, state: SlotState, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
+        """Of Q entries per row behind the cached ones, each seeing the window up to itself.
 
         Args:
             block: slots that see each other in both directions.
             counts: [B] entries in front of those slots; None if they are the first of the Q.
         """
-        batch, queries = x.shape[:2]
-        window = self.config.context_window
-        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
+        window, device = self.config.context_window, self._device
+        positions = state.lengths[:, None] + torch.arange(queries, device=device)
         # Nobody sees what lies in front of the first key.
         first, end = max(state.shortest + 1 - window, 0), state.longest + queries
         state.store.reserve(end)
-        keys_at = torch.arange(first, end, device=x.device)
+        keys_at = torch.arange(first, end, device=device)
         mask = (keys_at <= positions[..., None]) & (keys_at > positions[..., None] - window)
         if block:
             start = (state.lengths if counts is None else state.lengths + counts)[:, None]
             queries_inside = (positions >= start) & (positions < start + block)
             keys_inside = (keys_at >= start) & (keys_at < start + block)
             mask = mask | (queries_inside[:, :, None] & keys_inside[:, None])
-        slots: Tensor | int = state.longest if batch == 1 else positions
-        rotation = rotation_at(positions, self.config, self.dtype)
+        slots = state.longest if len(positions) == 1 else positions
+        return View(rotation_at(positions, self.config, self.dtype), mask, slots, slice(first, end))
+
+    def _run(self, state: SlotState, x: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
+        """Entries x [B, Q, H] through all layers, their keys and values into the cache; as `forward`.
+
+        Args:
+            wanted: [B, W] entries whose output is wanted; None is all.
+        """
         for index, layer in enumerate(self.layers):
 
             def remember(key: Tensor, value: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
-                keys = state.store.write(2 * index, key, slots)
-                values = state.store.write(2 * index + 1, value, slots)
-                return keys[:, :, first:end], values[:, :, first:end]
+                keys = state.store.write(2 * index, key, view.slots)
+                values = state.store.write(2 * index + 1, value, view.slots)
+                return keys[:, :, view.keys], values[:, :, view.keys]
 
-            x = layer(x, rotation, mask[:, None], remember)
+            asked = wanted if index == len(self.layers) - 1 else None
+            x = layer(x, view.rotation, take(view.mask, asked)[:, None], remember, asked)
         return self._out(x)
 
 
