@@ -15,6 +15,10 @@ behind them N slots for the tree, the same for all rows and rounds. Rows have th
 of them might outgrow T, the call goes on in the tier twice as long: what attention reads follows the text, not what
 might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
 
+Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.generation.noise`). The host draws it,
+outside of the graph, for as many positions as the rounds under way may reach, into rows that the graph reads by
+position. That is done for a single row: rows of a batch may wait for each other, which the captured round does not do.
+
 The host (`loop`) launches a round and meanwhile reads the tokens of the round before from the ring; so it learns one
 round late that all rows have ended, and that last round changes nothing, as ended rows stand still on the device.
 

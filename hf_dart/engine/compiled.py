@@ -18,6 +18,7 @@ from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.processors import traceable
 from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import rotary_moves
@@ -109,7 +110,7 @@ class Engine:
                 lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
                 try:
                     with stats.phase("verify"):
-                        run(tier, call.rows, streaming, stats, call.cache.lengths.tolist(), lag)
+                        run(tier, call.rows, streaming, stats, call.cache.lengths.tolist(), lag, call.noise)
                 finally:
                     if call.returns_cache or not call.rows.finished:
                         features, accepted = tier.unload(call)
@@ -120,11 +121,13 @@ class Engine:
     def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
         """The tier that the call goes on in, loaded; None if there is none."""
         nodes = call.config.resolve_nodes(len(call.rows), features.device.type)
-        tree = replace(call.config, nodes=nodes, lookup=0, shared_noise=False)
+        sampled = call.noise is not None
+        tree = replace(call.config, nodes=nodes, lookup=0, shared_noise=sampled and call.config.shared_noise)
+        processors = tuple((type(one).__name__, *sorted(vars(one).items())) for one in call.processors)
         depth = call.grower.depth if nodes > 1 else 0
         cache = call.cache
         assert isinstance(cache, RaggedCache)
-        shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth)
+        shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth, processors, sampled)
         running = [length for row, length in enumerate(cache.lengths.tolist()) if call.rows.active(row)]
         while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
             shape = replace(shape, slots=2 * shape.slots)
@@ -165,10 +168,11 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     """Let `model.generate(..., assistant=drafter)` run rounds that are compiled, and on a GPU captured as one launch.
 
     The tokens are the same. Rounds are made when a call first needs one of its batch size, tree and length, which
-    takes from seconds to minutes with a backend that generates code; later calls begin at once. Taken are greedy calls
-    of a [`DartHead`] without logits processors, stopping criteria of the user's own, or collected scores. Their trees
-    grow on the device: copied text (`TreeConfig.lookup`) is not looked up. All other calls run as if nothing had been
-    compiled, and the first of each kind warns why.
+    takes from seconds to minutes with a backend that generates code; later calls begin at once. Taken are calls of a
+    [`DartHead`], greedy ones of any batch size and sampled ones of one row, of which tokens, length and end-of-text
+    tokens are asked for: no logits processors but temperature, top-k, top-p and min-p, no stopping criteria of the
+    user's own, no collected scores. Their trees grow on the device: copied text (`TreeConfig.lookup`) is not looked up.
+    All other calls run as if nothing had been compiled, and the first of each kind warns why.
 
     Args:
         model: the target, or a PEFT wrapper of it.
@@ -202,8 +206,8 @@ def unfit(call: Call) -> str | None:
     devices = {weight.device for part in parts for weight in part.parameters()}
     asked = [
         (not isinstance(drafter, DraftingModel), f"a {type(drafter).__name__} drafts with the host's help"),
-        (call.noise is not None, "it samples (do_sample=True)"),
-        (len(call.processors) > 0, f"it has logits processors ({_names(call.processors)})"),
+        (call.noise is not None and len(rows) > 1, "it samples (do_sample=True) more than one row"),
+        (not traceable(call.processors), f"it has logits processors ({_names(call.processors)})"),
         (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
         (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
         (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from transformers import LogitsProcessorList
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
 from hf_dart.drafting import DraftingModel
 from hf_dart.engine.attention import packed
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.topk import largest
+from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.verify import Verifier
-from hf_dart.generation.walk import follow
+from hf_dart.generation.walk import drawn, follow
 from hf_dart.proposal import Proposal
 from hf_dart.scoring import BeamScores, PathScores
 from hf_dart.tree import DraftTree, Transitions, grow_tree
@@ -36,6 +38,8 @@ class Shape:
         tree: how trees grow; its `nodes` is a number.
         vocab_size: V of the target's logits.
         depth: d, the deepest node; 0 where nothing is drafted.
+        processors: names and numbers of the logits processors, which are part of the round.
+        sampled: are tokens drawn?
     """
 
     batch: int
@@ -43,6 +47,8 @@ class Shape:
     tree: TreeConfig
     vocab_size: int
     depth: int
+    processors: tuple[Any, ...] = ()
+    sampled: bool = False
 
     @property
     def bucket(self) -> int:
@@ -54,6 +60,11 @@ class Shape:
     def path(self) -> int:
         """A: the most nodes that a round accepts, the root included."""
         return min(self.depth + 1, self.tree.nodes or 1)
+
+    @property
+    def noise_rows(self) -> int:
+        """Positions whose noise is held: those of the rounds that may be under way, and of a tree behind them."""
+        return RING * self.path + self.depth + 1 if self.sampled else 0
 
     @property
     def draft_slots(self) -> int:
@@ -73,6 +84,7 @@ class State:
         features, next_tokens, counts: [B, A, F], [B, A], [B]: what the last round accepted, for the head.
         ring: [RING, B, A + 1] the tokens of the last rounds, and in the last column how many they are.
         turn: [] the number of the coming round.
+        noise: [M, B, V] Exp(1) noise of output position p in row p % M, where tokens are drawn.
     """
 
     roots: Tensor
@@ -85,6 +97,7 @@ class State:
     counts: Tensor
     ring: Tensor
     turn: Tensor
+    noise: Tensor
 
     @classmethod
     def empty(cls, shape: Shape, features: Tensor) -> State:
@@ -105,6 +118,7 @@ class State:
             counts=zeros(batch),
             ring=zeros(RING, batch, path + 1),
             turn=zeros(),
+            noise=zeros(shape.noise_rows, batch, shape.vocab_size, dtype=torch.float32) + 1,
         )
 
 
@@ -115,6 +129,7 @@ class FixedRound:
         head: what drafts.
         verifier: of the target, over `cache`.
         cache, draft, state: what the round works on; `draft` is the head's.
+        processors: that the target's scores go through; functions of these alone.
         backend: of `torch.compile` for `guess` and `check`, which are compiled apart: `keep` moves the entries of all
             layers at once, in one storage that the other two see as a tensor per layer. None runs them as they are.
     """
@@ -127,10 +142,12 @@ class FixedRound:
         cache: FixedCache,
         draft: FixedDraft,
         state: State,
+        processors: LogitsProcessorList,
         backend: str | None = None,
     ) -> None:
         self.shape, self.head, self.verifier = shape, head, verifier
         self.cache, self.draft, self.state = cache, draft, state
+        self.processors, self._rank = processors, Ranker(processors, shape.tree.top_k)
         self._scores = PathScores(shape.tree, None)
         self._backend = backend
         self._guess, self._check = self.compiled(self.guess), self.compiled(self.check)
@@ -176,8 +193,15 @@ class FixedRound:
 
     def _candidates(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [B, d, K], best first."""
+        state, shape = self.state, self.shape
+        if shape.sampled:
+            gumbel = None
+            if shape.tree.shared_noise:
+                steps = torch.arange(shape.depth, device=state.emitted.device)
+                gumbel = -self._noise(state.emitted[:, None] + steps).log()
+            return self._rank(proposal.logits, gumbel, None, proposal.vocabulary)
         logits = proposal.logits.float()
-        best, columns = largest(logits, min(self.shape.tree.top_k, logits.shape[-1]))
+        best, columns = largest(logits, min(shape.tree.top_k, logits.shape[-1]))
         tokens = columns if proposal.vocabulary is None else proposal.vocabulary[columns]
         return tokens, best - logits.logsumexp(-1, keepdim=True)
 
@@ -190,9 +214,7 @@ class FixedRound:
         """
         state, shape = self.state, self.shape
         logits, features = self.verify(tree)
-        # Stock compares logits as float32.
-        targets = (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
-        path, tokens, reached = follow(tree, targets)
+        path, tokens, reached = follow(tree, self._choose(tree, logits))
         path, tokens = path[:, : shape.path], tokens[:, : shape.path]
         steps = torch.arange(shape.path, device=path.device)
         # A text ends with its first end token; what the tree holds behind it was accepted for nothing.
@@ -201,6 +223,24 @@ class FixedRound:
         left = state.limits - state.emitted
         counts = reached.minimum(to_end).minimum(left).masked_fill(state.ended, 0)
         return path, tokens, counts, state.ended | (to_end <= counts) | (left <= counts), features
+
+    def _choose(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """The target's token behind every node, [B, N]; -1 where there is none to draw."""
+        if not self.shape.sampled and not self.processors:
+            # Stock compares logits as float32, which narrower ones are in the same order.
+            return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
+        scores = logits.float().flatten(0, 1)
+        for processor in self.processors:
+            scores = processor(None, scores)  # type: ignore[arg-type]
+        scores = scores.view_as(logits)
+        if not self.shape.sampled:
+            return scores.argmax(-1)
+        return drawn(scores.softmax(-1) / self._noise(self.state.emitted[:, None] + tree.depths))
+
+    def _noise(self, positions: Tensor) -> Tensor:
+        """E [B, n, V] of output positions [B, n]."""
+        rows = torch.arange(len(positions), device=positions.device)[:, None]
+        return self.state.noise[positions % self.shape.noise_rows, rows]
 
     def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
         """The target's logits [B, N, V] and features [B, N, F]."""
@@ -212,14 +252,15 @@ class FixedRound:
         state = self.state
         self.cache.commit(path)
         self.cache.lengths.add_(counts)
-        last = tokens.gather(1, (counts - 1).clamp(min=0)[:, None])
+        known = tokens.clamp(min=0)  # the host says that there is none, and the round behind must not trip over it
+        last = known.gather(1, (counts - 1).clamp(min=0)[:, None])
         state.roots.copy_(torch.where(counts > 0, last[:, 0], state.roots))
         state.emitted.add_(counts)
         state.ended.copy_(ended)
         state.features.copy_(features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])))
         # Behind a row's last token the head is shown that one again: anything that is a token will do.
         steps = torch.arange(path.shape[1], device=path.device)
-        state.next_tokens.copy_(torch.where(steps < counts[:, None], tokens, state.roots[:, None]))
+        state.next_tokens.copy_(torch.where(steps < counts[:, None], known, state.roots[:, None]))
         state.counts.copy_(counts)
         state.ring.index_copy_(0, (state.turn % RING)[None], torch.cat([tokens, counts[:, None]], dim=1)[None])
         state.turn.add_(1)

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from hf_dart.engine.fixed import RING
 from hf_dart.engine.tier import Tier
+from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.stats import DraftStats
+from hf_dart.generation.walk import check_token
 
 
 class Reports:
@@ -37,7 +39,15 @@ class Reports:
         return [row[: row[-1]] for row in self._on_host[place].tolist()]
 
 
-def run(tier: Tier, rows: Rows, streaming: Streaming, stats: DraftStats, lengths: list[int], lag: int) -> None:
+def run(
+    tier: Tier,
+    rows: Rows,
+    streaming: Streaming,
+    stats: DraftStats,
+    lengths: list[int],
+    lag: int,
+    noise: NoiseStream | None = None,
+) -> None:
     """Rounds in one tier, until all rows have ended or one of them might outgrow it.
 
     Args:
@@ -45,6 +55,7 @@ def run(tier: Tier, rows: Rows, streaming: Streaming, stats: DraftStats, lengths
         lengths: committed entries of each row.
         lag: rounds that are launched before the first of them is read. With 1, a device is never idle while the host
             reads; the last round then is one that changes nothing.
+        noise: that tokens are drawn with, of a single row.
     """
     reports, starts = Reports(tier.state.ring), list(rows.emitted)
     launched = read = 0
@@ -52,6 +63,8 @@ def run(tier: Tier, rows: Rows, streaming: Streaming, stats: DraftStats, lengths
         while True:
             waiting = launched - read
             if not rows.finished and waiting <= lag and tier.fits(_longest(rows, lengths), waiting + 1):
+                if noise is not None:
+                    tier.supply(noise, min(rows.emitted), waiting + 1)
                 tier.launch()
                 reports.send(launched)
                 launched += 1
@@ -75,6 +88,7 @@ def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: Dra
     limits = [rows.room(row) if rows.active(row) else 0 for row in range(len(rows))]
     for row, tokens in enumerate(emitted):
         for token in tokens:
+            check_token(token)
             rows.note(row, token)
             streaming.send()
     stats.count([len(tokens) for tokens in emitted], limits, nodes)

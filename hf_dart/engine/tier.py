@@ -13,6 +13,7 @@ from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound, Shape, State
 from hf_dart.engine.graphs import Launch
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import Accepted
 from hf_dart.tree import DraftTree
@@ -48,7 +49,10 @@ class Tier:
             self.draft = FixedDraft.of(call.draft.state, shape.draft_slots)
             self.state = State.empty(shape, features)
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
-        self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, backend)
+        self._supplied = 0  # positions whose noise was handed on
+        self.round = FixedRound(
+            shape, call.drafter, verifier, self.cache, self.draft, self.state, call.processors, backend
+        )
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
@@ -85,6 +89,15 @@ class Tier:
         ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
         state.turn.zero_()
+        self._supplied = min(rows.emitted)
+
+    def supply(self, noise: NoiseStream, emitted: int, rounds: int) -> None:
+        """Have the noise ready that so many rounds may need behind `emitted` tokens; older noise makes room for it."""
+        noise.forget_before(emitted)
+        end = emitted + rounds * self.shape.path + self.shape.depth
+        for position in range(self._supplied, end):
+            self.state.noise[position % self.shape.noise_rows].copy_(noise.block(position))
+        self._supplied = max(self._supplied, end)
 
     def unload(self, call: Call) -> tuple[Tensor, Accepted]:
         """Let the eager round go on from here; what `load` is to be given next.

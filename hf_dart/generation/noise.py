@@ -48,6 +48,11 @@ class NoiseStream:
         self._draw_to(position + 1)
         return self._blocks[position][row : row + 1]
 
+    def block(self, position: int) -> Tensor:
+        """E [B, V] of all rows at a position that none of them has left behind."""
+        self._draw_to(position + 1)
+        return self._blocks[position]
+
     def exponentials(self, starts: list[int], depth: int) -> Tensor:
         """E [B, depth, V] of positions starts[b] .. starts[b] + depth - 1.
 

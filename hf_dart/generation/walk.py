@@ -89,7 +89,7 @@ class Walker:
             return scores.argmax(-1)
         window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
         at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
-        return _drawn(scores.softmax(-1).div_(at_node))
+        return drawn(scores.softmax(-1).div_(at_node))
 
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:
         counts = []
@@ -126,8 +126,7 @@ class Walker:
         Raises:
             RuntimeError: there is no token, as stock's `torch.multinomial` raises it.
         """
-        if token < 0:
-            raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
+        check_token(token)
         goes_on = self._rows.append(row, token)
         self._streaming.send()
         return goes_on
@@ -146,7 +145,7 @@ class Walker:
         if self._noise is None:
             return int(scores.argmax(-1))
         noise = self._noise.exponential(row, self._rows.emitted[row])
-        return int(_drawn(scores.softmax(-1) / noise))
+        return int(drawn(scores.softmax(-1) / noise))
 
     def _walk_in_step(self, tree: DraftTree, logits: Tensor, limits: list[int]) -> Accepted:
         """Stock's own steps over the whole batch, as long as every row's tree holds what is chosen."""
@@ -181,7 +180,13 @@ class Walker:
         return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
 
-def _drawn(races: Tensor) -> Tensor:
+def check_token(token: int) -> None:
+    """Raise a RuntimeError where `drawn` found no token."""
+    if token < 0:
+        raise RuntimeError("The target's logits give no probabilities (inf or nan), so no token can be drawn.")
+
+
+def drawn(races: Tensor) -> Tensor:
     """The winner of each p / E [..., V]; -1 where p is not a distribution."""
     best, tokens = races.max(-1)
     return tokens.masked_fill(best.isnan(), -1)

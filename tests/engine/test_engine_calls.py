@@ -40,7 +40,6 @@ def used(made: Engine) -> bool:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"do_sample": True}, "it samples"),
         ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
         ({"return_dict_in_generate": True, "output_scores": True}, "collects every step"),
         ({"tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
@@ -57,6 +56,13 @@ def test_calls_that_are_not_taken(pair: tuple[Any, Any], options: dict[str, Any]
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
         assert_identical(target, head, batch(1, "sdpa"), **options)
+
+
+def test_sampled_batches_are_not_taken(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    engine(target, head)
+    with pytest.warns(UserWarning, match="samples .* more than one row"):
+        assert_identical(target, head, batch(4, "sdpa"), do_sample=True, top_k=0, max_new_tokens=8)
 
 
 def test_caches_and_drafters_that_are_not_taken() -> None:

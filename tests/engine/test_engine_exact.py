@@ -157,6 +157,52 @@ def test_a_draft_vocabulary(pair: tuple[Any, Any]) -> None:
     assert head.last_stats.tau > 1
 
 
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        {"top_k": 0},
+        {"temperature": 0.7, "top_k": 20, "top_p": 0.9, **ENDS},
+        pytest.param({"top_k": 0, "min_p": 0.05, "renormalize_logits": True}, marks=pytest.mark.matrix),
+    ],
+    ids=str,
+)
+def test_sampled(pair: tuple[Any, Any], warpers: dict[str, Any]) -> None:
+    """Stock's tokens with stock's seed, and the generator where stock leaves it, across tiers."""
+    target, head = pair
+    made = engine(target, head, lag=1)
+    options = {"do_sample": True, "max_new_tokens": 30, "tree_config": TREE, **warpers}
+    for seed in range(2):
+        assert_identical(target, head, batch(1, "sdpa"), seed=seed, into=FIXED, **options)
+    assert len(sizes(made)) > 1 or "eos_token_id" in warpers
+
+
+def test_scores_that_are_no_probabilities(pair: tuple[Any, Any]) -> None:
+    """As stock says it, though it shows in the middle of a text; the next call is as if nothing had been."""
+    target, head = pair
+    engine(target, head, first_tier=64, lag=1)
+    before = target.lm_head.weight.detach().clone()
+
+    class Poison(TextStreamer):
+        told = 0
+
+        def put(self, value: Any) -> None:
+            self.told += 1
+            if self.told == 6:
+                with torch.no_grad():
+                    target.lm_head.weight[5] = torch.nan
+
+        def end(self) -> None: ...
+
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+    try:
+        with pytest.raises(RuntimeError, match="no token can be drawn"):
+            target.generate(**batch(1, "sdpa"), streamer=Poison(TOKENIZER), assistant=head, **options)
+    finally:
+        with torch.no_grad():
+            target.lm_head.weight.copy_(before)
+    assert_identical(target, head, batch(1, "sdpa"), **options)
+
+
 # ---- what is handed back -------------------------------------------------------------------------------------------
 
 
