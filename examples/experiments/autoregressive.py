@@ -132,7 +132,8 @@ def main() -> None:
     about = report.circumstances(pair, settings, pair.head.tree_config, "pytest's source", command)
     trained = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     content = {**report.as_json(measurements, about), "drafters": rivals.parameters(measured), "training": trained}
-    print(report.as_table(content), "", *comparison(content["results"]), sep="\n")
+    content["markdown"] = "\n".join([report.as_table(content), "", *comparison(content["results"])])
+    print(content["markdown"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
     if arguments.plots is not None:
