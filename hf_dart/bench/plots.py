@@ -9,7 +9,8 @@ from hf_dart.bench.report import labels
 from hf_dart.bench.rivals import STOCK
 from hf_dart.svg import COLORS, Drawing
 
-_WIDTH, _LEFT, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 300, 60, 22, 40, 36
+_WIDTH, _BARS, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 420, 60, 22, 40, 36
+_LETTER = 7  # pixels, about
 _HEIGHT = 320
 
 
@@ -37,20 +38,21 @@ def write_plots(folder: Path, report: dict[str, Any]) -> None:
 def speed(rows: list[tuple[dict[str, Any], str]]) -> str:
     """Bars of the median ratio to stock, with the least and the largest one."""
     most = max([1.0, *(one["ratio"]["max"] for one, _ in rows)])
-    picture = Drawing("Speed, stock = 1", _WIDTH, _TOP + _ROW * len(rows) + _BOTTOM)
+    left = _left(rows)
+    picture = Drawing("Speed, stock = 1", left + _BARS + _RIGHT, _TOP + _ROW * len(rows) + _BOTTOM)
     colors = _colors(one["method"] for one, _ in rows)
-    scale = (_WIDTH - _LEFT - _RIGHT) / most
+    scale = _BARS / most
     for number, (one, name) in enumerate(rows):
         y, ratio = _TOP + _ROW * number, one["ratio"]
-        picture.text(_LEFT - 8, y + 13, name, anchor="end")
+        picture.text(left - 8, y + 13, name, anchor="end")
         about = f"{name}: {ratio['median']:.2f} [{ratio['min']:.2f}, {ratio['max']:.2f}]"
-        picture.box(_LEFT, y + 3, scale * ratio["median"], _ROW - 8, colors[one["method"]], about)
+        picture.box(left, y + 3, scale * ratio["median"], _ROW - 8, colors[one["method"]], about)
         middle = y + 3 + (_ROW - 8) / 2
-        picture.line([(_LEFT + scale * ratio["min"], middle), (_LEFT + scale * ratio["max"], middle)], "#000")
-        picture.text(_LEFT + scale * ratio["max"] + 6, y + 13, f"{ratio['median']:.2f}")
+        picture.line([(left + scale * ratio["min"], middle), (left + scale * ratio["max"], middle)], "#000")
+        picture.text(left + scale * ratio["max"] + 6, y + 13, f"{ratio['median']:.2f}")
     end = _TOP + _ROW * len(rows)
-    picture.line([(_LEFT + scale, _TOP - 4), (_LEFT + scale, end + 4)])
-    picture.text(_LEFT + scale, end + 18, "stock", anchor="middle")
+    picture.line([(left + scale, _TOP - 4), (left + scale, end + 4)])
+    picture.text(left + scale, end + 18, "stock", anchor="middle")
     return str(picture)
 
 
@@ -83,11 +85,12 @@ def phases(rows: list[tuple[dict[str, Any], str]]) -> str:
     """Stacked bars of the milliseconds of a round."""
     names = list(rows[0][0]["round_ms"])
     totals = [sum(one["round_ms"].values()) for one, _ in rows]
-    picture = Drawing("Milliseconds per round", _WIDTH, _TOP + _ROW * len(rows) + _BOTTOM)
-    scale = (_WIDTH - _LEFT - _RIGHT) / max(totals)
+    left = _left(rows)
+    picture = Drawing("Milliseconds per round", left + _BARS + _RIGHT, _TOP + _ROW * len(rows) + _BOTTOM)
+    scale = _BARS / max(totals)
     for number, ((one, name), total) in enumerate(zip(rows, totals, strict=True)):
-        y, x = _TOP + _ROW * number, float(_LEFT)
-        picture.text(_LEFT - 8, y + 13, name, anchor="end")
+        y, x = _TOP + _ROW * number, float(left)
+        picture.text(left - 8, y + 13, name, anchor="end")
         for place, phase in enumerate(names):
             spent = one["round_ms"][phase]
             about = f"{name}: {phase} {spent:.2f} ms"
@@ -129,6 +132,11 @@ def speed_by_tau(rows: list[tuple[dict[str, Any], str]]) -> str:
 
 def _name(one: dict[str, Any], case: str) -> str:
     return ", ".join(filter(None, [one["method"], case, one["mode"], f"batch {one['batch']}"]))
+
+
+def _left(rows: list[tuple[dict[str, Any], str]]) -> int:
+    """Where bars begin: behind the longest name."""
+    return max(200, 16 + _LETTER * max((len(name) for _, name in rows), default=0))
 
 
 def _colors(methods: Any) -> dict[str, str]:

@@ -69,10 +69,9 @@ def packaged_drafters(pair: Pair) -> list[Any]:
     """Those for the packaged target beside the pair's own head; none for other targets."""
     if Path(pair.model.config.name_or_path).resolve() != PACKAGED_TARGET.resolve():
         return []
-    folders = sorted(path.parent for path in PACKAGED_HEAD.parent.glob("*/config.json"))
-    used = Path(pair.head.name_or_path).resolve() if isinstance(pair.head.name_or_path, str) else None
-    others = [folder for folder in folders if folder not in (PACKAGED_TARGET, used)]
-    return [load_head(str(folder), pair.model, pair.tokenizer) for folder in others]
+    folders = sorted(path.parent.resolve() for path in PACKAGED_HEAD.parent.glob("*/config.json"))
+    used = (PACKAGED_TARGET.resolve(), Path(pair.head.name_or_path).resolve())
+    return [load_head(str(folder), pair.model, pair.tokenizer) for folder in folders if folder not in used]
 
 
 def load_assistant(path: str, pair: Pair) -> Any:
