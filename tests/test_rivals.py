@@ -120,6 +120,14 @@ def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
     assert [tokenizer.decode(ids) for ids in suite.prompts] == ["import os", "import sys", "class A:", "return"]
 
 
+@pytest.mark.matrix
+def test_whatever_datasets_reads_is_a_suite(tokenizer: Any, tmp_path: Path) -> None:
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps([{"problem": "import os"}, {"problem": "class A:"}]), encoding="utf8")
+    suite = suites.open_suite(str(file), tokenizer, 2)
+    assert [tokenizer.decode(ids) for ids in suite.prompts] == ["import os", "class A:"]
+
+
 def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     tokenizer.chat_template = (
