@@ -384,7 +384,7 @@ class TreeConfig:
         Where neither is known, an accelerator verifies many nodes in the time of one; `nodes` says to take so many
         anyway.
         """
-        draft = self.draft_cost if drafted else 0.0
+        draft = self.draft_cost * (1 + self.refine) if drafted else 0.0
         if self.nodes is None and self.verify_costs:
             return RoundCost.measured(draft, self.verify_costs, batch_size)
         counts = self.nodes is None and device_type == "cpu"

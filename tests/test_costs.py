@@ -71,6 +71,18 @@ def test_the_size_is_that_of_most_tokens_per_cost() -> None:
     assert len(sizes) > 4
 
 
+def test_every_look_at_a_draft_costs_a_draft() -> None:
+    config = TreeConfig(draft_cost=0.3, refine=2, node_cost=0.0)
+    assert config.round_cost(1, "cpu").of(5) == pytest.approx(1.9)
+    assert config.round_cost(1, "cpu", drafted=False).of(5) == 1
+    pace = Pace(config, "cpu")
+    levels = []
+    for number in range(60):
+        levels.append(pace.level)
+        pace.count([1 + number % 2], [50], 5)  # more than a chain costs, which is not looked at again
+    assert set(levels) == {"tree", "chain"}
+
+
 def test_where_a_node_is_known_to_cost_it_is_charged_on_any_device() -> None:
     dear = TreeConfig(draft_cost=0.1, verify_costs=((1, 1), (64, 9.0)))
     for config, drafting in ((TreeConfig(draft_cost=0.1), True), (dear, False)):

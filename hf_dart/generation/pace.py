@@ -6,6 +6,7 @@ Both are tried again later, less and less often while they fail.
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from typing import Any
 
 from hf_dart.configuration import TreeConfig
@@ -58,7 +59,8 @@ class Pace:
                 self._step(1)
             return
         rows = sum(limit > 0 for limit in limits)
-        cost = self._config.round_cost(rows, self._device).of(nodes)
+        config = replace(self._config, refine=0) if self.level == CHAIN else self._config
+        cost = config.round_cost(rows, self._device).of(nodes)
         memory = min(_MEMORY, self._rounds / (self._rounds + 1))
         self._gain = memory * self._gain + (1 - memory) * (sum(emitted) / rows - cost)
         self._rounds += 1
