@@ -53,6 +53,12 @@ AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
 
 
+def attention_of(target: Any) -> str:
+    """The attention that a target was set to, though a captured round may be using `packed_attention` right now."""
+    name = target.config.get_text_config(decoder=True)._attn_implementation
+    return "sdpa" if name == PACKED else name
+
+
 @contextmanager
 def packed(target: Any) -> Iterator[None]:
     """Let a target that attends by SDPA use `packed_attention` meanwhile."""

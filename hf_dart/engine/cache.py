@@ -60,7 +60,7 @@ class FixedCache:
     """
 
     def __init__(self, like: RaggedCache, slots: int, nodes: int, device: torch.device) -> None:
-        self.slots, self.nodes = slots, nodes
+        self.slots = slots
         batch = like.store.batch_size
         self.store = SlotStore(like.store.specs, batch, slots + nodes)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
@@ -90,6 +90,8 @@ class FixedCache:
 class FixedDraft(SlotState):
     """The head's cache in one tier: entries of all rows at places of their own, and every slot looked at."""
 
+    buffers: list[Tensor]
+
     @classmethod
     def of(cls, state: SlotState, slots: int) -> FixedDraft:
         """An empty one for heads whose state is like `state`."""
@@ -97,8 +99,6 @@ class FixedDraft(SlotState):
         fixed = cls(SlotStore(state.store.specs, state.store.batch_size, slots), lengths, state.counted)
         fixed.buffers = [fixed.store.buffer(index) for index in range(len(state.store.specs))]
         return fixed
-
-    buffers: list[Tensor]
 
     @property
     def ragged(self) -> bool:

@@ -13,6 +13,7 @@ from weakref import ref
 from torch import Tensor
 
 from hf_dart.drafting import DraftingModel
+from hf_dart.engine.attention import attention_of
 from hf_dart.engine.fixed import Shape
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
@@ -51,8 +52,8 @@ class EngineConfig:
     lag: int | None = None
 
     def __post_init__(self) -> None:
-        if self.first_tier < 8:
-            raise ValueError(f"first_tier is {self.first_tier}; give 8 tokens or more.")
+        if self.first_tier < 8 or self.first_tier % 8:
+            raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens, as attention kernels like.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
 
@@ -122,7 +123,8 @@ class Engine:
         """The tier that the call goes on in, loaded; None if there is none."""
         nodes = call.config.resolve_nodes(len(call.rows), features.device.type)
         sampled = call.noise is not None
-        tree = replace(call.config, nodes=nodes, lookup=0, shared_noise=sampled and call.config.shared_noise)
+        shared = sampled and call.config.shared_noise
+        tree = replace(call.config, nodes=nodes, lookup=0, verify_costs=(), shared_noise=shared)
         processors = tuple((type(one).__name__, *sorted(vars(one).items())) for one in call.processors)
         depth = call.grower.depth if nodes > 1 else 0
         cache = call.cache
@@ -232,7 +234,7 @@ def _signature(call: Call) -> tuple[Any, ...]:
     target, head = call.model, call.drafter
     assert isinstance(head, DraftingModel)
     made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
-    parts: list[Any] = [target.config.get_text_config(decoder=True)._attn_implementation, id(head.draft_vocabulary)]
+    parts: list[Any] = [attention_of(target), id(head.draft_vocabulary)]
     parts += [state_of(weight) for weight in made_of]
     for model in (target, head):
         tensors = [*model.parameters(), *model.buffers()]

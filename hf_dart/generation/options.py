@@ -13,6 +13,7 @@ from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hf_dart.engine.attention import attention_of
 from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer
 from hf_dart.proposal import Drafter
 
@@ -47,7 +48,7 @@ def refuse_model(model: Any) -> None:
         ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
     """
     refuse_target(model)
-    attention = model.config.get_text_config(decoder=True)._attn_implementation
+    attention = attention_of(model)
     if attention not in _ATTENTION:
         raise ValueError(
             f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import refuse_cache, refuse_model
 from hf_dart.generation.stock_layers import attention_layers, window_of
@@ -82,7 +83,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
         ValueError: the target computes something else for a tree; it is not supported.
     """
     refuse_model(model)
-    case = (model.config.get_text_config(decoder=True)._attn_implementation, model.dtype)
+    case = (attention_of(model), model.dtype)
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
