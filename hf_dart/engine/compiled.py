@@ -53,7 +53,7 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         if self.first_tier < 8 or self.first_tier % 8:
-            raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens, as attention kernels like.")
+            raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
 
