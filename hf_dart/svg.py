@@ -43,7 +43,8 @@ class Drawing:
 
     def __str__(self) -> str:
         return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self._width:g} {self._height:g}" role="img" '
+            f'<svg xmlns="http://www.w3.org/2000/svg" width="{self._width:g}" height="{self._height:g}" '
+            f'viewBox="0 0 {self._width:g} {self._height:g}" role="img" '
             f'font-family="sans-serif" font-size="12"><title>{self._title}</title>'
             f'<rect width="100%" height="100%" fill="white"/>{"".join(self._pieces)}</svg>\n'
         )

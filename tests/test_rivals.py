@@ -180,7 +180,7 @@ def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str
 def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
-    assert main(["bench", "--smoke", *words, "--modes", "greedy,sampled", "--json", str(file)]) == 0
+    assert main(["bench", "--smoke", *words, "--modes", "greedy,penalty", "--json", str(file)]) == 0
     compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] in COMPILED]
     assert {(one["mode"], one["method"]) for one in compiled} >= {("greedy", name) for name in COMPILED}
     assert not [one for one in compiled if one["method"] == ENGINE and one["mode"] != "greedy"]
