@@ -171,15 +171,12 @@ LAWS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module", params=["independent drafts", "selector", "unmasked out of order"])
 def three_words(request: pytest.FixtureRequest) -> tuple[Any, Any]:
-    """A target of three tokens, none of which is sure, and a drafter that disagrees with it.
-
-    The last one reveals its surest tokens first and looks at them when it drafts the others. That is what makes the
-    chances recorded on the way wrong ones for rejection; drawn anew from the last step's, tokens follow the law.
-    """
+    """A target of three tokens, none of which is sure, and a drafter that disagrees with it."""
     model = tiny_target("llama", vocab_size=3)
     if request.param == "unmasked out of order":
         with torch.no_grad():
             model.lm_head.weight.mul_(0.05)
+        # Chances recorded while tokens are revealed would be wrong; tokens drawn from the last step's are right.
         return model, tiny_diffusion_drafter(model, draft_length=2, denoise_steps=2)
     head = tiny_head(model, draft_length=2)
     if request.param == "selector":
