@@ -1,0 +1,99 @@
+"""The card of the diffusion drafters: its tables are those of its JSON, and the figures in them are what they say."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from statistics import stdev
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def compare() -> ModuleType:
+    spec = spec_from_file_location("diffusion_compare", ROOT / "examples" / "diffusion_drafter" / "compare.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    # Its dataclasses look their module up.
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, spec.name, module)
+        spec.loader.exec_module(module)
+        yield module
+
+
+REPORTS = sorted((ROOT / "model_cards").glob("diffusion_drafter/compare.json"))
+
+
+@pytest.mark.parametrize("file", REPORTS, ids=str)
+def test_the_tables_are_those_of_the_json(compare: ModuleType, file: Path, tmp_path: Path) -> None:
+    report = json.loads(file.read_text(encoding="utf8"))
+    card = (file.parent / "README.md").read_text(encoding="utf8")
+    assert card.count(compare.tables(report)) == 1
+    again = tmp_path / "README.md"
+    again.write_text(card.replace("| stock | 1.00 |", "| stock | 9.99 |"), encoding="utf8")
+    compare.write_tables(report, again)
+    assert again.read_text(encoding="utf8") == card
+    for result in report["results"]:
+        stock, *others = result["methods"]
+        assert (stock["tau"], stock["ratio"]) == ([1.0, 0.0], [1.0, 0.0])
+        # The language model's sampled text is another one: stock's loop draws otherwise.
+        others = [one for one in others if "sampled" not in result["mode"] or "language" not in one["method"]]
+        assert all(one["same"] == 1 for one in others)
+
+
+def test_tables_stand_between_the_marks(compare: ModuleType, tmp_path: Path) -> None:
+    row = {"method": "stock", "tau": (1.0, 0.0), "ratio": (1.0, 0.0), "draft_ms": 0.0, "round_ms": 7.25, "same": 1.0}
+    ours = {**row, "method": "ours", "tau": (1.5, 0.25), "ratio": (1.25, 0.125), "draft_ms": 2.0}
+    report = {
+        "command": "python compare.py",
+        "versions": {"torch": "2"},
+        "hardware": "none",
+        "settings": {"prompts": 2, "new_tokens": 8, "repeats": 1, "threads": 1},
+        "parameters": {"ours": 1_640_000},
+        "results": [{"mode": "greedy", "methods": [row, ours]}],
+    }
+    card = tmp_path / "README.md"
+    compare.write_tables(report, card)
+    card.write_text(f"Above.\n{card.read_text(encoding='utf8')}\nBelow.\n", encoding="utf8")
+    compare.write_tables({**report, "hardware": "some"}, card)
+    text = card.read_text(encoding="utf8")
+    assert text.startswith("Above.\n")
+    assert text.endswith("\nBelow.\n")
+    assert "none, 1 threads" not in text
+    assert "| stock | 1.00 |  | 7.25 | 1 |  |" in text
+    assert "| ours | 1.50 ± 0.25 | 2.00 | 7.25 | **1.25** ± 0.12 | 100% |" in text
+    assert "ours 1.64 M." in text
+
+
+def test_a_jackknifed_mean_has_the_error_of_a_mean(compare: ModuleType) -> None:
+    values = [3.0, 1.0, 4.0, 1.0, 5.0]
+
+    def mean(chosen: list[int]) -> float:
+        return sum(values[one] for one in chosen) / len(chosen)
+
+    whole, error = compare.jackknife(mean, len(values))
+    assert whole == pytest.approx(2.8)
+    assert error == pytest.approx(stdev(values) / len(values) ** 0.5)
+    assert compare.jackknife(mean, 1) == (3.0, 0.0)
+
+
+def test_figures(compare: ModuleType) -> None:
+    """Two prompts, two repeats; a prefill's token is not a round's, and stock's assisted loop has no prefill."""
+
+    def calls(seconds: float, tokens: int, rounds: int) -> list[object]:
+        return [compare.Call(seconds, seconds / 2, tokens, rounds, True) for _ in range(4)]
+
+    stock = compare.Method("stock", calls=calls(1.0, 9, 8))
+    ours = compare.Method("ours", calls=calls(0.5, 9, 4))
+    theirs = compare.Method("theirs", prefills=False, calls=calls(2.0, 9, 3))
+    rows = [compare.figures(one, stock, 2) for one in (stock, ours, theirs)]
+    assert [row["tau"] for row in rows] == [(1.0, 0.0), (2.0, 0.0), (3.0, 0.0)]
+    assert [row["ratio"] for row in rows] == [(1.0, 0.0), (2.0, 0.0), (0.5, 0.0)]
+    assert (rows[1]["draft_ms"], rows[1]["round_ms"]) == (62.5, 125.0)
+    assert (rows[2]["draft_ms"], rows[2]["same"]) == (pytest.approx(1000 / 3), 1.0)
