@@ -161,8 +161,7 @@ def _assemble(roots: list[int], rows: list[list[Node]], size: int) -> DraftTree:
             of_row[place] |= of_row[node.parent]
         empty = [Node(root, -1, 0, -inf)] * (size - 1 - len(nodes))
         found.append([Node(root, -1, 0, 0.0), *nodes, *empty])
-    tokens, parents, depths, scores = (
-        torch.tensor([[node[part] for node in nodes] for nodes in found]) for part in range(4)
-    )
+    tokens, parents, depths = (torch.tensor([[node[part] for node in nodes] for nodes in found]) for part in range(3))
+    scores = torch.tensor([[node.score for node in nodes] for nodes in found], dtype=torch.float64)
     deepest = max(node.depth for nodes in found for node in nodes)
-    return DraftTree(tokens, parents, depths, torch.from_numpy(ancestors), deepest, scores.double())
+    return DraftTree(tokens, parents, depths, torch.from_numpy(ancestors), deepest, scores)

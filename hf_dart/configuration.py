@@ -301,7 +301,7 @@ class TreeConfig:
             nodes of all paths are found on a CPU without it. 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
-        verify_costs: on any device, in place of `node_cost`: what a forward of so many tokens costs, relative to one of
+        verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
         draft_cost: what a draft costs, relative to the same. Where trees bring less than they cost, chains are drafted;

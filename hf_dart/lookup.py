@@ -157,7 +157,7 @@ class LookupDrafter(Drafter[None]):
     summaries, answers that quote.
 
     Args:
-        tree_config: of which `lookup`, `nodes` and `node_cost` count.
+        tree_config: of which `lookup`, `nodes`, `node_cost` and `verify_costs` count.
     """
 
     def __init__(self, tree_config: TreeConfig | None = None) -> None:

@@ -157,4 +157,5 @@ class BeamScores:
 def _log_sum(values: Array) -> Array:
     """log Σ exp over the last dimension, which stays; -inf of nothing but -inf."""
     largest = np.maximum(values.max(-1, keepdims=True), -1e30)
-    return np.asarray(largest + np.log(np.exp(values - largest).sum(-1, keepdims=True)))
+    with np.errstate(divide="ignore"):
+        return np.asarray(largest + np.log(np.exp(values - largest).sum(-1, keepdims=True)))

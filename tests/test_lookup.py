@@ -211,3 +211,14 @@ def test_tables_of_the_vocabulary_are_the_pairs() -> None:
         torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
         for weight in head.selector.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, dtype=weight.dtype))
+
+
+def test_copies_that_do_not_pay_pause_nothing() -> None:
+    """Without a drafter there is nothing to pause, and no training to have gone wrong."""
+    target = attach(tiny_target("llama"))
+    drafter = LookupDrafter(TreeConfig(node_cost=0.2))
+    options = {"do_sample": True, "top_k": 0, "temperature": 3.0, "max_new_tokens": 80}
+    assert_identical(target, drafter, prompts([30]), **options)
+    stats = drafter.last_stats
+    assert stats.rounds > 40
+    assert (stats.chain_rounds, stats.paused_rounds, drafter.told) == (0, 0, False)

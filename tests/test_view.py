@@ -139,6 +139,16 @@ def test_what_cannot_be_shown_is_refused(output: Any, hostile_tokenizer: Any) ->
         View.of(output, hostile_tokenizer, row=2)
 
 
+def test_text_goes_on_behind_a_token_that_changes_what_stood_in_front() -> None:
+    """As decoders do that clean up spaces."""
+
+    class Cleaning:
+        def decode(self, ids: list[int]) -> str:
+            return "".join([" a", " ", ",", " b"][i] for i in ids).replace(" ,", ",")
+
+    assert token_texts(Cleaning(), [], [0, 1, 2, 3]) == [" a", " ", ",", " b"]
+
+
 def test_characters_of_several_tokens() -> None:
     class Bytes:
         """A tokenizer whose tokens are bytes, as those of byte-level vocabularies may be."""

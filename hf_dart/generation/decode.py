@@ -158,7 +158,7 @@ class Call:
         refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
 
         self.rows = rows
-        self.pace = Pace(self.config, rows.device.type)
+        self.pace = Pace(self.config, rows.device.type, self.drafter.draft_length > 0)
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
         self.first_slot = total - input_ids.shape[1]  # of the tokens that are known
         draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)

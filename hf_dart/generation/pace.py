@@ -28,8 +28,10 @@ class Pace:
     Costs are given, not timed: equal calls make equal rounds, also where rounding depends on their shape.
     """
 
-    def __init__(self, config: TreeConfig, device_type: str) -> None:
+    def __init__(self, config: TreeConfig, device_type: str, drafts: bool = True) -> None:
+        """`drafts`: there is a drafter, and not copied text alone, which is verified at all times."""
         self._config, self._device = config, device_type
+        self._weighs = drafts and config.nodes is None
         self._gain = 0.0  # running mean of tokens per row, less what the round cost in rounds without drafts
         self._rounds = 0  # of this trial
         self._trial = _TRIAL
@@ -51,7 +53,7 @@ class Pace:
 
     def count(self, emitted: list[int], limits: list[int], nodes: int) -> None:
         """Learn from a round, given as to `DraftStats.count`."""
-        if self._config.nodes is not None:
+        if not self._weighs:
             return
         self._left -= 1
         if self.level == PAUSE:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from html import escape
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,7 +75,8 @@ class View:
         longest = max(1 + sum(counts[each] for counts in stats.committed) for each in range(len(sequences)))
         start = len(ids) - longest
         written = 1 + sum(counts[row] for counts in stats.committed)
-        return cls(tokenizer, ids[:start], ids[start : start + written], stats, row, notes)
+        prompt = list(dropwhile(lambda token: token == tokenizer.pad_token_id, ids[:start]))
+        return cls(tokenizer, prompt, ids[start : start + written], stats, row, notes)
 
     @property
     def rounds(self) -> list[TracedRound]:
@@ -173,10 +175,11 @@ def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[st
     for token in tokens:
         ids.append(token)
         text = tokenizer.decode(ids)
-        if text.endswith("\N{REPLACEMENT CHARACTER}") or not text.startswith(shown):
+        if text.endswith("\N{REPLACEMENT CHARACTER}"):
             found.append("")
             continue
-        found.append(text[len(shown) :])
+        # Some tokenizers change what stood in front, such as a space.
+        found.append(text[len(shown) :] if text.startswith(shown) else tokenizer.decode([token]))
         ids, shown = ids[-8:], tokenizer.decode(ids[-8:])
     rest = tokenizer.decode(ids)
     if found and not found[-1] and rest.startswith(shown):
