@@ -70,6 +70,11 @@ class SlotStore:
         for spec, storage in self._storage.items():
             storage[..., :slots, :] = other._storage[spec][..., :slots, :]
 
+    def clear_from(self, slot: int) -> None:
+        """Put zeros into all slots from `slot` on: masked ones count for nothing, but NaN times nothing is NaN."""
+        for storage in self._storage.values():
+            storage[..., slot:, :] = 0
+
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
         spec, place = self._place[index]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -21,6 +22,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 PACKED = "hf_dart_packed"
 """The name under which transformers knows it."""
+
+# The name stands in the target's config, where calls of other threads find it, too; they are to compute as ever.
+_here: ContextVar[bool] = ContextVar("_here", default=False)
 
 
 def packed_attention(
@@ -34,11 +38,13 @@ def packed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, N, H, D']
-    """As transformers' `sdpa_attention_forward`, which is also what anything but masked grouped queries gets."""
+    """As transformers' `sdpa_attention_forward`, which also takes all but a round's masked queries in groups."""
     batch, heads, queries, width = query.shape
     groups = heads // key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if groups == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
+    # What is compiled is a round of ours.
+    ours = torch.compiler.is_compiling() or _here.get()
+    if not ours or groups == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
@@ -61,13 +67,18 @@ def attention_of(target: Any) -> str:
 
 @contextmanager
 def packed(target: Any) -> Iterator[None]:
-    """Let a target that attends by SDPA use `packed_attention` meanwhile."""
+    """Let a target that attends by SDPA use `packed_attention` meanwhile, in this thread."""
     text = target.config.get_text_config(decoder=True)
-    if text._attn_implementation != "sdpa":
+    before = text._attn_implementation
+    if before not in ("sdpa", PACKED):
         yield
         return
-    text._attn_implementation = PACKED
+    if before == "sdpa":  # otherwise another thread has set it, and will set it back
+        text._attn_implementation = PACKED
+    token = _here.set(True)
     try:
         yield
     finally:
-        text._attn_implementation = "sdpa"
+        _here.reset(token)
+        if before == "sdpa":
+            text._attn_implementation = before

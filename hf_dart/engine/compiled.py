@@ -130,7 +130,7 @@ class Engine:
         cache = call.cache
         assert isinstance(cache, RaggedCache)
         shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth, processors, sampled)
-        running = [length for row, length in enumerate(cache.lengths.tolist()) if call.rows.active(row)]
+        running = [length for length, room in zip(cache.lengths.tolist(), call.rows.rooms, strict=True) if room > 0]
         while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
             shape = replace(shape, slots=2 * shape.slots)
         key = (shape, features.shape[-1], features.dtype, *cache.store.specs)

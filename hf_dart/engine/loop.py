@@ -81,11 +81,12 @@ def run(
 
 
 def _longest(rows: Rows, lengths: list[int]) -> int:
-    return max(length for row, length in enumerate(lengths) if rows.active(row))
+    """Committed entries of the longest row that may still emit something; others may stand behind the tier's end."""
+    return max(length for length, room in zip(lengths, rows.rooms, strict=True) if room > 0)
 
 
 def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: DraftStats, nodes: int) -> None:
-    limits = [rows.room(row) if rows.active(row) else 0 for row in range(len(rows))]
+    limits = rows.rooms
     for row, tokens in enumerate(emitted):
         for token in tokens:
             check_token(token)

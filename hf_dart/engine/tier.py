@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,9 +51,9 @@ class Tier:
             self.state = State.empty(shape, features)
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
         self._supplied = 0  # positions whose noise was handed on
-        self.round = FixedRound(
-            shape, call.drafter, verifier, self.cache, self.draft, self.state, call.processors, backend
-        )
+        # Copies: the round is kept, and those of the call are the user's to change.
+        processors = deepcopy(call.processors)
+        self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend)
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
@@ -69,13 +70,17 @@ class Tier:
         """
         state, rows, cache = self.state, call.rows, call.cache
         assert isinstance(cache, RaggedCache)
+        # What another call left here might be NaN.
         self.cache.store.copy_from(cache.store, cache.longest)
+        self.cache.store.clear_from(cache.longest)
         self.cache.lengths.copy_(cache.lengths)
         draft = call.draft.state
         self.draft.store.copy_from(draft.store, draft.longest)
+        self.draft.store.clear_from(draft.longest)
         self.draft.lengths.copy_(draft.lengths)
         taken, next_tokens, counts = call.verified(features, accepted)
         width = taken.shape[1]
+        state.features.zero_()
         state.features[:, :width] = taken
         last = torch.tensor([text[-1] for text in rows.tokens])
         state.roots.copy_(last)
@@ -84,7 +89,7 @@ class Tier:
         state.counts.copy_(counts)
         state.emitted.copy_(torch.tensor(rows.emitted))
         state.limits.fill_(rows.max_length - rows.prompt_length)
-        state.ended.copy_(torch.tensor([not rows.active(row) for row in range(len(rows))]))
+        state.ended.copy_(torch.tensor(rows.rooms) <= 0)
         state.ends.zero_()
         ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True

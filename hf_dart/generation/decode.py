@@ -195,7 +195,7 @@ class Call:
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round; 0 if it has ended or is too far ahead."""
         rows = self.rows
-        rooms = [rows.room(row) if rows.active(row) else 0 for row in range(len(rows))]
+        rooms = rows.rooms
         if self.noise is None or rows.finished:
             return rooms
         end = rows.slowest() + MAX_LEAD

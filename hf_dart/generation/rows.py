@@ -112,6 +112,11 @@ class Rows:
         """Tokens that the row may still emit."""
         return self.max_length - self.prompt_length - self.emitted[row]
 
+    @property
+    def rooms(self) -> list[int]:
+        """Tokens that each row may still emit; 0 where it has ended."""
+        return [self.room(row) if self.active(row) else 0 for row in range(len(self))]
+
     def ids(self, row: int) -> Tensor:
         """[1, n] ids of one row so far."""
         return self._ids[row : row + 1, : self.prompt_length + self.emitted[row]]

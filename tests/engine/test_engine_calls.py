@@ -6,18 +6,20 @@ import copy
 import functools
 import pickle
 import warnings
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 
 import pytest
 import torch
 from cases import batch
 from compare import assert_identical, run
-from tiny import tiny_diffusion_drafter, tiny_head, tiny_target
+from tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine import compiled as module
+from hf_dart.engine.attention import PACKED
 from hf_dart.engine.compiled import Engine
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -131,6 +133,33 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
     assert list(made._tiers.values()) != before
 
 
+def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
+    """Buffers outlive a call; what a shorter text does not overwrite in them must not reach it."""
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(target, head, prompts([7]), **GREEDY)
+    weight = target.model.layers[0].mlp.down_proj.weight
+    before = weight.detach().clone()
+    with torch.no_grad():
+        weight.fill_(torch.nan)
+        target.generate(**prompts([7]), assistant=head, **GREEDY)
+        weight.copy_(before)
+    assert_identical(target, head, prompts([4]), **GREEDY)
+    assert len(made._tiers) == 1
+
+
+def test_a_warper_that_the_user_changes(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    engine(target, head)
+    mine = TemperatureLogitsWarper(5.0)
+    for warper, temperature in ((mine, 5.0), (mine, 0.5), (TemperatureLogitsWarper(5.0), 5.0)):
+        warper.temperature = temperature
+        warpers = LogitsProcessorList([warper])
+        assert_identical(
+            target, head, batch(1, "sdpa"), do_sample=True, top_k=0, max_new_tokens=12, logits_processor=warpers
+        )
+
+
 def test_two_calls_at_a_time(pair: tuple[Any, Any]) -> None:
     target, head = pair
     engine(target, head)
@@ -146,6 +175,43 @@ def test_two_calls_at_a_time(pair: tuple[Any, Any]) -> None:
         thread.join()
     assert len(found) == 3
     assert all(torch.equal(one, wanted) for one in found)
+
+
+def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread calls the target in the middle of a captured round: stock's and the eager round's as ever."""
+    target, head = pair
+    engine(target, head)
+    wanted = target.generate(**batch(1, "sdpa"), **GREEDY)
+    target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
+    inside, done = Event(), Event()
+    layer = target.model.layers[0]
+    forward = layer.forward
+    asked: list[bool] = []
+
+    def waiting(*args: Any, **kwargs: Any) -> Any:
+        if target.config._attn_implementation == PACKED and not inside.is_set():
+            inside.set()
+            asked.append(done.wait(20))
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(layer, "forward", waiting)
+    found = []
+    thread = Thread(target=lambda: found.append(target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)))
+    thread.start()
+    try:
+        assert inside.wait(20)
+        other = tiny_head(target)
+        made = engine(target, other)
+        for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}, {"assistant": other}):
+            found.append(target.generate(**batch(1, "sdpa"), **GREEDY, **drafting))
+        assert used(made)
+    finally:
+        done.set()
+        thread.join()
+    assert asked == [True]
+    assert len(found) == 5
+    assert all(torch.equal(one, wanted) for one in found)
+    assert target.config._attn_implementation == "sdpa"
 
 
 def test_copies_have_none(pair: tuple[Any, Any]) -> None:

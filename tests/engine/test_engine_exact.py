@@ -126,6 +126,17 @@ def test_up_to_the_end_of_the_position_table(length: int) -> None:
     assert sizes(made)
 
 
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_without_room_in_another_tier(seed: int) -> None:
+    """A row stands at the end of the position table, and the others go on in the next tier."""
+    target = tiny_target("gpt2", n_positions=32)
+    head = tiny_head(target)
+    engine(target, head, first_tier=32, lag=0)
+    tree = TreeConfig(nodes=40, depth=1, top_k=60)
+    inputs = prompts([24 - seed % 2, 3, 5], seed=seed)
+    assert_identical(target, head, inputs, into=FIXED, do_sample=False, max_length=33, tree_config=tree)
+
+
 @pytest.mark.parametrize(
     "fields",
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from threading import Thread
 from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 from tiny import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from hf_dart.engine import attention
 from hf_dart.engine.attention import PACKED, packed, packed_attention
 from hf_dart.engine.topk import largest
 from hf_dart.tree import DraftTree
@@ -30,7 +33,8 @@ def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
     mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     arguments = {"attention_mask": mask if masked else None, "scaling": 0.3, "is_causal": False}
-    found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
+    with packed(tiny_target("llama")):
+        found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
     wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted)
     assert found.is_contiguous()
@@ -47,6 +51,26 @@ def test_a_target_is_packed_for_a_while_only() -> None:
     eager = tiny_target("llama", "eager")
     with packed(eager):
         assert eager.config._attn_implementation == "eager"
+
+
+def test_only_the_thread_of_the_round_is_packed() -> None:
+    query, key = torch.randn(1, 8, 5, 8, dtype=torch.float64), torch.randn(1, 2, 11, 8, dtype=torch.float64)
+    mask = torch.zeros(1, 1, 5, 11, dtype=torch.float64)
+    module = SimpleNamespace(num_key_value_groups=4, is_causal=True)
+    packs: list[bool] = []
+
+    def attend() -> None:
+        with patch.object(attention, "sdpa_attention_forward", wraps=sdpa_attention_forward) as stock:
+            packed_attention(module, query, key, key, mask)  # type: ignore[arg-type]
+            packs.append(not stock.called)
+
+    with packed(tiny_target("llama")):
+        attend()
+        other = Thread(target=attend)
+        other.start()
+        other.join()
+    attend()
+    assert packs == [True, False, False]
 
 
 @settings(max_examples=60, deadline=None)
