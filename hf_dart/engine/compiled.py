@@ -10,11 +10,13 @@ from threading import Lock
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
+import torch
 from torch import Tensor
 
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafting import DraftingModel
 from hf_dart.engine.attention import attention_of
-from hf_dart.engine.fixed import Shape
+from hf_dart.engine.fixed import Shape, most_nodes
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
 from hf_dart.engine.tier import Tier
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
 
 _LOGGER = logging.getLogger(__name__)
+_KEPT = 16
+"""Tiers that an engine keeps; the one that has not been used for longest goes first."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +66,8 @@ class Engine:
     """The captured rounds of one target and one head; `hf_dart.compile` makes it and the head keeps it.
 
     Each is made when a call first needs it. Calls that it does not take run the eager round, and the first of each
-    kind warns why. While one call uses it, those of other threads run the eager round, too. Copies of a head have none.
+    kind warns why. Calls of another target, and of other threads while one call uses it, run the eager round without a
+    warning. Copies of a head have none.
     """
 
     def __init__(self, target: Any, config: EngineConfig, progress: Callable[[str], object]) -> None:
@@ -110,7 +115,7 @@ class Engine:
                     break
                 lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
                 try:
-                    with stats.phase("verify"):
+                    with stats.phase("round"):
                         run(tier, call.rows, streaming, stats, call.cache.lengths.tolist(), lag, call.noise)
                 finally:
                     if call.returns_cache or not call.rows.finished:
@@ -124,9 +129,14 @@ class Engine:
         nodes = call.config.resolve_nodes(len(call.rows), features.device.type)
         sampled = call.noise is not None
         shared = sampled and call.config.shared_noise
-        tree = replace(call.config, nodes=nodes, lookup=0, verify_costs=(), shared_noise=shared)
-        processors = tuple((type(one).__name__, *sorted(vars(one).items())) for one in call.processors)
         depth = call.grower.depth if nodes > 1 else 0
+        assert isinstance(call.drafter, DraftingModel)
+        words = call.drafter.draft_vocabulary
+        nodes = min(nodes, most_nodes(depth, call.config, call.vocab_size if words is None else len(words)))
+        # What the round does not read is as in every other call.
+        read = {name: getattr(call.config, name) for name in ("top_k", "beam", "selector", "scores")}
+        tree = TreeConfig(nodes=nodes, lookup=0, ngram_weight=0, shared_noise=shared, **read)
+        processors = tuple((type(one).__name__, *sorted(vars(one).items())) for one in call.processors)
         cache = call.cache
         assert isinstance(cache, RaggedCache)
         shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth, processors, sampled)
@@ -136,7 +146,9 @@ class Engine:
         key = (shape, features.shape[-1], features.dtype, *cache.store.specs)
         if key not in self._tiers:
             self._tiers[key] = self._make(shape, call, features, accepted)
-        tier = self._tiers[key]
+        tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
+        while len(self._tiers) > _KEPT:
+            del self._tiers[next(iter(self._tiers))]
         if tier is not None:
             tier.load(call, features, accepted)
         return tier
@@ -215,11 +227,21 @@ def unfit(call: Call) -> str | None:
         (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
         (len(devices) > 1, "target and head do not lie on one device"),
         (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
+        (_hooked(call.model), "the target has forward hooks, which a replayed round would not call"),
         (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
         (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
         (drafts and config.ngram_weight > 0 and drafter.ngram is not None, "its drafts ask an n-gram table"),
     ]
     return next((reason for holds, reason in asked if holds), None)
+
+
+def _hooked(target: Any) -> bool:
+    """Has the target hooks of the user's? Those of transformers, once installed, stay and are idle in a round."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for part in target.modules()
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    )
 
 
 def _names(parts: Any) -> str:
@@ -234,7 +256,9 @@ def _signature(call: Call) -> tuple[Any, ...]:
     target, head = call.model, call.drafter
     assert isinstance(head, DraftingModel)
     made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
-    parts: list[Any] = [attention_of(target), id(head.draft_vocabulary)]
+    device = target.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    parts: list[Any] = [attention_of(target), autocast, id(head.draft_vocabulary)]
     parts += [state_of(weight) for weight in made_of]
     for model in (target, head):
         tensors = [*model.parameters(), *model.buffers()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import torch
@@ -70,6 +71,18 @@ class Shape:
     def draft_slots(self) -> int:
         """Slots of the head's cache: those of the text, a round's new entries and its mask slots."""
         return -(-(self.slots + self.path + MAX_DRAFT_LENGTH) // 8) * 8
+
+
+def most_nodes(depth: int, config: TreeConfig, vocab_size: int) -> int:
+    """How many nodes, the root included, `grow_tree` finds at most for so many drafts."""
+    if depth == 0:
+        return 1
+    width = min(config.top_k, vocab_size)
+    nodes, paths = 1 + width, width
+    for _ in range(depth - 1):
+        paths = width * min(config.beam, paths)
+        nodes += paths
+    return nodes
 
 
 @dataclass
@@ -156,11 +169,18 @@ class FixedRound:
         """A part of the round, compiled if parts are."""
         if self._backend is None:
             return part
-        return torch.compile(part, fullgraph=True, backend=self._backend)
+        # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
+        plain = getattr(part, "__func__", part)
+        own = FunctionType(
+            plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+        )
+        part = own if plain is part else MethodType(own, part.__self__)  # type: ignore[attr-defined]
+        return torch.compile(part, fullgraph=True, backend=self._backend, dynamic=False)
 
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""
-        with packed(self.verifier.target):
+        # Also in inference mode: what runs is what was compiled.
+        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
             self.keep(*self._check(self._guess()))
 
     def guess(self) -> DraftTree:

@@ -52,6 +52,7 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Any) -> torc
                 step()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool):
+        # Other threads may use the device meanwhile.
+        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
             step()
     return graph

@@ -29,7 +29,7 @@ class Reports:
         place = number % RING
         if self._copied:
             self._on_host[place].copy_(self._ring[place], non_blocking=True)
-            self._copied[place].record()
+            self._copied[place].record(torch.cuda.current_stream(self._ring.device))
 
     def receive(self, number: int) -> list[list[int]]:
         """The tokens that each row emitted in round `number`."""
@@ -59,6 +59,7 @@ def run(
     """
     reports, starts = Reports(tier.state.ring), list(rows.emitted)
     launched = read = 0
+    ran: list[bool] = []  # in the last round that did something
     try:
         while True:
             waiting = launched - read
@@ -71,7 +72,10 @@ def run(
             elif waiting:
                 emitted = reports.receive(read)
                 read += 1
-                if not rows.finished:
+                if rows.finished:
+                    stats.count_idle(ran)
+                else:
+                    ran = [room > 0 for room in rows.rooms]
                     _take(emitted, rows, streaming, stats, tier.shape.tree.nodes or 1)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:

@@ -23,13 +23,13 @@ class DraftStats:
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
         chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`generation.pace`).
         paused_rounds: those that were not drafted, drafts not being worth their cost.
-        row_rounds: `rounds`, counted once for every row that was still running.
+        row_rounds: `rounds`, counted once for every row that was still running as far as the host knew.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
-            falls to the first phase that reads a result.
+            falls to the first phase that reads a result. What an engine captured is one phase, "round".
         trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """
 
@@ -67,7 +67,7 @@ class DraftStats:
         try:
             yield
         finally:
-            self.seconds[name] += perf_counter() - start
+            self._spend(name, perf_counter() - start)
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, level: str = "tree") -> None:
         """Add one round.
@@ -91,6 +91,16 @@ class DraftStats:
             self.drafted += nodes - 1
             self._accept([1] * (tokens - 1))
 
+    def count_idle(self, ran: list[bool]) -> None:
+        """Add a target forward that was on its way when the last text ended, so that nothing came of it.
+
+        Args:
+            ran: which rows were running when it was launched.
+        """
+        self.rounds += 1
+        self.row_rounds += sum(ran)
+        self.committed.append([0] * len(ran))
+
     def merge(self, other: DraftStats) -> None:
         """Add what another call did."""
         self.rounds += other.rounds
@@ -103,7 +113,10 @@ class DraftStats:
         self._accept(other.accepted_per_depth)
         self.committed += other.committed
         for name, seconds in other.seconds.items():
-            self.seconds[name] += seconds
+            self._spend(name, seconds)
+
+    def _spend(self, name: str, seconds: float) -> None:
+        self.seconds[name] = self.seconds.get(name, 0.0) + seconds
 
     def _accept(self, per_depth: list[int]) -> None:
         self.accepted_per_depth += [0] * (len(per_depth) - len(self.accepted_per_depth))

@@ -214,6 +214,60 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     assert target.config._attn_implementation == "sdpa"
 
 
+@pytest.mark.parametrize("lag", [0, 2])
+def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens per target forward, those included that were on their way when the text ended; one phase for a round."""
+    target, head = pair
+    engine(target, head, lag=lag)
+    target.generate(**prompts([7]), assistant=head, **GREEDY)
+    forwards = []
+    forward = target.model.layers[0].forward
+    monkeypatch.setattr(target.model.layers[0], "forward", lambda *a, **k: forwards.append(1) or forward(*a, **k))
+    target.generate(**prompts([7]), assistant=head, **GREEDY)
+    stats = head.last_stats
+    assert stats.rounds == stats.row_rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
+    assert stats.tau == 7 / stats.rounds
+    assert stats.seconds["round"] > 0 == stats.seconds["verify"]
+
+
+def test_trees_larger_than_their_drafts(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    for tree, most in ((TreeConfig(nodes=40, depth=2, top_k=2, beam=2, lookup=0), 6), (TreeConfig.chain(10), 5)):
+        made = engine(target, head)
+        assert_identical(target, head, prompts([7]), tree_config=tree, **GREEDY)
+        assert [tier.shape.tree.nodes for tier in made._tiers.values() if tier] == [1 + most]
+        assert head.last_stats.drafted == most * head.last_stats.rounds
+
+
+def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields that a captured round does not read make no rounds anew, and old tiers go."""
+    target, head = pair
+    made = engine(target, head)
+    monkeypatch.setattr(module, "_KEPT", 2)
+    # The second is as the first; 5 is the one that was not used for longest when 6 comes.
+    for nodes, cost in ((8, 0.03), (8, 0.04), (5, 0.04), (8, 0.05), (6, 0.04)):
+        tree = TreeConfig(nodes=nodes, node_cost=cost, draft_cost=cost, ngram_weight=cost)
+        target.generate(**prompts([7]), assistant=head, tree_config=tree, **GREEDY)
+    assert [tier.shape.tree.nodes for tier in made._tiers.values() if tier] == [8, 6]
+
+
+def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(target, head, prompts([7]), return_dict_in_generate=True, output_hidden_states=False, **GREEDY)
+    before = list(made._tiers.values())
+    target(**prompts([7]), output_hidden_states=True)  # transformers' own hooks stay from here on
+    target.generate(**prompts([7]), assistant=head, **GREEDY)
+    assert list(made._tiers.values()) == before
+    handle = target.model.layers[0].register_forward_hook(lambda layer, inputs, output: output * 2)
+    with pytest.warns(UserWarning, match="forward hooks"):
+        assert_identical(target, head, prompts([7]), **GREEDY)
+    handle.remove()
+    with torch.autocast("cpu", torch.bfloat16):
+        target.generate(**prompts([7]), assistant=head, **GREEDY)
+    assert list(made._tiers.values()) != before
+
+
 def test_copies_have_none(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)

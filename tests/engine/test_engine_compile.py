@@ -36,6 +36,19 @@ def test_one_graph_without_a_break() -> None:
     assert len(made._tiers) == 1
 
 
+def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
+    """Each round may be compiled as often as Dynamo allows for one function; here, once."""
+    target, head, made = compiled("llama", "eager")
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for size in (1, 4):
+            assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+        with torch.inference_mode():
+            assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert len(made._tiers) == 2
+    assert all(made._tiers.values())
+    assert counters["stats"]["unique_graphs"] == 4
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "fields",
