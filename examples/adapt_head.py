@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dart
 from hf_dart import DartHead
-from hf_dart.adapters import LoraArguments, apply_lora
+from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.sampling import Sampling
 from hf_dart.training.writers import ModelWriter

@@ -11,7 +11,7 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
-from hf_dart.costs import RoundCost, checked_points
+from hf_dart.trees.costs import RoundCost, checked_points
 
 MAX_DRAFT_LENGTH = 31
 """Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
@@ -38,11 +38,11 @@ class DartConfig(PreTrainedConfig):
             features (width E + H), or "stream", the features plus a projection of the embedding (width H), which is
             what a layer of the target is used to.
         copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
-            they are, are not saved, and are copied again at load (`hf_dart.copied`). None for layers of its own.
+            they are, are not saved, and are copied again at load (`hf_dart.head.copied`). None for layers of its own.
         attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
             biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
             [head_dim / 2] (None are those of rope_theta).
-        fingerprint: `hf_dart.copied.fingerprint` of the weights that a checkpoint stands on and does not hold.
+        fingerprint: `hf_dart.head.copied.fingerprint` of the weights that a checkpoint stands on and does not hold.
         inject_features: every layer also attends to keys and values that are projected from the fused features
             (KV injection of DFlash, arXiv 2602.06036; `hf_dart.layers` says in which form).
         mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
@@ -57,9 +57,9 @@ class DartConfig(PreTrainedConfig):
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
-        selector_rank: width of the bigram selector (`hf_dart.refine`); 0 for none.
+        selector_rank: width of the bigram selector (`hf_dart.head.refine`); 0 for none.
         selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
-        editor: the head can run again on its own draft (`hf_dart.refine.Editor`, `TreeConfig.refine`).
+        editor: the head can run again on its own draft (`hf_dart.head.refine.Editor`, `TreeConfig.refine`).
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
@@ -310,7 +310,7 @@ class TreeConfig:
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
-            weighted sum (`hf_dart.scoring`), which cannot tell a node's worth: give `nodes` with it.
+            weighted sum (`hf_dart.trees.scoring`), which cannot tell a node's worth: give `nodes` with it.
         refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft. Each time
             costs about as much as the draft itself, which pays where the target is much slower than that.
         calibrate: correct the scores of each depth by what the target accepts, as the call goes on

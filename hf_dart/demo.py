@@ -29,7 +29,7 @@ from hf_dart.features import features_request, gather_features
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.stats import DraftStats
 from hf_dart.pair import Pair
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 # Beginnings of Python files, written for this demo: in no training corpus.
 PROMPTS = (

@@ -15,7 +15,7 @@ from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
-from hf_dart.ngram import NgramTable
+from hf_dart.ngram.table import NgramTable
 from hf_dart.proposal import Drafter, State
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.proposal import Drafter
-from hf_dart.tree import Beam
+from hf_dart.trees.tree import Beam
 
 _NGRAM = 2  # shortest match
 _LONGEST = 32  # matches are not told apart beyond this length

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.stats import DraftStats
-from hf_dart.ngram import NgramTable
+from hf_dart.ngram.table import NgramTable
 from hf_dart.vocabulary import columns_of
 
 State = TypeVar("State")

@@ -17,7 +17,7 @@ from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
-from hf_dart.adapters import LoraArguments, apply_lora
+from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.hub.push import write_folder
 
 EXACT = tally("float64, heads with adapters")

@@ -19,7 +19,7 @@ from hf_dart.generation.attach import attach
 from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
 from hf_dart.generation.stock_layers import is_placeholder
 from hf_dart.generation.verify import Verifier, mask_kinds
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}

@@ -15,7 +15,7 @@ from tiny import prompts, tiny_head, tiny_target
 from hf_dart import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.generation.walk import Accepted
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 
 def at(calibration: Calibration, chance: float, depth: int = 0) -> float:

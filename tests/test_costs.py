@@ -16,11 +16,11 @@ from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench.profile import measure
-from hf_dart.best_first import RowDraft, best_first
 from hf_dart.cli import main
-from hf_dart.costs import RoundCost, checked_points, interpolated
 from hf_dart.generation.pace import Pace
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair
+from hf_dart.trees.best_first import RowDraft, best_first
+from hf_dart.trees.costs import RoundCost, checked_points, interpolated
 
 POINTS = ((1.0, 1.0), (4.0, 1.3), (8.0, 1.3), (16.0, 2.1))
 

@@ -19,7 +19,7 @@ from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.walk import Walker
 from hf_dart.proposal import Proposal
-from hf_dart.tree import DraftTree, grow_tree
+from hf_dart.trees.tree import DraftTree, grow_tree
 
 
 class SecondBest(ReplayDrafter):

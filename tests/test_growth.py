@@ -14,12 +14,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
-from hf_dart.best_first import RowDraft, best_first
-from hf_dart.costs import RoundCost
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.pace import Pace
 from hf_dart.proposal import Proposal
-from hf_dart.tree import DraftTree, Transitions, grow_tree
+from hf_dart.trees.best_first import RowDraft, best_first
+from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 
 Path = tuple[int, ...]
 

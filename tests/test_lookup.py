@@ -14,8 +14,8 @@ from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead, LookupDrafter, TreeConfig, attach
 from hf_dart.lookup import Graft, RowLookup
-from hf_dart.scoring import BeamScores, PathScores
-from hf_dart.tree import Beam, grow_tree
+from hf_dart.trees.scoring import BeamScores, PathScores
+from hf_dart.trees.tree import Beam, grow_tree
 
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}

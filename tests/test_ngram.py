@@ -17,11 +17,12 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from hf_dart import NgramTable, ngram_build
+from hf_dart import NgramTable
 from hf_dart.cli import main
 from hf_dart.fit import vocabulary_hash
-from hf_dart.ngram import MOST_COUNTED, NgramSpec
-from hf_dart.ngram_build import build, merge
+from hf_dart.ngram import build as ngram_build
+from hf_dart.ngram.build import build, merge
+from hf_dart.ngram.table import MOST_COUNTED, NgramSpec
 from hf_dart.pair import PACKAGED_TARGET
 
 VOCABULARY = 13

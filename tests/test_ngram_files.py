@@ -16,7 +16,7 @@ import pytest
 from test_ngram import VOCABULARY, corpus
 
 from hf_dart import NgramTable
-from hf_dart.ngram_build import build
+from hf_dart.ngram.build import build
 
 
 @pytest.fixture

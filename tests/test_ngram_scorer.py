@@ -21,8 +21,8 @@ from transformers import LogitsProcessorList
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
 from hf_dart.generation.grow import TreeGrower
-from hf_dart.ngram_build import build
-from hf_dart.ngram_lookup import HostNgrams
+from hf_dart.ngram.build import build
+from hf_dart.ngram.lookup import HostNgrams
 from hf_dart.pair import PACKAGED_HEAD
 from hf_dart.proposal import Proposal
 

@@ -20,7 +20,7 @@ from transformers import (
 
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.generation.walk import Walker, follow
-from hf_dart.tree import Beam, DraftTree, grow_tree
+from hf_dart.trees.tree import Beam, DraftTree, grow_tree
 
 Path = tuple[int, ...]
 

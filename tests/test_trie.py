@@ -13,10 +13,10 @@ import pytest
 from attacks import damaged, seeds, survives
 from test_fit import letters
 
-from hf_dart import ngram_build
 from hf_dart.hub.trie import read_trie, write_trie
 from hf_dart.ngram import NgramTable
-from hf_dart.ngram_build import build
+from hf_dart.ngram import build as ngram_build
+from hf_dart.ngram.build import build
 
 VOCABULARY = 12
 

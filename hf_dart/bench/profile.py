@@ -11,8 +11,8 @@ import torch
 
 from hf_dart.bench.exact import run
 from hf_dart.configuration import TreeConfig
-from hf_dart.costs import Points
 from hf_dart.pair import Pair
+from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens

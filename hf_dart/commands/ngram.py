@@ -63,7 +63,7 @@ def _add_min_counts(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from hf_dart import ngram_build
+    from hf_dart.ngram import build as ngram_build
 
     tokenizer = _tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     begun = perf_counter()
@@ -90,7 +90,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from hf_dart import ngram_build
+    from hf_dart.ngram import build as ngram_build
 
     try:
         table = ngram_build.merge(

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.drafting import DraftingModel
 from hf_dart.engine.attention import attention_of
 from hf_dart.engine.fixed import Shape, most_nodes
 from hf_dart.engine.graphs import memory_pool
@@ -26,6 +25,7 @@ from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import rotary_moves
 from hf_dart.generation.walk import Accepted
+from hf_dart.head.drafting import DraftingModel
 from hf_dart.vocabulary import state_of
 
 if TYPE_CHECKING:

@@ -12,16 +12,16 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
-from hf_dart.drafting import DraftingModel
 from hf_dart.engine.attention import packed
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.topk import largest
 from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import drawn, follow
+from hf_dart.head.drafting import DraftingModel
 from hf_dart.proposal import Proposal
-from hf_dart.scoring import BeamScores, PathScores
-from hf_dart.tree import DraftTree, Transitions, grow_tree
+from hf_dart.trees.scoring import BeamScores, PathScores
+from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 
 Part = TypeVar("Part")
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_dart.drafting import DraftingModel
 from hf_dart.engine.attention import packed
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound, Shape, State
@@ -17,7 +16,8 @@ from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import Accepted
-from hf_dart.tree import DraftTree
+from hf_dart.head.drafting import DraftingModel
+from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call

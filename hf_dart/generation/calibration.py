@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hf_dart.generation.walk import Accepted
-from hf_dart.ngram import Array
-from hf_dart.tree import DraftTree
+from hf_dart.ngram.table import Array
+from hf_dart.trees.tree import DraftTree
 
 # What the start, a = 1 and b = 0, weighs: the inverse of the variance that is granted to each.
 _PRIOR = (16.0, 4.0)

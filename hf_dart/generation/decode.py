@@ -29,7 +29,7 @@ from hf_dart.generation.turns import Draft, leave, take_up
 from hf_dart.generation.verify import Verifier, mask_kinds, refuse_crossing
 from hf_dart.generation.walk import Accepted, Walker
 from hf_dart.proposal import Drafter, Proposal, Verified
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 # The first allocation of the key and value buffers reaches this far behind the prompt; they double from there.
 _HEADROOM = 512

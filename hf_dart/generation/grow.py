@@ -11,18 +11,18 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart.best_first import Growing, RowDraft, best_first
-from hf_dart.by_depth import PathDraft
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.generation.candidates import Ranker, SeenTokens
 from hf_dart.generation.refinement import Refined, best_chain
 from hf_dart.generation.walk import Accepted
 from hf_dart.lookup import Graft, RowLookup
-from hf_dart.ngram import Array
+from hf_dart.ngram.table import Array
 from hf_dart.proposal import Drafter, Proposal
-from hf_dart.scoring import BeamScores, PathScores, RowScores
-from hf_dart.tree import DraftTree, Transitions, grow_tree
+from hf_dart.trees.best_first import Growing, RowDraft, best_first
+from hf_dart.trees.by_depth import PathDraft
+from hf_dart.trees.scoring import BeamScores, PathScores, RowScores
+from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 
 
 class TreeGrower:

@@ -26,7 +26,7 @@ from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import refuse_cache, refuse_model
 from hf_dart.generation.stock_layers import attention_layers, window_of
 from hf_dart.generation.verify import Verifier, mask_kinds, position_limit
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.

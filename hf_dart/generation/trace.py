@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hf_dart.generation.walk import Accepted
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_dart.configuration import MAX_DRAFT_LENGTH
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.stock_layers import is_placeholder, window_of
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)

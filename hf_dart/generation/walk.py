@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.processors import row_free, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 _FEW = 2  # nodes per row
 

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from hf_dart.fit import vocabulary_hash
-from hf_dart.ngram import Array, NgramSpec, NgramTable
-from hf_dart.ngram_build import TableStack, TableWriter, folder_of, merge
+from hf_dart.ngram.build import TableStack, TableWriter, folder_of, merge
+from hf_dart.ngram.table import Array, NgramSpec, NgramTable
 
 CHUNK = 2**20
 """Nodes that are taken in at a time."""

@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 import yaml
 from transformers import HfArgumentParser
 
-from hf_dart.adapters import LoraArguments
+from hf_dart.head.adapters import LoraArguments
 from hf_dart.pair import sentence
 from hf_dart.training.arguments import (
     DartTrainingArguments,

@@ -1,6 +1,6 @@
 """`EditTrainer`: a head learns to look at its own drafts again, wrong tokens and all.
 
-Behind the first drafts of all blocks come edit passes (`hf_dart.refine.Editor`) over the same blocks, whose slots now
+Behind the first drafts of all blocks come edit passes (`head.refine.Editor`) over the same blocks, whose slots now
 hold tokens. An editor that has only seen right tokens in front would follow wrong ones: so a part of the blocks hold
 the head's own draft as it is, in others some of its wrong tokens are put right, the likelier the less sure the head
 was (the idea of DEdit's ProposalMix, arXiv 2609.38510; the rule is ours). In a third part, random true tokens are
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.head import DartHead
-from hf_dart.model import Edits
+from hf_dart.head.model import Edits
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.base import seeded
 from hf_dart.training.blocks import build_blocks, gather_blocks, target_positions

@@ -13,11 +13,11 @@ from transformers import PreTrainedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.adapters import LoraArguments, apply_lora
 from hf_dart.configuration import cached_commit
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
+from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.pair import load_target
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.diffusion import DiffusionTrainer

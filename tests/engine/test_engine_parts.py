@@ -16,7 +16,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from hf_dart.engine import attention
 from hf_dart.engine.attention import PACKED, packed, packed_attention
 from hf_dart.engine.topk import largest
-from hf_dart.tree import DraftTree
+from hf_dart.trees.tree import DraftTree
 
 
 @pytest.mark.parametrize("groups", [1, 4])

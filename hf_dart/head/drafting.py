@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_dart.head.model import DartModel, Entries
 from hf_dart.layers import rotation_at
-from hf_dart.model import DartModel, Entries
 from hf_dart.proposal import Proposal, Verified
 from hf_dart.slots import SlotSpec, SlotState
 

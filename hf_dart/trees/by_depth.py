@@ -12,9 +12,9 @@ from math import inf
 
 import numpy as np
 
-from hf_dart.best_first import Node
-from hf_dart.ngram import Array
-from hf_dart.tree import FLOOR, STEP
+from hf_dart.ngram.table import Array
+from hf_dart.trees.best_first import Node
+from hf_dart.trees.tree import FLOOR, STEP
 
 PathScorer = Callable[[int, Array, Array], Array]
 """Of a depth, from 0, steps [W or 1, K] and the last tokens of W paths [W, C]: the steps behind those, [W, K]."""

@@ -30,8 +30,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.fitted import HUB_OPTIONS
+from hf_dart.head.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
 
 if TYPE_CHECKING:

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
-from hf_dart.copied import copied_names, fill
 from hf_dart.fitted import FittedDrafter
+from hf_dart.head.copied import copied_names, fill
+from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.layers import DartLayer, rotation_at
-from hf_dart.refine import BigramSelector, Editor
 from hf_dart.slots import SlotState
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
@@ -194,7 +194,7 @@ class DartModel(FittedDrafter[SlotState]):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """As `slot_inputs`, of slots that hold a draft (`hf_dart.refine.Editor`).
+        """As `slot_inputs`, of slots that hold a draft (`hf_dart.head.refine.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.

@@ -2,7 +2,7 @@
 
 DART (arXiv 2601.19278, section 3.3) prunes its draft tree with a trie of 1.3 billion n-grams that takes 100 GB of
 memory. Here the same counts are sorted arrays in one safetensors file, 12 bytes per n-gram, of which only the pages
-that are looked at are ever read. `docs/ngram_table.md` describes the file; `ngram_build` makes one.
+that are looked at are ever read. `docs/ngram_table.md` describes the file; `build` makes one.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 if TYPE_CHECKING:
     import torch
 
-    from hf_dart.ngram_lookup import DeviceNgrams, HostNgrams
+    from hf_dart.ngram.lookup import DeviceNgrams, HostNgrams
 
 FORMAT, VERSION = "hf_dart.ngram", "1"
 MOST_COUNTED = 2**32 - 1
@@ -67,7 +67,7 @@ class NgramSpec:
 class NgramTable:
     """Counts of the n-grams of a corpus, read from a file as they are needed.
 
-    `NgramTable.load(path)` opens one, `hf_dart.ngram_build.build` counts one. A table is never changed; copies and
+    `NgramTable.load(path)` opens one, `hf_dart.ngram.build.build` counts one. A table is never changed; copies and
     pickles of it share the file.
 
     Attributes:
@@ -142,7 +142,7 @@ class NgramTable:
     @property
     def on_host(self) -> HostNgrams:
         """The table as it lies in the file, for many lookups at once."""
-        from hf_dart.ngram_lookup import HostNgrams
+        from hf_dart.ngram.lookup import HostNgrams
 
         if self._host is None:
             self._host = HostNgrams(self)
@@ -150,7 +150,7 @@ class NgramTable:
 
     def on(self, device: torch.device) -> DeviceNgrams:
         """The table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
-        from hf_dart.ngram_lookup import DeviceNgrams
+        from hf_dart.ngram.lookup import DeviceNgrams
 
         if device not in self._devices:
             self._devices[device] = DeviceNgrams(self, device)

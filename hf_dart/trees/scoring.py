@@ -22,8 +22,8 @@ from torch import Tensor
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.lookup import Graft
-from hf_dart.ngram import Array, NgramTable
-from hf_dart.tree import Beam, Transitions
+from hf_dart.ngram.table import Array, NgramTable
+from hf_dart.trees.tree import Beam, Transitions
 
 _UNSEEN = 1e-4
 """Taken for the probability of what the corpus does not have; small enough to tell, and a draft survives it."""

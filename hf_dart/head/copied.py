@@ -20,7 +20,7 @@ from hf_dart.layers import rotation_at
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig
-    from hf_dart.model import DartModel
+    from hf_dart.head.model import DartModel
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 # Entries of a matrix that its fingerprint looks at.

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from hf_dart.copied import copied_fields, initialise
-from hf_dart.drafting import DraftingModel
 from hf_dart.fitted import HUB_OPTIONS
+from hf_dart.head.copied import copied_fields, initialise
+from hf_dart.head.drafting import DraftingModel
+from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
-from hf_dart.refine import BigramSelector, Editor
 from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class DartHead(DraftingModel):
             tokenizer: its tokenizer, whose hash is then kept in the config and checked at load.
             draft_vocabulary: [M] the only tokens to be drafted (`reduce_vocabulary`); None for all.
             copy_layer: make the head's layers frozen copies of the target's, from this one (0..L - 1) on, or of its
-                last ones; LoRA and the new parts are then to be trained (`hf_dart.copied`).
+                last ones; LoRA and the new parts are then to be trained (`hf_dart.head.copied`).
             seed: of the initial weights; the global generators are not moved.
             config: fields of [`DartConfig`] that shall differ from the paper's head.
 
@@ -97,7 +97,7 @@ class DartHead(DraftingModel):
             if base is not None:
                 raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
             return super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
-        from hf_dart import adapters  # PEFT takes a second to import
+        from hf_dart.head import adapters  # PEFT takes a second to import
 
         head = adapters.head_of(cls, path, base or adapter.get("base_model_name_or_path"), target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
@@ -108,7 +108,7 @@ class DartHead(DraftingModel):
         """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
         super().save_pretrained(save_directory, **kwargs)
         if self.adapted:
-            from hf_dart import adapters
+            from hf_dart.head import adapters
 
             if kwargs.get("is_main_process", True):
                 adapters.save(self, Path(save_directory))
@@ -130,7 +130,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: the head was never saved, has such an adapter already, or lacks the modules that are named.
         """
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.add(self, adapter_config, adapter_name or "default", seed)
 
@@ -147,7 +147,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: there is no adapter, it is damaged, or it was trained on another head; the head is as it was.
         """
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.load(self, path, adapter_name, **where)
 
@@ -157,7 +157,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: they are damaged, or those of an adapter of another shape.
         """
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.reread(self, folder)
 
@@ -170,19 +170,19 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: the head has no such adapter.
         """
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.activate(self, adapter_name)
 
     def disable_adapters(self) -> None:
         """Draft as the head without adapters."""
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.enable(self, False)
 
     def enable_adapters(self) -> None:
         """Undo `disable_adapters`."""
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         adapters.enable(self, True)
 
@@ -192,7 +192,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: there is none.
         """
-        from hf_dart import adapters
+        from hf_dart.head import adapters
 
         if not self.adapted:
             raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
@@ -203,7 +203,7 @@ class DartHead(DraftingModel):
     # ---- other parts --------------------------------------------------------------------------------
 
     def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
-        """Give a trained head a bigram selector (`hf_dart.refine`); untrained, it changes no score.
+        """Give a trained head a bigram selector (`hf_dart.head.refine`); untrained, it changes no score.
 
         Args:
             rank: its width.
@@ -219,7 +219,7 @@ class DartHead(DraftingModel):
         return self
 
     def add_editor(self, seed: int = 0) -> Self:
-        """Let a trained head run again on its own draft (`hf_dart.refine.Editor`); untrained, that changes nothing.
+        """Let a trained head run again on its own draft (`refine.Editor`); untrained, that changes nothing.
 
         Args:
             seed: of its initial weights; the global generators are not moved.

@@ -14,7 +14,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from hf_dart.ngram import Array, NgramTable
+from hf_dart.ngram.table import Array, NgramTable
 
 
 class HostNgrams:

@@ -16,8 +16,8 @@ from typing import NamedTuple, Protocol
 import numpy as np
 import torch
 
-from hf_dart.costs import RoundCost
-from hf_dart.tree import FLOOR, STEP, DraftTree
+from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.tree import FLOOR, STEP, DraftTree
 
 
 class Node(NamedTuple):

@@ -1,0 +1,1 @@
+"""Draft trees: what a candidate is worth (`scoring`), and which tree is grown from that."""
