@@ -222,7 +222,12 @@ def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyP
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     forwards = []
     forward = target.model.layers[0].forward
-    monkeypatch.setattr(target.model.layers[0], "forward", lambda *a, **k: forwards.append(1) or forward(*a, **k))
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        forwards.append(1)
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(target.model.layers[0], "forward", counted)
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     stats = head.last_stats
     assert stats.rounds == stats.row_rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
