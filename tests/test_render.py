@@ -22,6 +22,12 @@ def test_readme_shows_what_the_committed_json_says() -> None:
     assert render_tables(readme, ROOT) == readme
 
 
+@pytest.mark.parametrize("card", (ROOT / "model_cards").glob("*/README.md"), ids=lambda card: card.parent.name)
+def test_cards_show_what_their_json_says(card: Path) -> None:
+    text = card.read_text(encoding="utf8")
+    assert render_tables(text, card.parent) == text
+
+
 def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     content = json.loads(BENCH.read_text(encoding="utf8"))
     content["results"][2]["tau"] = 9.87
