@@ -22,7 +22,7 @@ def test_readme_shows_what_the_committed_json_says() -> None:
     assert render_tables(readme, ROOT) == readme
 
 
-@pytest.mark.parametrize("card", (ROOT / "model_cards").glob("*/README.md"), ids=lambda card: card.parent.name)
+@pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)
 def test_cards_show_what_their_json_says(card: Path) -> None:
     text = card.read_text(encoding="utf8")
     assert render_tables(text, card.parent) == text
