@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -22,6 +23,14 @@ transformers.logging.set_verbosity_error()
 def _known_generator_state() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def full_fp32() -> Iterator[None]:
+    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

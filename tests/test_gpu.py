@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,10 @@ from hf_dart import TreeConfig
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("full_fp32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "deepseek_v32", "llama4"]
-
-
-@pytest.fixture(autouse=True)
-def _full_fp32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.head.copied import copied_fields, initialise
@@ -18,6 +18,10 @@ from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+    from hf_dart.configuration import DartConfig
+
+Part = TypeVar("Part", bound=nn.Module)
 
 
 class DartHead(DraftingModel):
@@ -211,11 +215,7 @@ class DartHead(DraftingModel):
             kind: "bigram" or "markov".
         """
         self.config.selector_rank, self.config.selector_kind = rank, kind
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(seed)
-            selector = BigramSelector(self.config)
-            selector.apply(self._init_weights)
-        self.selector = selector.to(device=self.device, dtype=self.dtype)
+        self.selector = self._new(BigramSelector, seed)
         return self
 
     def add_editor(self, seed: int = 0) -> Self:
@@ -223,19 +223,23 @@ class DartHead(DraftingModel):
 
         Args:
             seed: of its initial weights; the global generators are not moved.
-        
+
         Raises:
             ValueError: the head's logits are not shifted.
         """
         if not self.config.shift_logits:
             raise ValueError("Edit passes go with shifted logits; train a head with shift_logits=True for them.")
         self.config.editor = True
+        self.editor = self._new(Editor, seed)
+        return self
+
+    def _new(self, part: Callable[[DartConfig], Part], seed: int) -> Part:
+        """A new part of the head, as its config says."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
-            editor = Editor(self.config)
-            editor.apply(self._init_weights)
-        self.editor = editor.to(device=self.device, dtype=self.dtype)
-        return self
+            made = part(self.config)
+            made.apply(self._init_weights)
+        return made.to(device=self.device, dtype=self.dtype)
 
     def reduce_vocabulary(self, tokens: Sequence[int] | Tensor | None) -> Self:
         """Let the head score and draft these tokens only; the output of `generate` stays the same.

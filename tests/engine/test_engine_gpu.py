@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,19 +16,12 @@ from hf_dart.engine.compiled import Engine
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.usefixtures("full_fp32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("error:This call runs the eager round"),
 ]
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
-
-
-@pytest.fixture(autouse=True)
-def _full_fp32() -> Iterator[None]:
-    before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
-    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
 def on_gpu(family: str, backend: str | None, **fields: Any) -> tuple[Any, Any, Engine]:
