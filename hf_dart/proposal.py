@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -18,6 +19,9 @@ State = TypeVar("State")
 
 # A logit beside which all others vanish, in any float type.
 _CERTAIN = 1e4
+
+Score = Callable[[int, Tensor], Tensor]
+"""Of a depth, from 0, and logits [B, W, V] of W branches: their log-scores [B, W, V], as the tree will rank them."""
 
 Verified = tuple[Tensor, Tensor, Tensor]
 """Verified positions as `Drafter.extend` takes them in: features, the tokens behind them, counts."""
@@ -143,6 +147,16 @@ class Drafter(ABC, Generic[State]):
         What is returned for a row with no new position (`counts` 0) is not used. None drafts nothing: then copied
         text alone is verified (`TreeConfig.lookup`).
         """
+
+    def propose_ranked(
+        self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal | None:
+        """As `propose`, for drafters that choose tokens to draft on from: `score` knows what the target will do.
+
+        That is its processors and, when sampling, the noise that it will draw its tokens with. By default nothing is
+        chosen, and this is `propose`.
+        """
+        return self.propose(state, features, next_tokens, counts, depth)
 
     @property
     def refines(self) -> bool:

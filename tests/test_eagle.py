@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -49,24 +50,38 @@ def test_every_beam_and_tree(llama: tuple[Any, EagleDrafter], beam: int, size: i
         assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree, into=EXACT)
 
 
-def draft_behind(target: Any, drafter: EagleDrafter, ids: torch.Tensor) -> tuple[torch.Tensor, BeamProposal]:
-    """Features [1, T - 1, F] and the draft behind the text `ids` [1, T], taken in by two calls."""
+def draft_behind(
+    target: Any, drafter: EagleDrafter, ids: torch.Tensor, noise: torch.Tensor | None = None
+) -> tuple[torch.Tensor, BeamProposal]:
+    """Features [1, T - 1, F] and the draft behind the text `ids` [1, T], taken in by two calls.
+
+    `noise` [d, V] is that of the target.
+    """
     outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
     features = gather_features(outputs, drafter.feature_layers, ids)
     state = drafter.begin(1, 4)
     drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
-    proposal = drafter.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]))
+    last = (state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]))
+    if noise is None:
+        proposal = drafter.propose(*last)
+    else:
+        proposal = drafter.propose_ranked(*last, None, lambda level, logits: (logits + noise[level]).log_softmax(-1))
     assert isinstance(proposal, BeamProposal)
     return features, proposal
 
 
 @torch.no_grad()
-def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]) -> None:
+@pytest.mark.parametrize("noisy", [False, True])
+def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter], noisy: bool) -> None:
     """The caches, masks and positions of the beam against one plain pass over each path."""
     target, drafter = llama
     ids = prompts([9])["input_ids"]
-    features, proposal = draft_behind(target, drafter, ids)
     depth, width = drafter.draft_length, drafter.beam
+    noise = -torch.empty(depth, 48).exponential_(generator=torch.Generator().manual_seed(0)).log()
+    features, proposal = draft_behind(target, drafter, ids, noise if noisy else None)
+
+    def scored(level: int, chances: torch.Tensor) -> torch.Tensor:
+        return (chances + noise[level]).log_softmax(-1) if noisy else chances
 
     def behind(path: list[int]) -> torch.Tensor:
         """Log-probabilities [d, V] behind 0, 1, ... tokens of a path of d - 1."""
@@ -85,9 +100,9 @@ def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]
 
     known = behind([0] * (depth - 1))[0]
     assert torch.allclose(known, proposal.logits[0, 0], atol=1e-5)
-    assert proposal.branches[0, 0].tolist() == known.topk(width).indices.tolist()
+    assert proposal.branches[0, 0].tolist() == scored(0, known).topk(width).indices.tolist()
     # Paths of the beam, followed from the first branches on by the best way to each token.
-    paths = [([token], float(known[token])) for token in proposal.branches[0, 0].tolist()]
+    paths = [([token], float(scored(0, known)[token])) for token in proposal.branches[0, 0].tolist()]
     for level in range(depth - 1):
         marginal = torch.zeros_like(known)
         found: dict[int, tuple[list[int], float]] = {}
@@ -96,11 +111,33 @@ def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]
             expected = behind(path + [0] * (depth - 1 - len(path)))[level + 1]
             assert torch.allclose(expected, proposal.conditional[0, level, place], atol=1e-5)
             marginal += (score + expected).exp()
-            for token, chance in enumerate((score + expected).tolist()):
+            for token, chance in enumerate((score + scored(level + 1, expected)).tolist()):
                 if token not in found or chance > found[token][1]:
                     found[token] = ([*path, token], chance)
         assert torch.allclose(marginal.log(), proposal.logits[0, level + 1], atol=1e-5)
         paths = sorted(found.values(), key=lambda path: -path[1])[:width]
+
+
+class BlindDrafter(EagleDrafter):
+    """Drafts on from the likeliest tokens, whatever the target's noise is."""
+
+    def propose_ranked(self, *args: Any) -> Any:
+        return super().propose_ranked(*args[:-1], lambda _, logits: logits)
+
+
+def test_branches_see_the_noise(llama: tuple[Any, EagleDrafter]) -> None:
+    """At T = 1 more is accepted where tokens are drafted on from that the target will draw; the text is the same."""
+    target, drafter = llama
+    blind = copy.deepcopy(drafter)
+    blind.__class__ = BlindDrafter
+    options = {"do_sample": True, "max_new_tokens": 48, "tree_config": TreeConfig(nodes=16, lookup=0)}
+    written, taus = [], []
+    for one in (drafter, blind):
+        torch.manual_seed(3)
+        written.append(target.generate(**prompts([5, 7, 9, 6]), assistant=one, **options))
+        taus.append(one.last_stats.tau)
+    assert torch.equal(*written)
+    assert taus[0] > taus[1] + 0.1, taus
 
 
 @torch.no_grad()

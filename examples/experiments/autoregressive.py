@@ -4,9 +4,10 @@
 
 Both begin from nothing and see the same rows, in the same order, for the same number of steps; both read the same
 features through one layer of the same width, and both are evaluated with trees of several depths, since a deeper draft
-costs the autoregressive head another pass and the DART head nothing. Prints the table of `hf-dart bench` with all of
-them and, per mode, how the best of each compare. What is trained stays in the output folder: a second call measures
-without training again.
+costs the autoregressive head another pass and the DART head nothing. What each costs is measured first, as `hf-dart
+profile` does, and trees have the size that pays at that cost. Both choose their candidates with the noise that the
+target will sample with. Prints the table of `hf-dart bench` with all of them and, per mode, how the best of each
+compare. What is trained stays in the output folder: a second call measures without training again.
 """
 
 from __future__ import annotations
@@ -14,21 +15,22 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_dart.bench import plots, report, rivals, speed, suites
+from hf_dart.bench import plots, profile, report, rivals, speed, suites
+from hf_dart.bench.profile import Profile
 from hf_dart.drafters import load_drafter
 from hf_dart.pair import Pair, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run
 
 _NAMES = {"dart": "DART", "eagle": "EAGLE"}
-# What one pass of a layer costs beside the packaged target's forward, in the words of `TreeConfig.draft_cost`.
-_PASS = 0.15
+Costs = dict[str, dict[int, Profile]]
+"""By kind of drafter and depth of its drafts."""
 
 
 def train(kind: str, arguments: argparse.Namespace) -> Path:
@@ -63,21 +65,30 @@ def train(kind: str, arguments: argparse.Namespace) -> Path:
     return final
 
 
-def methods(drafters: dict[str, Any], depths: list[int]) -> dict[str, dict[str, Any]]:
+def methods(drafters: dict[str, Any], costs: Costs) -> dict[str, dict[str, Any]]:
     """Every drafter with trees of every depth, and stock's prompt lookup."""
-    found = {rivals.LOOKUP: {"prompt_lookup_num_tokens": 10}}
+    found: dict[str, dict[str, Any]] = {rivals.LOOKUP: {"prompt_lookup_num_tokens": 10}}
     for kind, drafter in drafters.items():
-        for depth in depths:
-            cost = _PASS * (depth if kind == "eagle" else 1)
+        for depth, cost in costs[kind].items():
             # Copies of earlier text would hide what the drafters know.
-            tree = replace(drafter.tree_config, depth=depth, lookup=0, draft_cost=cost)
+            tree = replace(drafter.tree_config, nodes=None, depth=depth, lookup=0, **cost.settings)
             found[f"{_NAMES[kind]}, depth {depth}"] = {"assistant": drafter, "tree_config": tree}
     return found
 
 
+def cost_table(costs: Costs) -> list[str]:
+    """What a draft of each depth costs, in tokens of stock's at batch 1."""
+    depths = list(next(iter(costs.values())))
+    lines = ["| cost of a draft | " + " | ".join(f"depth {depth}" for depth in depths) + " |"]
+    lines.append("|---" * (len(depths) + 1) + "|")
+    for kind, of_kind in costs.items():
+        lines.append(f"| {_NAMES[kind]} | " + " | ".join(f"{of_kind[depth].draft:.2f}" for depth in depths) + " |")
+    return lines
+
+
 def comparison(results: list[dict[str, Any]]) -> list[str]:
     """Per mode and batch, the fastest setting of each drafter and the ratio of their speeds."""
-    lines = ["| batch | mode | DART | EAGLE | DART / EAGLE |", "|---|---|---|---|---|"]
+    lines = ["| batch | mode | best DART | best EAGLE | DART / EAGLE |", "|---|---|---|---|---|"]
     for batch, mode in {(one["batch"], one["mode"]): None for one in results}:
         here = [one for one in results if (one["batch"], one["mode"]) == (batch, mode)]
         best = [
@@ -124,15 +135,28 @@ def main() -> None:
         prompts=arguments.prompts, new_tokens=arguments.new_tokens, repeats=arguments.repeats, batches=(1,)
     )
     prompts = suites.cut_prompts(tokenizer, suites.default_files(), settings.prompts, settings.prompt_tokens)
-    measured = methods(drafters, arguments.depths)
-    measurements = speed.measure(
-        pair, prompts, settings, measured, lambda line: print(line, file=sys.stderr, flush=True)
-    )
+
+    def progress(line: str) -> None:
+        print(line, file=sys.stderr, flush=True)
+
+    costs: Costs = {kind: {} for kind in drafters}
+    for depth in arguments.depths:
+        for kind, drafter in drafters.items():
+            progress(f"what a draft of {_NAMES[kind]} costs, depth {depth}")
+            costs[kind][depth] = profile.measure(pair._replace(head=drafter), depth=depth)
+    measured = methods(drafters, costs)
+    measurements = speed.measure(pair, prompts, settings, measured, progress)
     command = ["python", "examples/experiments/autoregressive.py", *sys.argv[1:]]
     about = report.circumstances(pair, settings, pair.head.tree_config, "pytest's source", command)
     trained = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
-    content = {**report.as_json(measurements, about), "drafters": rivals.parameters(measured), "training": trained}
-    content["markdown"] = "\n".join([report.as_table(content), "", *comparison(content["results"])])
+    content = {
+        **report.as_json(measurements, about),
+        "drafters": rivals.parameters(measured),
+        "training": trained,
+        "costs": {kind: {str(depth): asdict(one) for depth, one in found.items()} for kind, found in costs.items()},
+    }
+    sections = [cost_table(costs), comparison(content["results"]), [report.as_table(content)]]
+    content["markdown"] = "\n\n".join("\n".join(lines) for lines in sections)
     print(content["markdown"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")

@@ -41,6 +41,7 @@ class Profile:
 def measure(
     pair: Pair,
     *,
+    depth: int | None = None,
     context: int = 192,
     rounds: int = 12,
     repeats: int = 3,
@@ -54,6 +55,7 @@ def measure(
 
     Args:
         pair: target and head.
+        depth: of the drafts, which cost autoregressive heads a pass each; None is what the head's own trees have.
         context: tokens of a random prompt.
         rounds: about how many are timed at a time.
         repeats: of everything.
@@ -64,13 +66,15 @@ def measure(
     ids = torch.randint(rows, (1, context), generator=generator).to(pair.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     endless = copy.deepcopy(pair.model.generation_config)
-    endless.eos_token_id = None
-    depth = pair.head.tree_config.depth
+    endless.do_sample, endless.eos_token_id = False, None
+    depth = depth or pair.head.tree_config.depth
     trees = {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
 
     def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, int]:
         """Seconds of a call that writes so many tokens, and its rounds."""
-        options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
+        config = copy.deepcopy(endless)
+        config.max_new_tokens = tokens
+        options = {"generation_config": config}
         if tree is None:
             return run(pair.model, inputs, options).seconds, tokens
         done = run(pair.model, inputs, {**options, "assistant": pair.head, "tree_config": tree})

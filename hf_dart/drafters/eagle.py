@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from hf_dart.configuration import DartConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
-from hf_dart.proposal import Proposal, Verified
+from hf_dart.proposal import Proposal, Score, Verified
 from hf_dart.slots import SlotSpec, SlotState
 
 # What the config of a DART head has and this one has not.
@@ -210,6 +210,12 @@ class EagleDrafter(FittedDrafter[SlotState]):
     def propose(
         self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
+        return self.propose_ranked(state, features, next_tokens, counts, depth, lambda _, logits: logits)
+
+    def propose_ranked(
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal:
+        """As `Drafter.propose_ranked`: what is drafted on from are the tokens that score best."""
         read = self._read(state, features, next_tokens)
         state.advance(counts)
         ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
@@ -218,7 +224,7 @@ class EagleDrafter(FittedDrafter[SlotState]):
         marginal, hidden = [log_chances[:, 0]], [states[:, 0]]
         branches, conditional = [], []
         width = min(self.beam, log_chances.shape[-1])
-        scores, tokens = marginal[0].topk(width)  # [B, W]
+        scores, tokens = score(0, log_chances)[:, 0].topk(width)  # [B, W]
         behind = states.expand(-1, width, -1)
         sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
@@ -228,11 +234,11 @@ class EagleDrafter(FittedDrafter[SlotState]):
             log_chances = self._log_chances(states)  # [B, W, V]
             branches.append(tokens)
             conditional.append(log_chances)
-            paths = scores[..., None] + log_chances
-            marginal.append(paths.logsumexp(1))
+            above = scores[..., None]
+            marginal.append((above + log_chances).logsumexp(1))
             hidden.append(states[:, 0])
             # The best path to each token: two to the same token would bring one candidate.
-            best, parents = paths.max(1)
+            best, parents = (above + score(level, log_chances)).max(1)
             scores, tokens = best.topk(width)
             parents = parents.gather(1, tokens)[..., None]
             behind = states.gather(1, parents.expand(-1, -1, states.shape[-1]))

@@ -18,7 +18,6 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_dart.proposal import Proposal
 from hf_dart.vocabulary import columns_of
 
 # A nucleus is looked for among this many tokens; a wider one keeps them all.
@@ -137,9 +136,8 @@ class SeenTokens:
         self._marked = [0] * len(texts)
         self._seen: Tensor | None = None
 
-    def __call__(self, proposal: Proposal) -> Tensor:
-        """[B, V] bool ([B, M] of a draft vocabulary), on the device of the draft's logits."""
-        logits, vocabulary = proposal.logits, proposal.vocabulary
+    def __call__(self, logits: Tensor, vocabulary: Tensor | None = None) -> Tensor:
+        """[B, V] bool ([B, M] of a draft vocabulary), on the device of the draft's `logits` [B, d, V] or [B, d, M]."""
         if self._seen is None:
             self._seen = torch.zeros(logits.shape[0], logits.shape[-1], dtype=torch.bool, device=logits.device)
         for row, text in enumerate(self._texts):

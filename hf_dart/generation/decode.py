@@ -209,7 +209,9 @@ class Call:
             return None
         taken, next_tokens, counts = _joined(self.pending)
         self.pending = []
-        proposal = self.drafter.propose(self.draft.state, taken, next_tokens, counts, self.grower.depth)
+        proposal = self.drafter.propose_ranked(
+            self.draft.state, taken, next_tokens, counts, self.grower.depth, self.score
+        )
         if proposal is not None and self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
             proposal = proposal.where(counts > 0, self.proposal)
@@ -217,6 +219,16 @@ class Call:
             self.hold_ended_rows(proposal)
         self.proposal = proposal
         return proposal
+
+    def score(self, level: int, logits: Tensor) -> Tensor:
+        """Log-scores of the logits [B, W, V] of depth `level`, as `Drafter.propose_ranked` asks for them."""
+        return self.grower.score(logits, self.gumbel(level, 1))
+
+    def gumbel(self, start: int, depth: int) -> Tensor | None:
+        """[B, depth, V] the noise of the tokens from `start` places behind the text on; None if trees do not see it."""
+        if self.noise is None or not self.config.shared_noise:
+            return None
+        return self.noise.gumbel([emitted + start for emitted in self.rows.emitted], depth)
 
     def verified(self, features: Tensor, accepted: Accepted) -> Verified:
         """The accepted positions: features [B, A, F], the tokens [B, A] behind them, and how many each row has [B]."""
@@ -230,9 +242,7 @@ class Call:
 
     def grow(self, proposal: Proposal | None, limits: list[int]) -> DraftTree:
         """Grow the trees, ranked with the noise that their tokens will be drawn with."""
-        gumbel = None
-        if proposal is not None and self.noise is not None and self.config.shared_noise:
-            gumbel = self.noise.gumbel(self.rows.emitted, self.grower.depth)
+        gumbel = None if proposal is None else self.gumbel(0, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         if proposal is None:

@@ -78,7 +78,7 @@ class TreeGrower:
                 return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
             none: list[list[Any]] = [[] for _ in copies]
             return self._best_first(none, none, copies, deepest, drafted=False).to(self._device)
-        seen = None if self._seen is None else self._seen(proposal)
+        seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         refined = None
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
             candidates, scores, refined = self._refine(proposal, gumbel, seen, refine)
@@ -109,6 +109,11 @@ class TreeGrower:
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
         device = self._device
         return candidates.to(device), scores.to(device), Refined(looked_at.to(device), better.to(device))
+
+    def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
+        """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
+        seen = None if self._seen is None else self._seen(logits)
+        return self._rank.scores(logits, gumbel, seen)
 
     def learn(self, tree: DraftTree, accepted: Accepted) -> None:
         """Take in what came of the last trees."""
