@@ -62,6 +62,9 @@ class FittedDrafter(PushWithCard, Drafter[State], PreTrainedModel):
         self._shared = None
         self.register_buffer("draft_vocabulary", None)
 
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        """None: tokens are embedded by the target. FSDP asks."""
+
     @classmethod
     def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
         """A new, untrained drafter fitted to `target`.

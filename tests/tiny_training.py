@@ -48,7 +48,13 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 
 def tiny_trainer(
-    folder: Path, head: DartHead | DiffusionDrafter, target: Any, rows: Any, eval_rows: Any = None, **arguments: Any
+    folder: Path,
+    head: DartHead | DiffusionDrafter,
+    target: Any,
+    rows: Any,
+    eval_rows: Any = None,
+    kind: type[DartTrainer] = DartTrainer,
+    **arguments: Any,
 ) -> DartTrainer:
     fields: dict[str, Any] = {
         "output_dir": str(folder),
@@ -66,7 +72,7 @@ def tiny_trainer(
         diffusion = DiffusionTrainingArguments(**{**fields, **arguments})
         return DiffusionTrainer(head, target, diffusion, train_dataset=rows, eval_dataset=eval_rows)
     settings = DartTrainingArguments(**{**fields, **arguments})
-    return DartTrainer(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
+    return kind(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
 
 
 def documents_of(*rows: list[int]) -> Tensor:

@@ -6,6 +6,11 @@ A byte-level BPE of 6144 tokens and a Qwen3 of 8 layers and 7.9 M parameters, Ad
 a cosine, 8 rows of 512 tokens a step: about 75 minutes on two CPU cores for a held-out loss of 2.9 nats a
 token. The packages in `corpus.HELD_OUT` are never read. The packaged weights came from an earlier form of
 this script, so a new run gives a target of the same kind, not the same numbers.
+
+A smaller one beside it, with the same tokenizer and from the same corpus:
+
+    python examples/demo_pair/train_target.py runs/small --tokenizer hf_dart/demo_pair/target --corpus runs/corpus.bin \
+        --hidden-size 128 --layers 4 --max-steps 1500
 """
 
 from __future__ import annotations
@@ -18,7 +23,14 @@ import torch
 from corpus import PACKAGES, source_files, texts, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
-from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM, Trainer, TrainingArguments
+from transformers import (
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
 
 from hf_dart.training import PackedTokens
 from hf_dart.training.blocks import document_positions
@@ -58,24 +70,36 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=4000)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--max-files", type=int)
+    parser.add_argument("--hidden-size", type=int, default=256, help="a multiple of 128")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--max-files", type=int, help="of the corpus, when it is made")
+    parser.add_argument("--tokenizer", help="a model whose tokenizer is taken in place of a new one")
+    parser.add_argument("--corpus", type=Path, help="take this one, of that tokenizer, in place of a new one")
+    parser.add_argument("--no-bf16", dest="bf16", action="store_false", help="for CPUs without bfloat16 instructions")
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
 
+    if (arguments.tokenizer is None) != (arguments.corpus is None):
+        parser.error("--tokenizer and --corpus go together: a corpus holds the ids of one tokenizer")
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     arguments.output.mkdir(parents=True, exist_ok=True)
-    files = source_files(PACKAGES)[: arguments.max_files]
-    tokenizer = train_tokenizer(files[:3000])
-    write(files, tokenizer, arguments.output / "corpus.bin")
+    if arguments.corpus is None:
+        files = source_files(PACKAGES)[: arguments.max_files]
+        tokenizer = train_tokenizer(files[:3000])
+        corpus = arguments.output / "corpus.bin"
+        write(files, tokenizer, corpus)
+    else:
+        tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer)
+        corpus = arguments.corpus
 
     config = Qwen3Config(
         vocab_size=VOCABULARY,
-        hidden_size=256,
-        intermediate_size=768,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=arguments.hidden_size,
+        intermediate_size=3 * arguments.hidden_size,
+        num_hidden_layers=arguments.layers,
+        num_attention_heads=arguments.hidden_size // 64,
+        num_key_value_heads=arguments.hidden_size // 128,
         head_dim=64,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
@@ -94,7 +118,7 @@ def main() -> None:
             adam_beta2=0.95,
             lr_scheduler_type="cosine",
             warmup_steps=100,
-            bf16=True,
+            bf16=arguments.bf16,
             remove_unused_columns=False,  # `documents` is for the collator
             use_cpu=not torch.cuda.is_available(),
             logging_steps=50,
@@ -103,7 +127,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=PackedTokens(arguments.output / "corpus.bin", arguments.length, eos=config.eos_token_id),
+        train_dataset=PackedTokens(corpus, arguments.length, eos=config.eos_token_id),
         data_collator=collate,
     )
     trainer.train()

@@ -69,14 +69,10 @@ SUITES: dict[str, dict[str, Variant]] = {
     "bidirectional": {
         name: Variant({"block_attention": "bidirectional"}, training) for name, training in (_LADDER | _OTHERS).items()
     },
-    "data": {
-        "corpus": Variant(own_share=0.0),
-        "half of each": Variant(own_share=0.5),
-        "the target's own": Variant(),
-    },
-    "shift": {
-        "shifted": Variant(),
+    "basics": {
+        "shifted, the target's own text": Variant(),
         "not shifted": Variant({"shift_logits": False}),
+        "corpus text": Variant(own_share=0.0),
     },
     "copied": {
         "a layer of its own": Variant({"feature_layers": _WITH_LAST}),

@@ -94,8 +94,8 @@ class EditTrainer(DartTrainer):
             raise ValueError("This head has no editor to train; call head.add_editor() first.")
         if args.editor_only:
             head.requires_grad_(False)
-            head.editor.requires_grad_(True)
         super().__init__(head, target, args, **kwargs)
+        head.editor.requires_grad_(True)
         self._edits: EditQuality | None = None  # while an evaluation runs
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:

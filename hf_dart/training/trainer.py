@@ -43,7 +43,7 @@ class DartTrainer(DrafterTrainer):
         kwargs: as for `Trainer`.
 
     Raises:
-        ValueError: the head does not fit the target.
+        ValueError: the head does not fit the target, or FSDP is to shard a frozen one.
     """
 
     recipe: dict[str, Any] | None = None
@@ -56,8 +56,18 @@ class DartTrainer(DrafterTrainer):
                 raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
             head.requires_grad_(False)
             head.selector.requires_grad_(True)
+        else:
+            for part in (head.selector, head.editor):  # no loss here reaches them
+                if part is not None:
+                    part.requires_grad_(False)
         kwargs.setdefault("data_collator", default_data_collator)
         super().__init__(head, target, args, **kwargs)
+        if self.is_fsdp_enabled and not any(part.requires_grad for part in head.layers.parameters()):
+            # Their gradients arise outside the forward that FSDP gathers the weights for.
+            raise ValueError(
+                "FSDP is for heads that learn as a whole; selectors and editors of frozen heads are small: train them "
+                "with DDP, without fsdp."
+            )
         self.head = head
         self.objective = args.objective
         # The compiled kernels take no smaller heads, and no float64.
