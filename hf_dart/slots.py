@@ -56,6 +56,11 @@ class SlotStore:
             grown[..., :old, :] = storage
             self._storage[spec] = grown
 
+    def release(self) -> None:
+        """Free the buffers, and what they hold; they grow anew when room is asked for."""
+        self.capacity = 0
+        self._storage = {spec: self._allocate(spec, len(storage)) for spec, storage in self._storage.items()}
+
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Do the buffers take values of that kind? Those made in inference mode take none outside it."""
         return all(

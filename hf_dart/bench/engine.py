@@ -199,13 +199,12 @@ def phase_ms(tier: Tier) -> dict[str, float]:
     What a tier holds is overwritten.
     """
     state, shape, this = tier.state, tier.shape, tier.round
-    state.counts.zero_()  # so that lengths stay as they are
     tree = this.guess()
     verdict = list(this.check(tree))
     verdict[2] = torch.zeros_like(verdict[2])
 
     def draft() -> Proposal:
-        return this.head.propose(tier.draft, state.features, state.next_tokens, state.counts, shape.depth)
+        return this.head.propose(tier.draft.ahead(), state.features, state.next_tokens, state.counts, shape.depth)
 
     steps: dict[str, Callable[[], object]] = {
         "draft": this.compiled(draft),

@@ -92,12 +92,10 @@ def load_assistant(path: str, pair: Pair) -> Any:
 def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
     """Is the method one of its own there?
 
-    Stock's assisted decoding takes one row, its lookup greedy text alone; our engine no penalty, and one row sampled.
+    Stock's assisted decoding takes one row, its lookup greedy text alone.
     """
     if "prompt_lookup_num_tokens" in options:
         return batch == 1 and not mode["do_sample"]
-    if is_ours(options) and options["assistant"].engine is not None:
-        return "repetition_penalty" not in mode and (batch == 1 or not mode["do_sample"])
     return batch == 1 or "assistant_model" not in options
 
 

@@ -17,11 +17,12 @@ might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with it
 
 Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.generation.noise`). The host draws it,
 outside of the graph, for as many positions as the rounds under way may reach, into rows that the graph reads by
-position. That is done for a single row: rows of a batch may wait for each other, which the captured round does not do.
+position. A row of a batch that has come to the end of them stands still until slower ones have made room. Logits
+processors that read scores, or tokens and lengths that the device knows, are part of the round (`processing`).
 
 The host (`loop`) launches a round and meanwhile reads the tokens of the round before from the ring; so it learns one
 round late that all rows have ended, and that last round changes nothing, as ended rows stand still on the device.
 
 `compile` turns it on for a pair of target and head; `compiled.Engine` says which calls it takes and leaves the others
-to the eager round. Both give the same tokens.
+to the eager round, as it does when a round fails. Both give the same tokens.
 """

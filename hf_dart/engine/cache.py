@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -87,18 +88,26 @@ class FixedCache:
         self.store.move(self.slots + path, self.lengths[:, None] + steps)
 
 
+@dataclass
 class FixedDraft(SlotState):
-    """The head's cache in one tier: entries of all rows at places of their own, and every slot looked at."""
+    """The head's cache in one tier: entries of all rows at places of their own, and every slot looked at.
 
-    buffers: list[Tensor]
+    Attributes:
+        buffers: those of the store.
+    """
+
+    buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
     def of(cls, state: SlotState, slots: int) -> FixedDraft:
         """An empty one for heads whose state is like `state`."""
-        lengths = torch.zeros_like(state.lengths)
-        fixed = cls(SlotStore(state.store.specs, state.store.batch_size, slots), lengths, state.counted)
-        fixed.buffers = [fixed.store.buffer(index) for index in range(len(state.store.specs))]
-        return fixed
+        store = SlotStore(state.store.specs, state.store.batch_size, slots)
+        buffers = [store.buffer(index) for index in range(len(state.store.specs))]
+        return cls(store, torch.zeros_like(state.lengths), state.counted, buffers)
+
+    def ahead(self) -> FixedDraft:
+        """The same entries for a draft that may yet be dropped: what it takes in is not counted here."""
+        return FixedDraft(self.store, self.lengths, self.counted, self.buffers)
 
     @property
     def ragged(self) -> bool:
@@ -112,4 +121,4 @@ class FixedDraft(SlotState):
         return self.buffers[index].scatter_(2, where, values)
 
     def advance(self, counts: Tensor) -> None:
-        self.lengths.add_(counts)
+        self.lengths = self.lengths + counts

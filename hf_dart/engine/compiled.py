@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
-from hf_dart.engine.fixed import Shape, most_nodes
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
+from hf_dart.engine.state import Shape, most_nodes
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.processors import traceable
 from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.verify import rotary_moves
@@ -113,16 +113,29 @@ class Engine:
                 tier = self._tier(call, features, accepted)
                 if tier is None:
                     break
-                lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
-                try:
-                    with stats.phase("round"):
-                        run(tier, call.rows, streaming, stats, call.cache.lengths.tolist(), lag, call.noise)
-                finally:
-                    if call.returns_cache or not call.rows.finished:
-                        features, accepted = tier.unload(call)
+                features, accepted = self._run(tier, call, features, accepted, streaming, stats)
             return features, accepted
         finally:
             self._busy.release()
+
+    def _run(
+        self, tier: Tier, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
+    ) -> tuple[Tensor, Accepted]:
+        """As `decode`, in one tier. One that fails is not used again; the call goes on without it."""
+        assert isinstance(call.cache, RaggedCache)
+        lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
+        lengths = call.cache.lengths.tolist()
+        call.cache.let_go()  # what the tier holds now need not be held twice
+        try:
+            with stats.phase("round"):
+                failure = run(tier, call.rows, streaming, stats, lengths, lag, call.noise)
+        finally:
+            if call.returns_cache or not call.rows.finished:
+                features, accepted = tier.unload(call)
+        if failure is not None:
+            self._warn(f"it failed ({_told(failure)})")
+            self._tiers = {key: None if kept is tier else kept for key, kept in self._tiers.items()}
+        return features, accepted
 
     def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
         """The tier that the call goes on in, loaded; None if there is none."""
@@ -136,7 +149,8 @@ class Engine:
         # What the round does not read is as in every other call.
         read = {name: getattr(call.config, name) for name in ("top_k", "beam", "selector", "scores")}
         tree = TreeConfig(nodes=nodes, lookup=0, ngram_weight=0, shared_noise=shared, **read)
-        processors = tuple((type(one).__name__, *sorted(vars(one).items())) for one in call.processors)
+        processors = processing.key(call.processors, call.rows.prompt_length)
+        assert processors is not None
         cache = call.cache
         assert isinstance(cache, RaggedCache)
         shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth, processors, sampled)
@@ -158,11 +172,17 @@ class Engine:
             f"hf_dart: preparing rounds of {shape.bucket} nodes for {shape.batch} row(s) of up to {shape.slots} tokens"
         )
         try:
-            tier = Tier(shape, call, features, self.config.backend, self._pool)
+            try:
+                tier = Tier(shape, call, features, self.config.backend, self._pool)
+            except torch.OutOfMemoryError:
+                if not self._tiers:
+                    raise
+                self._tiers.clear()  # of other shapes; they are made anew when they are needed
+                tier = Tier(shape, call, features, self.config.backend, self._pool)
             tier.load(call, features, accepted)
             error, allowed = tier.differs(call)
         except Exception as failure:
-            self._warn(f"it could not be made ({type(failure).__name__}: {str(failure).strip().splitlines()[0]})")
+            self._warn(f"it could not be made ({_told(failure)})")
             return None
         if error <= allowed:
             return tier
@@ -183,9 +203,10 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
 
     The tokens are the same. Rounds are made when a call first needs one of its batch size, tree and length, which
     takes from seconds to minutes with a backend that generates code; later calls begin at once. Taken are calls of a
-    [`DartHead`], greedy ones of any batch size and sampled ones of one row, of which tokens, length and end-of-text
-    tokens are asked for: no logits processors but temperature, top-k, top-p and min-p, no stopping criteria of the
-    user's own, no collected scores. Their trees grow on the device: copied text (`TreeConfig.lookup`) is not looked up.
+    [`DartHead`], greedy and sampled, of any batch size, of which tokens, length and end-of-text tokens are asked for:
+    no logits processors but temperature, top-k, top-p, min-p, repetition penalty, minimum lengths and suppressed
+    tokens, no stopping criteria of the user's own, no collected scores. Their trees grow on the device: copied text
+    (`TreeConfig.lookup`) is not looked up.
     All other calls run as if nothing had been compiled, and the first of each kind warns why.
 
     Args:
@@ -218,10 +239,10 @@ def unfit(call: Call) -> str | None:
     drafts = config.nodes != 1
     parts = (call.model, drafter if isinstance(drafter, DraftingModel) else call.model)
     devices = {weight.device for part in parts for weight in part.parameters()}
+    unknown = processing.key(call.processors, rows.prompt_length) is None
     asked = [
         (not isinstance(drafter, DraftingModel), f"a {type(drafter).__name__} drafts with the host's help"),
-        (call.noise is not None and len(rows) > 1, "it samples (do_sample=True) more than one row"),
-        (not traceable(call.processors), f"it has logits processors ({_names(call.processors)})"),
+        (unknown, f"it has logits processors ({_names(call.processors)})"),
         (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
         (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
         (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
@@ -246,6 +267,11 @@ def _hooked(target: Any) -> bool:
 
 def _names(parts: Any) -> str:
     return ", ".join(type(part).__name__ for part in parts)
+
+
+def _told(failure: Exception) -> str:
+    """The first line of an error."""
+    return f"{type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
 
 
 def _signature(call: Call) -> tuple[Any, ...]:

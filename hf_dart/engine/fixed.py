@@ -1,19 +1,18 @@
-"""One round on fixed shapes, and the state it works on. Read `hf_dart.engine` first."""
+"""One round on fixed shapes. Read `hf_dart.engine` first."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
-from transformers import LogitsProcessorList
 
-from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
 from hf_dart.engine.attention import packed
 from hf_dart.engine.cache import FixedCache, FixedDraft
+from hf_dart.engine.processing import FixedProcessors
+from hf_dart.engine.state import RING, Shape, State
 from hf_dart.engine.topk import largest
 from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.verify import Verifier
@@ -22,117 +21,9 @@ from hf_dart.head.drafting import DraftingModel
 from hf_dart.proposal import Proposal
 from hf_dart.trees.scoring import BeamScores, PathScores
 from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
+from hf_dart.vocabulary import token_ids
 
 Part = TypeVar("Part")
-
-RING = 4
-"""Rounds whose tokens are kept for the host."""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """All that the tensors of a round depend on, beside the models.
-
-    Attributes:
-        batch: B.
-        slots: T, the tier.
-        tree: how trees grow; its `nodes` is a number.
-        vocab_size: V of the target's logits.
-        depth: d, the deepest node; 0 where nothing is drafted.
-        processors: names and numbers of the logits processors, which are part of the round.
-        sampled: are tokens drawn?
-    """
-
-    batch: int
-    slots: int
-    tree: TreeConfig
-    vocab_size: int
-    depth: int
-    processors: tuple[Any, ...] = ()
-    sampled: bool = False
-
-    @property
-    def bucket(self) -> int:
-        """N: the nodes of a tree, filled up to what attention kernels like."""
-        nodes = self.tree.nodes or 1
-        return nodes if nodes == 1 else -(-nodes // 8) * 8
-
-    @property
-    def path(self) -> int:
-        """A: the most nodes that a round accepts, the root included."""
-        return min(self.depth + 1, self.tree.nodes or 1)
-
-    @property
-    def noise_rows(self) -> int:
-        """Positions whose noise is held: those of the rounds that may be under way, and of a tree behind them."""
-        return RING * self.path + self.depth + 1 if self.sampled else 0
-
-    @property
-    def draft_slots(self) -> int:
-        """Slots of the head's cache: those of the text, a round's new entries and its mask slots."""
-        return -(-(self.slots + self.path + MAX_DRAFT_LENGTH) // 8) * 8
-
-
-def most_nodes(depth: int, config: TreeConfig, vocab_size: int) -> int:
-    """How many nodes, the root included, `grow_tree` finds at most for so many drafts."""
-    if depth == 0:
-        return 1
-    width = min(config.top_k, vocab_size)
-    nodes, paths = 1 + width, width
-    for _ in range(depth - 1):
-        paths = width * min(config.beam, paths)
-        nodes += paths
-    return nodes
-
-
-@dataclass
-class State:
-    """What a round finds and leaves, all on the device.
-
-    Attributes:
-        roots: [B] the last committed tokens.
-        emitted, limits: [B] tokens generated so far, and how many may be.
-        ended: [B] rows that stand still.
-        ends: [V] which tokens end a row.
-        features, next_tokens, counts: [B, A, F], [B, A], [B]: what the last round accepted, for the head.
-        ring: [RING, B, A + 1] the tokens of the last rounds, and in the last column how many they are.
-        turn: [] the number of the coming round.
-        noise: [M, B, V] Exp(1) noise of output position p in row p % M, where tokens are drawn.
-    """
-
-    roots: Tensor
-    emitted: Tensor
-    limits: Tensor
-    ended: Tensor
-    ends: Tensor
-    features: Tensor
-    next_tokens: Tensor
-    counts: Tensor
-    ring: Tensor
-    turn: Tensor
-    noise: Tensor
-
-    @classmethod
-    def empty(cls, shape: Shape, features: Tensor) -> State:
-        """Of rows that have all ended, with features like `features` [..., F]."""
-        device, batch, path = features.device, shape.batch, shape.path
-
-        def zeros(*size: int, dtype: torch.dtype = torch.long) -> Tensor:
-            return torch.zeros(size, dtype=dtype, device=device)
-
-        return cls(
-            roots=zeros(batch),
-            emitted=zeros(batch),
-            limits=zeros(batch),
-            ended=~zeros(batch, dtype=torch.bool),
-            ends=zeros(shape.vocab_size, dtype=torch.bool),
-            features=zeros(batch, path, features.shape[-1], dtype=features.dtype),
-            next_tokens=zeros(batch, path),
-            counts=zeros(batch),
-            ring=zeros(RING, batch, path + 1),
-            turn=zeros(),
-            noise=zeros(shape.noise_rows, batch, shape.vocab_size, dtype=torch.float32) + 1,
-        )
 
 
 class FixedRound:
@@ -142,7 +33,7 @@ class FixedRound:
         head: what drafts.
         verifier: of the target, over `cache`.
         cache, draft, state: what the round works on; `draft` is the head's.
-        processors: that the target's scores go through; functions of these alone.
+        processors: that the target's scores go through.
         backend: of `torch.compile` for `guess` and `check`, which are compiled apart: `keep` moves the entries of all
             layers at once, in one storage that the other two see as a tensor per layer. None runs them as they are.
     """
@@ -155,12 +46,12 @@ class FixedRound:
         cache: FixedCache,
         draft: FixedDraft,
         state: State,
-        processors: LogitsProcessorList,
+        processors: FixedProcessors,
         backend: str | None = None,
     ) -> None:
         self.shape, self.head, self.verifier = shape, head, verifier
         self.cache, self.draft, self.state = cache, draft, state
-        self.processors, self._rank = processors, Ranker(processors, shape.tree.top_k)
+        self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
         self._scores = PathScores(shape.tree, None)
         self._backend = backend
         self._guess, self._check = self.compiled(self.guess), self.compiled(self.check)
@@ -184,11 +75,15 @@ class FixedRound:
             self.keep(*self._check(self._guess()))
 
     def guess(self) -> DraftTree:
-        """The trees [B, N]: what the head drafts behind the roots, none deeper than its row may still emit."""
+        """The trees [B, N]: what the head drafts behind the roots, none deeper than its row may still emit.
+
+        Changes nothing that `guess` would not do again: what the head takes in counts as soon as the round is kept.
+        """
         state, shape = self.state, self.shape
-        if shape.bucket == 1:
+        if not shape.drafts:
             return DraftTree.chain(state.roots[:, None])
-        proposal = self.head.propose(self.draft, state.features, state.next_tokens, state.counts, shape.depth)
+        draft = self.draft.ahead()
+        proposal = self.head.propose(draft, state.features, state.next_tokens, state.counts, shape.depth)
         proposal = proposal.within(shape.vocab_size)
         candidates, scores = self._candidates(proposal)
         table = None
@@ -198,8 +93,7 @@ class FixedRound:
         if table is not None or not self._scores.plain:
             scorer = BeamScores(self._scores, shape.depth, None if table is None else Transitions(table), None)
         # A path of k drafts emits k + 1 tokens.
-        left = state.limits - state.emitted - 1
-        deepest = left.minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0)
+        deepest = (self._left() - 1).minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0)
         tree = grow_tree(
             state.roots[:, None],
             candidates,
@@ -211,19 +105,29 @@ class FixedRound:
         )
         return tree.padded(shape.bucket)
 
+    def _left(self) -> Tensor:
+        """[B] tokens that each row may emit now; 0 where it has ended, or waits for slower rows and their noise."""
+        state = self.state
+        left = state.limits - state.emitted
+        if self.shape.sampled:
+            left = left.minimum(state.ready - state.emitted)
+        return left.masked_fill(state.ended, 0)
+
     def _candidates(self, proposal: Proposal) -> tuple[Tensor, Tensor]:
         """Token ids and log-probabilities [B, d, K], best first."""
         state, shape = self.state, self.shape
-        if shape.sampled:
-            gumbel = None
+        vocabulary = proposal.vocabulary
+        if shape.sampled or self._rank.needs_history:
+            gumbel = seen = None
             if shape.tree.shared_noise:
                 steps = torch.arange(shape.depth, device=state.emitted.device)
                 gumbel = -self._noise(state.emitted[:, None] + steps).log()
-            return self._rank(proposal.logits, gumbel, None, proposal.vocabulary)
+            if self._rank.needs_history:
+                seen = state.seen if vocabulary is None else state.seen[:, vocabulary]
+            return self._rank(proposal.logits, gumbel, seen, vocabulary)
         logits = proposal.logits.float()
         best, columns = largest(logits, min(shape.tree.top_k, logits.shape[-1]))
-        tokens = columns if proposal.vocabulary is None else proposal.vocabulary[columns]
-        return tokens, best - logits.logsumexp(-1, keepdim=True)
+        return token_ids(columns, vocabulary), best - logits.logsumexp(-1, keepdim=True)
 
     def check(self, tree: DraftTree) -> tuple[Tensor, ...]:
         """The target's verdict.
@@ -234,28 +138,52 @@ class FixedRound:
         """
         state, shape = self.state, self.shape
         logits, features = self.verify(tree)
-        path, tokens, reached = follow(tree, self._choose(tree, logits))
-        path, tokens = path[:, : shape.path], tokens[:, : shape.path]
+        path, tokens, reached = self._walk(tree, logits)
         steps = torch.arange(shape.path, device=path.device)
         # A text ends with its first end token; what the tree holds behind it was accepted for nothing.
         is_end = state.ends[tokens] & (steps < reached[:, None])
         to_end = torch.where(is_end, steps + 1, shape.path + 1).amin(-1)
-        left = state.limits - state.emitted
-        counts = reached.minimum(to_end).minimum(left).masked_fill(state.ended, 0)
-        return path, tokens, counts, state.ended | (to_end <= counts) | (left <= counts), features
+        counts = reached.minimum(to_end).minimum(self._left())
+        ended = state.ended | (to_end <= counts) | (state.limits <= state.emitted + counts)
+        return path, tokens, counts, ended, features
 
-    def _choose(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """The target's token behind every node, [B, N]; -1 where there is none to draw."""
-        if not self.shape.sampled and not self.processors:
+    def _walk(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The path of each row that the target's own tokens take through the tree, as `walk.follow` has it.
+
+        Returns:
+            path [B, A], tokens [B, A], lengths [B]; a token is -1 where there is none to draw.
+        """
+        if not self.shape.sampled and not self.processors.processors:
             # Stock compares logits as float32, which narrower ones are in the same order.
-            return (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
-        scores = logits.float().flatten(0, 1)
-        for processor in self.processors:
-            scores = processor(None, scores)  # type: ignore[arg-type]
-        scores = scores.view_as(logits)
-        if not self.shape.sampled:
-            return scores.argmax(-1)
-        return drawn(scores.softmax(-1) / self._noise(self.state.emitted[:, None] + tree.depths))
+            choices = (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
+            path, tokens, lengths = follow(tree, choices)
+            return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
+        return self._walk_by_token(tree, logits)
+
+    def _walk_by_token(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `_walk`, where scores are processed, in stock's shapes: node after node, and no others."""
+        state, shape = self.state, self.shape
+        rows = torch.arange(shape.batch, device=logits.device)
+        seen, going_on = state.seen, torch.ones_like(state.ended)
+        node = lengths = torch.zeros_like(state.roots)
+        path, tokens = [], []
+        for step in range(shape.path):
+            scores = self.processors(logits[rows, node].float(), seen, state.emitted + step)
+            if shape.sampled:
+                noise = self._noise((state.emitted + step)[:, None])[:, 0]
+                token = drawn(scores.softmax(-1) / noise)
+            else:
+                token = scores.argmax(-1)
+            path.append(node)
+            tokens.append(token)
+            lengths = lengths + going_on
+            if step + 1 < shape.path:
+                if self._rank.needs_history:
+                    seen = seen.scatter(1, token.clamp(min=0)[:, None], True)
+                follows = (tree.parents == node[:, None]) & (tree.tokens == token[:, None])
+                going_on = going_on & follows.any(-1)
+                node = torch.where(going_on, follows.long().argmax(-1), 0)
+        return torch.stack(path, dim=1), torch.stack(tokens, dim=1), lengths
 
     def _noise(self, positions: Tensor) -> Tensor:
         """E [B, n, V] of output positions [B, n]."""
@@ -268,19 +196,28 @@ class FixedRound:
         return self.verifier.run(tree, (self.cache.lengths - self.state.ended.long()).clamp(min=0))
 
     def keep(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
-        """Commit what `check` returned, and put the tokens where the host will find them."""
-        state = self.state
+        """Commit what `check` returned, and put the tokens where the host will find them.
+
+        A row that emits nothing stands still: the head will draft the same from the same.
+        """
+        state, moves = self.state, counts > 0
         self.cache.commit(path)
         self.cache.lengths.add_(counts)
+        if self.shape.drafts:
+            self.draft.lengths.add_(state.counts.masked_fill(~moves, 0))
         known = tokens.clamp(min=0)  # the host says that there is none, and the round behind must not trip over it
         last = known.gather(1, (counts - 1).clamp(min=0)[:, None])
-        state.roots.copy_(torch.where(counts > 0, last[:, 0], state.roots))
+        state.roots.copy_(torch.where(moves, last[:, 0], state.roots))
         state.emitted.add_(counts)
         state.ended.copy_(ended)
-        state.features.copy_(features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])))
+        accepted = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
+        state.features.copy_(torch.where(moves[:, None, None], accepted, state.features))
         # Behind a row's last token the head is shown that one again: anything that is a token will do.
         steps = torch.arange(path.shape[1], device=path.device)
-        state.next_tokens.copy_(torch.where(steps < counts[:, None], known, state.roots[:, None]))
-        state.counts.copy_(counts)
+        behind = torch.where(steps < counts[:, None], known, state.roots[:, None])
+        state.next_tokens.copy_(torch.where(moves[:, None], behind, state.next_tokens))
+        state.counts.copy_(torch.where(moves, counts, state.counts))
+        if self._rank.needs_history:
+            state.seen.scatter_(1, state.next_tokens, True)
         state.ring.index_copy_(0, (state.turn % RING)[None], torch.cat([tokens, counts[:, None]], dim=1)[None])
         state.turn.add_(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dart.engine.fixed import RING
+from hf_dart.engine.state import RING
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.rows import Rows, Streaming
@@ -47,7 +47,7 @@ def run(
     lengths: list[int],
     lag: int,
     noise: NoiseStream | None = None,
-) -> None:
+) -> Exception | None:
     """Rounds in one tier, until all rows have ended or one of them might outgrow it.
 
     Args:
@@ -55,18 +55,27 @@ def run(
         lengths: committed entries of each row.
         lag: rounds that are launched before the first of them is read. With 1, a device is never idle while the host
             reads; the last round then is one that changes nothing.
-        noise: that tokens are drawn with, of a single row.
+        noise: that tokens are drawn with.
+
+    Returns:
+        Why a round could not be launched, if one could not; all that were launched before are read.
     """
     reports, starts = Reports(tier.state.ring), list(rows.emitted)
     launched = read = 0
+    failure: Exception | None = None
     ran: list[bool] = []  # in the last round that did something
     try:
         while True:
             waiting = launched - read
-            if not rows.finished and waiting <= lag and tier.fits(_longest(rows, lengths), waiting + 1):
+            goes_on = failure is None and not rows.finished
+            if goes_on and waiting <= lag and tier.fits(_longest(rows, lengths), waiting + 1):
                 if noise is not None:
-                    tier.supply(noise, min(rows.emitted), waiting + 1)
-                tier.launch()
+                    tier.supply(noise, rows)
+                try:
+                    tier.launch()
+                except Exception as error:
+                    failure = error
+                    continue
                 reports.send(launched)
                 launched += 1
             elif waiting:
@@ -79,7 +88,7 @@ def run(
                     _take(emitted, rows, streaming, stats, tier.shape.tree.nodes or 1)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:
-                return
+                return failure
     finally:
         rows.write(starts)
 
@@ -90,7 +99,8 @@ def _longest(rows: Rows, lengths: list[int]) -> int:
 
 
 def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: DraftStats, nodes: int) -> None:
-    limits = rows.rooms
+    # Rows that wait for slower ones emit nothing, and take no part.
+    limits = [room if tokens else 0 for tokens, room in zip(emitted, rows.rooms, strict=True)]
     for row, tokens in enumerate(emitted):
         for token in tokens:
             check_token(token)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,10 +9,13 @@ from torch import Tensor
 
 from hf_dart.engine.attention import packed
 from hf_dart.engine.cache import FixedCache, FixedDraft
-from hf_dart.engine.fixed import FixedRound, Shape, State
+from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
+from hf_dart.engine.processing import FixedProcessors
+from hf_dart.engine.state import Shape, State
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.noise import NoiseStream
+from hf_dart.generation.rows import Rows
 from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import Accepted
 from hf_dart.head.drafting import DraftingModel
@@ -51,8 +53,7 @@ class Tier:
             self.state = State.empty(shape, features)
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
         self._supplied = 0  # positions whose noise was handed on
-        # Copies: the round is kept, and those of the call are the user's to change.
-        processors = deepcopy(call.processors)
+        processors = FixedProcessors(call.processors, shape.vocab_size, device)
         self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend)
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
@@ -94,15 +95,21 @@ class Tier:
         ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
         state.turn.zero_()
-        self._supplied = min(rows.emitted)
+        self.round.processors.load(call.processors, rows, state.seen)
+        self._supplied = rows.slowest()
+        state.ready.fill_(self._supplied)
 
-    def supply(self, noise: NoiseStream, emitted: int, rounds: int) -> None:
-        """Have the noise ready that so many rounds may need behind `emitted` tokens; older noise makes room for it."""
-        noise.forget_before(emitted)
-        end = emitted + rounds * self.shape.path + self.shape.depth
+    def supply(self, noise: NoiseStream, rows: Rows) -> None:
+        """Have the noise ready that a round may need; that of positions which all rows have behind them makes room."""
+        slowest = rows.slowest()
+        noise.forget_before(slowest)
+        end = min(slowest + self.shape.noise_rows, rows.max_length - rows.prompt_length)
+        if end <= self._supplied:
+            return
         for position in range(self._supplied, end):
             self.state.noise[position % self.shape.noise_rows].copy_(noise.block(position))
-        self._supplied = max(self._supplied, end)
+        self.state.ready.fill_(end)
+        self._supplied = end
 
     def unload(self, call: Call) -> tuple[Tensor, Accepted]:
         """Let the eager round go on from here; what `load` is to be given next.

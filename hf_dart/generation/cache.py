@@ -179,11 +179,18 @@ class RaggedCache(TreeCache):
             first = max(total - kept, pad)
             buffer[row, :, first - pad : total - pad] = states[row, :, kept - (total - first) :]
 
+    def let_go(self) -> None:
+        """Free all entries, which another store holds until it hands them back (`take_in`)."""
+        self.store.release()
+        self.lengths = torch.zeros_like(self.lengths)
+        self.longest = 0
+
     def take_in(self, store: SlotStore, lengths: Tensor) -> None:
         """Hold what another store of the same shapes has in slots 0 .. lengths[b] - 1 of each row."""
-        self.lengths = lengths.cpu()
-        self.longest = int(self.lengths.max())
-        self.store.copy_from(store, self.longest)
+        lengths = lengths.cpu()
+        longest = int(lengths.max())
+        self.store.copy_from(store, longest)
+        self.lengths, self.longest = lengths, longest
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         slots = self._positions[: self.longest]

@@ -52,8 +52,6 @@ _SCORES_ALONE = (
     EpsilonLogitsWarper,
     EtaLogitsWarper,
 )
-# They ask the device for nothing.
-_TRACEABLE = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
 _ROW_FREE = (
     *_SCORES_ALONE,
     MinLengthLogitsProcessor,
@@ -82,14 +80,6 @@ def scores_alone(processors: LogitsProcessorList, device: torch.device) -> bool:
     """
     known = _CHEAP if device.type == "cpu" else _SCORES_ALONE
     return all(type(processor) in known for processor in processors)
-
-
-def traceable(processors: LogitsProcessorList) -> bool:
-    """Are they all functions of scores and of numbers, which a round on fixed shapes can run at every node?"""
-    return all(
-        type(processor) in _TRACEABLE and all(isinstance(value, (int, float)) for value in vars(processor).values())
-        for processor in processors
-    )
 
 
 def row_free(processors: LogitsProcessorList) -> bool:

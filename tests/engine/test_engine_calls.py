@@ -21,6 +21,7 @@ from hf_dart import TreeConfig
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import PACKED
 from hf_dart.engine.compiled import Engine
+from hf_dart.generation.cache import RaggedCache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -42,7 +43,7 @@ def used(made: Engine) -> bool:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"repetition_penalty": 1.2}, "RepetitionPenaltyLogitsProcessor"),
+        ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor"),
         ({"return_dict_in_generate": True, "output_scores": True}, "collects every step"),
         ({"tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
     ],
@@ -58,13 +59,6 @@ def test_calls_that_are_not_taken(pair: tuple[Any, Any], options: dict[str, Any]
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
         assert_identical(target, head, batch(1, "sdpa"), **options)
-
-
-def test_sampled_batches_are_not_taken(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    engine(target, head)
-    with pytest.warns(UserWarning, match="samples .* more than one row"):
-        assert_identical(target, head, batch(4, "sdpa"), do_sample=True, top_k=0, max_new_tokens=8)
 
 
 def test_caches_and_drafters_that_are_not_taken() -> None:
@@ -99,6 +93,78 @@ def test_what_cannot_be_made(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPa
     engine(target, head)
     with pytest.warns(UserWarning, match=r"could not be made \(OutOfMemoryError: no room\)"):
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+
+
+def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out while a tier is made, the ones that are kept go, and it is made."""
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+    class Narrow(module.Tier):
+        def __init__(self, *args: Any) -> None:
+            if made._tiers:
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "Tier", Narrow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert [tier.shape.batch for tier in made._tiers.values() if tier] == [4]
+
+
+@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a text: the eager round goes on from there, and later calls do not try again."""
+    target, head = pair
+    made = engine(target, head, lag=lag, first_tier=64)
+    options = {"do_sample": sampled, "max_new_tokens": 20, "tree_config": TreeConfig(nodes=8, lookup=0)}
+    target.generate(**batch(4, "sdpa"), assistant=head, **options)
+    wanted = head.last_stats.tau
+    (tier,) = made._tiers.values()
+    assert tier is not None
+    round_of = tier.round
+    launched = []
+
+    def fails(tree: Any) -> Any:
+        launched.append(1)
+        if len(launched) == 3:
+            raise torch.OutOfMemoryError("no room left")
+        return type(round_of).check(round_of, tree)
+
+    monkeypatch.setattr(round_of, "_check", fails)
+    with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert len(launched) == 3
+    # The head's cache is as it should be: what it took in for the draft that failed is not in there twice.
+    if not sampled:
+        assert head.last_stats.tau == pytest.approx(wanted, rel=0.05)
+    assert not used(made)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+
+
+def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """While rounds run in a tier, the eager round's cache holds nothing."""
+    target, head = pair
+    engine(target, head)
+    held = []
+    run_in = module.run
+
+    def watched(tier: Any, *args: Any) -> Any:
+        held.append(sum(storage.numel() for storage in caches[-1].store._storage.values()))
+        return run_in(tier, *args)
+
+    caches: list[Any] = []
+    let_go = RaggedCache.let_go
+    monkeypatch.setattr(RaggedCache, "let_go", lambda cache: (caches.append(cache), let_go(cache)))
+    monkeypatch.setattr(module, "run", watched)
+    assert_identical(target, head, prompts([20, 9]), do_sample=False, max_new_tokens=30)
+    assert len(held) > 1
+    assert set(held) == {0}
 
 
 def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

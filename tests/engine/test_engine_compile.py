@@ -49,6 +49,33 @@ def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
+def test_sampled_without_a_break() -> None:
+    target, head, made = compiled("llama", "eager")
+    options = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5, "max_new_tokens": 24}
+    options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=8)}
+    for seed in range(2):
+        assert_identical(target, head, batch(4, "sdpa"), seed=seed, **options)
+    assert counters["stats"]["unique_graphs"] == 2
+    assert not counters["graph_break"]
+    assert len(made._tiers) == 1
+
+
+@pytest.mark.filterwarnings("default:This call runs the eager round")
+def test_a_round_that_is_compiled_too_often() -> None:
+    """Dynamo guards on more than tensors; where it gives up in the middle of a text, the eager round goes on."""
+    target, head, made = compiled("llama", "eager")
+    threads = torch.get_num_threads()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+        torch.set_num_threads(threads + 1)  # Dynamo compiles anew for that
+        try:
+            with pytest.warns(UserWarning, match="it failed .*FailOnRecompileLimitHit"):
+                assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+        finally:
+            torch.set_num_threads(threads)
+    assert list(made._tiers.values()) == [None]
+
+
 @pytest.mark.matrix
 @pytest.mark.parametrize(
     "fields",

@@ -19,6 +19,7 @@ from users import TOKENIZER
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.compiled import Engine
+from hf_dart.engine.state import Shape
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 FIXED = tally("float64, rounds on fixed shapes")
@@ -168,23 +169,70 @@ def test_a_draft_vocabulary(pair: tuple[Any, Any]) -> None:
     assert head.last_stats.tau > 1
 
 
+@pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize(
     "warpers",
     [
         {"top_k": 0},
         {"temperature": 0.7, "top_k": 20, "top_p": 0.9, **ENDS},
+        {"top_k": 0, "repetition_penalty": 1.3, "min_new_tokens": 9, "suppress_tokens": [4, 5], **ENDS},
         pytest.param({"top_k": 0, "min_p": 0.05, "renormalize_logits": True}, marks=pytest.mark.matrix),
     ],
     ids=str,
 )
-def test_sampled(pair: tuple[Any, Any], warpers: dict[str, Any]) -> None:
+def test_sampled(pair: tuple[Any, Any], warpers: dict[str, Any], size: int) -> None:
     """Stock's tokens with stock's seed, and the generator where stock leaves it, across tiers."""
     target, head = pair
     made = engine(target, head, lag=1)
     options = {"do_sample": True, "max_new_tokens": 30, "tree_config": TREE, **warpers}
     for seed in range(2):
-        assert_identical(target, head, batch(1, "sdpa"), seed=seed, into=FIXED, **options)
+        assert_identical(target, head, batch(size, "sdpa"), seed=seed, into=FIXED, **options)
     assert len(sizes(made)) > 1 or "eos_token_id" in warpers
+
+
+def test_rows_that_wait_for_slower_ones(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With little noise ahead the faster rows stand still, and draft the same again behind that."""
+    target, head = pair
+    monkeypatch.setattr(Shape, "noise_rows", property(lambda shape: 2))
+    made = engine(target, head, first_tier=128, lag=2)
+    options = {"do_sample": True, "top_k": 0, "temperature": 0.3, "max_new_tokens": 40, "tree_config": TREE}
+    waits = 0
+    for seed in range(2):
+        assert_identical(target, head, batch(4, "sdpa"), seed=seed, into=FIXED, **options, **ENDS)
+        for counts in zip(*head.last_stats.committed, strict=True):
+            running = max(number for number, count in enumerate(counts) if count)
+            waits += counts[:running].count(0)
+    assert waits
+    assert sizes(made) == {128}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_processors_of_greedy_calls(pair: tuple[Any, Any], size: int) -> None:
+    """What they read of the text is on the device: tokens of the prompt and its padding, and how long it has grown."""
+    target, head = pair
+    engine(target, head, first_tier=64, lag=1)
+    ends = {"eos_token_id": list(range(2, VOCABULARY, 2)), "pad_token_id": 0}
+    for processors in (
+        {"repetition_penalty": 1.5},
+        {"min_length": 20, **ends},
+        {"min_new_tokens": 11, "repetition_penalty": 0.8, **ends},
+        {"suppress_tokens": list(range(5, 40))},
+    ):
+        assert_identical(target, head, batch(size, "sdpa"), into=FIXED, tree_config=TREE, **GREEDY, **processors)
+    assert_identical(target, head, prompts([12]), tree_config=TREE, min_length=14, **GREEDY, **ends)
+
+
+@pytest.mark.parametrize("vocabulary", [None, range(2, 40)], ids=["all", "some"])
+def test_a_penalty_is_seen_by_the_draft(vocabulary: range | None) -> None:
+    """Ranked under the penalty, as the eager round's drafts are, about as many come true."""
+    target = tiny_target("llama")
+    head = tiny_head(target).reduce_vocabulary(vocabulary)
+    options = {**GREEDY, "max_new_tokens": 60, "repetition_penalty": 1.5, "tree_config": TreeConfig(nodes=13, lookup=0)}
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+    eager = head.last_stats.tau
+    engine(target, head, first_tier=128)
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert head.last_stats.tau == pytest.approx(eager, rel=0.1)
 
 
 def test_scores_that_are_no_probabilities(pair: tuple[Any, Any]) -> None:

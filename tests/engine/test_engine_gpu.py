@@ -97,3 +97,32 @@ def test_long_text_through_many_tiers() -> None:
         target, head, ids, into=tally("fp32, captured"), label="long", do_sample=False, max_new_tokens=230
     )
     assert {tier.shape.slots for tier in made._tiers.values() if tier is not None} >= {32, 64, 128, 256}
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_sampled(size: int) -> None:
+    """With stock's seed, penalties and warpers inside; the generators are left where stock leaves them."""
+    target, head, made = on_gpu("qwen3", None)
+    warpers = {"temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5}
+    for seed in range(3):
+        for options in ({"top_k": 0}, {**warpers, **ENDS}):
+            assert_identical_up_to_near_ties(
+                target,
+                head,
+                inputs(size),
+                seed=seed,
+                into=tally("fp32, captured"),
+                label=f"sampled, {size}",
+                do_sample=True,
+                max_new_tokens=40,
+                **options,
+            )
+    assert made._tiers
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tier in made._tiers.values():
+            assert tier is not None
+            tier.round()
+            tier.launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
