@@ -15,6 +15,9 @@ behind them N slots for the tree, the same for all rows and rounds. Rows have th
 of them might outgrow T, the call goes on in the tier twice as long: what attention reads follows the text, not what
 might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
 
+Rows of a batch share one budget of nodes, and those that have ended get none (`budget`): the target runs over the
+likeliest nodes of all trees as over one row of tokens, and attention alone knows which row a node belongs to.
+
 Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.generation.noise`). The host draws it,
 outside of the graph, for as many positions as the rounds under way may reach, into rows that the graph reads by
 position. A row of a batch that has come to the end of them stands still until slower ones have made room. Logits

@@ -23,6 +23,9 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 PACKED = "hf_dart_packed"
 """The name under which transformers knows it."""
 
+NODES = "hf_dart_nodes"
+"""The argument that targets hand down to it when nodes of several rows are run as one (`budget`)."""
+
 # The name stands in the target's config, where calls of other threads find it, too; they are to compute as ever.
 _here: ContextVar[bool] = ContextVar("_here", default=False)
 
@@ -39,8 +42,10 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, N, H, D']
     """As transformers' `sdpa_attention_forward`, which also takes all but a round's masked queries in groups."""
-    batch, heads, queries, width = query.shape
-    groups = heads // key.shape[1]
+    nodes = kwargs.pop(NODES, None)
+    if nodes is not None:
+        return _of_shared_trees(query, key, value, attention_mask, nodes, scaling), None
+    groups = query.shape[1] // key.shape[1]
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     # What is compiled is a round of ours.
     ours = torch.compiler.is_compiling() or _here.get()
@@ -48,11 +53,33 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    packed = query.reshape(batch, heads // groups, groups * queries, width)
     assert attention_mask is not None
-    mask = attention_mask.repeat(1, 1, groups, 1)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous(), None
+    return _in_groups(query, key, value, attention_mask, scaling), None
+
+
+def _in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
+    batch, heads, queries, width = query.shape
+    groups = heads // key.shape[1]
+    packed = query.reshape(batch, heads // groups, groups * queries, width)
+    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
+    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous()
+
+
+def _of_shared_trees(
+    query: Tensor,  # [1, H, M, D]
+    key: Tensor,  # [B, H / g, S, D]
+    value: Tensor,  # [B, H / g, S, D']
+    mask: Tensor | None,  # [B, 1, N, S]
+    nodes: Tensor,  # [M] of B N
+    scaling: float | None,
+) -> Tensor:  # [1, M, H, D']
+    """Queries of nodes here and there in B trees (`budget`), which go back into their trees for this."""
+    assert mask is not None
+    batch, size = mask.shape[0], mask.shape[2]
+    heads, width = query.shape[1], query.shape[3]
+    trees = query.new_zeros(batch * size, heads, width).index_copy(0, nodes, query[0].transpose(0, 1))
+    mixed = _in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, mask, scaling)
+    return mixed.flatten(0, 1)[nodes][None]
 
 
 AttentionInterface.register(PACKED, packed_attention)

@@ -20,9 +20,10 @@ class _FixedLayer(CacheLayerMixin):
     is_compileable = True
     is_sliding = False
 
-    def __init__(self, keys: Tensor, values: Tensor) -> None:
+    def __init__(self, keys: Tensor, values: Tensor, nodes: int, computed: Tensor | None) -> None:
         super().__init__()
         self.keys, self.values = keys, values  # [B, heads, T + N, head_dim]
+        self._nodes, self._computed = nodes, computed
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -31,9 +32,13 @@ class _FixedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        first = self.keys.shape[2] - key_states.shape[2]
-        self.keys[:, :, first:] = key_states
-        self.values[:, :, first:] = value_states
+        first = self.keys.shape[2] - self._nodes
+        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+            if self._computed is None:
+                buffer[:, :, first:] = states
+            else:  # [1, heads, M, head_dim] of nodes here and there
+                rows, slots = self._computed // self._nodes, first + self._computed % self._nodes
+                buffer[rows, :, slots] = states[0].transpose(0, 1)
         return self.keys, self.values
 
     def get_seq_length(self) -> int:
@@ -54,21 +59,28 @@ class FixedCache:
         like: the eager round's cache, whose layers it has.
         slots: T.
         nodes: N.
+        budget: M, if the target runs over so many nodes of all rows.
 
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
         lengths: [B] committed entries per row, on the device.
+        computed: [M] those nodes (`budget.computed`), to be filled in before a forward; None for all.
     """
 
-    def __init__(self, like: RaggedCache, slots: int, nodes: int, device: torch.device) -> None:
+    def __init__(
+        self, like: RaggedCache, slots: int, nodes: int, device: torch.device, budget: int | None = None
+    ) -> None:
         self.slots = slots
         batch = like.store.batch_size
         self.store = SlotStore(like.store.specs, batch, slots + nodes)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
+        self.computed = None if budget is None else torch.arange(budget, device=device)
         layers: list[Any] = []
         buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
         for layer in like.cache.layers:
-            layers.append(layer if is_placeholder(layer) else _FixedLayer(next(buffers), next(buffers)))
+            if not is_placeholder(layer):
+                layer = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
+            layers.append(layer)
         self.cache = Cache(layers=layers)
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:

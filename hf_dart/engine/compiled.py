@@ -16,9 +16,10 @@ from torch import Tensor
 from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
+from hf_dart.engine.budget import rows_paid_for
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
-from hf_dart.engine.state import Shape, most_nodes
+from hf_dart.engine.state import Shape, filled_up, most_nodes
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.rows import Streaming
@@ -44,6 +45,9 @@ class EngineConfig:
         backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU the round is one CUDA graph
             either way.
         first_tier: T of the shortest tier, in tokens; each is twice as long as the one before.
+        share: how many times its share of a batch's nodes one row may have. The likeliest nodes of all rows are
+            verified, and none of rows that have ended (`hf_dart.engine.budget`); 1 gives each row its own, as is done
+            for targets that do not attend by SDPA.
         lag: rounds that run ahead of what the host has read; None is 1 on a GPU, and 0 on a CPU, where nothing runs
             meanwhile.
 
@@ -53,11 +57,14 @@ class EngineConfig:
 
     backend: str | None = "inductor"
     first_tier: int = 512
+    share: int = 2
     lag: int | None = None
 
     def __post_init__(self) -> None:
         if self.first_tier < 8 or self.first_tier % 8:
             raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
+        if self.share < 1:
+            raise ValueError(f"share is {self.share}; give 1 or more.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
 
@@ -84,6 +91,7 @@ class Engine:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._tiers: dict[tuple[Any, ...], Tier | None] = {}
         self._made_for: tuple[Any, ...] = ()
+        self._shares = self.config.share > 1  # do the rows of a batch share their nodes, as far as is known?
         self._pool: Any = None
 
     def decode(
@@ -109,6 +117,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for, self._pool = made_for, memory_pool(features.device)
+                self._shares = self._shares and attention_of(call.model) == "sdpa"
             while not call.rows.finished:
                 tier = self._tier(call, features, accepted)
                 if tier is None:
@@ -139,27 +148,19 @@ class Engine:
 
     def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
         """The tier that the call goes on in, loaded; None if there is none."""
-        nodes = call.config.resolve_nodes(len(call.rows), features.device.type)
-        sampled = call.noise is not None
-        shared = sampled and call.config.shared_noise
-        depth = call.grower.depth if nodes > 1 else 0
-        assert isinstance(call.drafter, DraftingModel)
-        words = call.drafter.draft_vocabulary
-        nodes = min(nodes, most_nodes(depth, call.config, call.vocab_size if words is None else len(words)))
-        # What the round does not read is as in every other call.
-        read = {name: getattr(call.config, name) for name in ("top_k", "beam", "selector", "scores")}
-        tree = TreeConfig(nodes=nodes, lookup=0, ngram_weight=0, shared_noise=shared, **read)
-        processors = processing.key(call.processors, call.rows.prompt_length)
-        assert processors is not None
         cache = call.cache
         assert isinstance(cache, RaggedCache)
-        shape = Shape(len(call.rows), self.config.first_tier, tree, call.vocab_size, depth, processors, sampled)
-        running = [length for length, room in zip(cache.lengths.tolist(), call.rows.rooms, strict=True) if room > 0]
-        while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
-            shape = replace(shape, slots=2 * shape.slots)
+        shape = self._shape(call, cache)
         key = (shape, features.shape[-1], features.dtype, *cache.store.specs)
         if key not in self._tiers:
-            self._tiers[key] = self._make(shape, call, features, accepted)
+            made = self._make(shape, call, features, accepted)
+            if isinstance(made, str) and shape.budget is not None:
+                self._progress(f"hf_dart: the rows of a batch do not share their nodes: {made}")
+                self._shares = False
+                return self._tier(call, features, accepted)
+            if isinstance(made, str):
+                self._warn(made)
+            self._tiers[key] = made if isinstance(made, Tier) else None
         tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
         while len(self._tiers) > _KEPT:
             del self._tiers[next(iter(self._tiers))]
@@ -167,10 +168,37 @@ class Engine:
             tier.load(call, features, accepted)
         return tier
 
-    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
-        self._progress(
-            f"hf_dart: preparing rounds of {shape.bucket} nodes for {shape.batch} row(s) of up to {shape.slots} tokens"
-        )
+    def _shape(self, call: Call, cache: RaggedCache) -> Shape:
+        """Of the rounds that a call needs next."""
+        config, rows, drafter = call.config, call.rows, call.drafter
+        assert isinstance(drafter, DraftingModel)
+        batch, words = len(rows), drafter.draft_vocabulary
+        nodes = config.resolve_nodes(batch, rows.device.type)
+        depth = call.grower.depth if nodes > 1 else 0
+        most = most_nodes(depth, config, call.vocab_size if words is None else len(words))
+        nodes = min(nodes, most)
+        running = [length for length, room in zip(cache.lengths.tolist(), rows.rooms, strict=True) if room > 0]
+        budget, paid, widest = None, batch, nodes
+        if batch > 1 and self._shares:
+            paid, widest = rows_paid_for(len(running), batch), min(self.config.share * nodes, most)
+            budget = min(-(-paid * nodes // 8) * 8, batch * filled_up(widest))
+        sampled = call.noise is not None
+        # What the round does not read is as in every other call.
+        read = {name: getattr(config, name) for name in ("top_k", "beam", "selector", "scores")}
+        shared_noise = sampled and config.shared_noise
+        tree = TreeConfig(nodes=widest, lookup=0, ngram_weight=0, shared_noise=shared_noise, **read)
+        processors = processing.key(call.processors, rows.prompt_length)
+        assert processors is not None
+        first = self.config.first_tier
+        shape = Shape(batch, first, tree, call.vocab_size, depth, processors, sampled, budget, paid)
+        while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
+            shape = replace(shape, slots=2 * shape.slots)
+        return shape
+
+    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | str:
+        """A tier, or why there is none."""
+        nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
+        self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
             try:
                 tier = Tier(shape, call, features, self.config.backend, self._pool)
@@ -182,15 +210,13 @@ class Engine:
             tier.load(call, features, accepted)
             error, allowed = tier.differs(call)
         except Exception as failure:
-            self._warn(f"it could not be made ({_told(failure)})")
-            return None
+            return f"it could not be made ({_told(failure)})"
         if error <= allowed:
             return tier
-        self._warn(
+        return (
             f"{type(call.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
             f"allowed {allowed:.2g})"
         )
-        return None
 
     def _warn(self, reason: str) -> None:
         if reason not in self._warned:

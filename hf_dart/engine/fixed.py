@@ -9,7 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from hf_dart.engine.attention import packed
+from hf_dart.engine.attention import NODES, packed
+from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
@@ -103,7 +104,8 @@ class FixedRound:
             depth_limit=deepest,
             scorer=scorer,
         )
-        return tree.padded(shape.bucket)
+        tree = tree.padded(shape.bucket)
+        return tree if shape.budget is None else shared(tree, self._left() > 0, shape.budget)
 
     def _left(self) -> Tensor:
         """[B] tokens that each row may emit now; 0 where it has ended, or waits for slower rows and their noise."""
@@ -134,21 +136,24 @@ class FixedRound:
 
         Returns:
             path [B, A] nodes from the root on, tokens [B, A] the target's own behind each, counts [B] how many of
-            them are emitted, ended [B] the rows that end with them or had before, features [B, N, F] of all nodes.
+            them are emitted, ended [B] the rows that end with them or had before, features [B, A, F] of the path.
         """
         state, shape = self.state, self.shape
-        logits, features = self.verify(tree)
-        path, tokens, reached = self._walk(tree, logits)
+        logits, features, places = self.verify(tree)
+        path, tokens, reached = self._walk(tree, logits, places)
         steps = torch.arange(shape.path, device=path.device)
         # A text ends with its first end token; what the tree holds behind it was accepted for nothing.
         is_end = state.ends[tokens] & (steps < reached[:, None])
         to_end = torch.where(is_end, steps + 1, shape.path + 1).amin(-1)
         counts = reached.minimum(to_end).minimum(self._left())
         ended = state.ended | (to_end <= counts) | (state.limits <= state.emitted + counts)
-        return path, tokens, counts, ended, features
+        return path, tokens, counts, ended, features[places.gather(1, path)]
 
-    def _walk(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _walk(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The path of each row that the target's own tokens take through the tree, as `walk.follow` has it.
+
+        Args:
+            tree, logits, places: what was verified, and what `verify` returned.
 
         Returns:
             path [B, A], tokens [B, A], lengths [B]; a token is -1 where there is none to draw.
@@ -156,19 +161,18 @@ class FixedRound:
         if not self.shape.sampled and not self.processors.processors:
             # Stock compares logits as float32, which narrower ones are in the same order.
             choices = (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
-            path, tokens, lengths = follow(tree, choices)
+            path, tokens, lengths = follow(tree, choices[places])
             return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
-        return self._walk_by_token(tree, logits)
+        return self._walk_by_token(tree, logits, places)
 
-    def _walk_by_token(self, tree: DraftTree, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _walk_by_token(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """As `_walk`, where scores are processed, in stock's shapes: node after node, and no others."""
         state, shape = self.state, self.shape
-        rows = torch.arange(shape.batch, device=logits.device)
         seen, going_on = state.seen, torch.ones_like(state.ended)
         node = lengths = torch.zeros_like(state.roots)
         path, tokens = [], []
         for step in range(shape.path):
-            scores = self.processors(logits[rows, node].float(), seen, state.emitted + step)
+            scores = self.processors(logits[places.gather(1, node[:, None])[:, 0]].float(), seen, state.emitted + step)
             if shape.sampled:
                 noise = self._noise((state.emitted + step)[:, None])[:, 0]
                 token = drawn(scores.softmax(-1) / noise)
@@ -190,10 +194,23 @@ class FixedRound:
         rows = torch.arange(len(positions), device=positions.device)[:, None]
         return self.state.noise[positions % self.shape.noise_rows, rows]
 
-    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor]:
-        """The target's logits [B, N, V] and features [B, N, F]."""
+    def verify(self, tree: DraftTree) -> tuple[Tensor, Tensor, Tensor]:
+        """The target's logits [R, V] and features [R, F] of R nodes, and where those of each node stand, [B, N].
+
+        With a budget, nodes that are empty stand anywhere.
+        """
+        shape, device = self.shape, tree.tokens.device
         # The root of a row that has ended may lie behind the end of the position table.
-        return self.verifier.run(tree, (self.cache.lengths - self.state.ended.long()).clamp(min=0))
+        roots = (self.cache.lengths - self.state.ended.long()).clamp(min=0)
+        if self.cache.computed is None:
+            logits, features = self.verifier.run(tree, roots)
+            places = torch.arange(tree.tokens.numel(), device=device)
+        else:
+            nodes = self.cache.computed.copy_(computed(tree, self._left() > 0, len(self.cache.computed)))
+            logits, features = self.verifier.run(tree, roots, nodes, **{NODES: nodes})
+            places = torch.zeros(tree.tokens.numel(), dtype=torch.long, device=device)
+            places = places.index_copy(0, nodes, torch.arange(len(nodes), device=device))
+        return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)
 
     def keep(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
         """Commit what `check` returned, and put the tokens where the host will find them.
@@ -210,8 +227,7 @@ class FixedRound:
         state.roots.copy_(torch.where(moves, last[:, 0], state.roots))
         state.emitted.add_(counts)
         state.ended.copy_(ended)
-        accepted = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
-        state.features.copy_(torch.where(moves[:, None, None], accepted, state.features))
+        state.features.copy_(torch.where(moves[:, None, None], features, state.features))
         # Behind a row's last token the head is shown that one again: anything that is a token will do.
         steps = torch.arange(path.shape[1], device=path.device)
         behind = torch.where(steps < counts[:, None], known, state.roots[:, None])

@@ -48,7 +48,7 @@ def run(
     lag: int,
     noise: NoiseStream | None = None,
 ) -> Exception | None:
-    """Rounds in one tier, until all rows have ended or one of them might outgrow it.
+    """Rounds in one tier, until all rows have ended, one of them might outgrow it, or fewer rows need less.
 
     Args:
         tier: loaded.
@@ -68,7 +68,7 @@ def run(
         while True:
             waiting = launched - read
             goes_on = failure is None and not rows.finished
-            if goes_on and waiting <= lag and tier.fits(_longest(rows, lengths), waiting + 1):
+            if goes_on and waiting <= lag and tier.suits(_running(rows, lengths), waiting + 1):
                 if noise is not None:
                     tier.supply(noise, rows)
                 try:
@@ -85,7 +85,7 @@ def run(
                     stats.count_idle(ran)
                 else:
                     ran = [room > 0 for room in rows.rooms]
-                    _take(emitted, rows, streaming, stats, tier.shape.tree.nodes or 1)
+                    _take(emitted, rows, streaming, stats, tier.shape.drafted)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:
                 return failure
@@ -93,9 +93,9 @@ def run(
         rows.write(starts)
 
 
-def _longest(rows: Rows, lengths: list[int]) -> int:
-    """Committed entries of the longest row that may still emit something; others may stand behind the tier's end."""
-    return max(length for length, room in zip(lengths, rows.rooms, strict=True) if room > 0)
+def _running(rows: Rows, lengths: list[int]) -> list[int]:
+    """Committed entries of the rows that may still emit something; others may stand behind the tier's end."""
+    return [length for length, room in zip(lengths, rows.rooms, strict=True) if room > 0]
 
 
 def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: DraftStats, nodes: int) -> None:

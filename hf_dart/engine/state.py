@@ -28,6 +28,8 @@ class Shape:
         depth: d, the deepest node; 0 where nothing is drafted.
         processors: `processing.key` of the logits processors, which are part of the round.
         sampled: are tokens drawn?
+        budget: M, the nodes that all rows share (`budget`); None gives each row N of its own.
+        rows: how many running rows the budget is for.
     """
 
     batch: int
@@ -37,12 +39,18 @@ class Shape:
     depth: int
     processors: tuple[Any, ...] = ()
     sampled: bool = False
+    budget: int | None = None
+    rows: int = 1
 
     @property
     def bucket(self) -> int:
         """N: the nodes of a tree, filled up to what attention kernels like."""
-        nodes = self.tree.nodes or 1
-        return nodes if nodes == 1 else -(-nodes // 8) * 8
+        return filled_up(self.tree.nodes or 1)
+
+    @property
+    def drafted(self) -> int:
+        """Nodes per row, the root included, that are verified on average."""
+        return self.tree.nodes or 1 if self.budget is None else self.budget // self.rows
 
     @property
     def path(self) -> int:
@@ -67,6 +75,11 @@ class Shape:
     def draft_slots(self) -> int:
         """Slots of the head's cache: those of the text, a round's new entries and its mask slots."""
         return -(-(self.slots + self.path + MAX_DRAFT_LENGTH) // 8) * 8
+
+
+def filled_up(nodes: int) -> int:
+    """A size that attention kernels like."""
+    return nodes if nodes == 1 else -(-nodes // 8) * 8
 
 
 def most_nodes(depth: int, config: TreeConfig, vocab_size: int) -> int:

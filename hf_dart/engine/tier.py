@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.attention import packed
+from hf_dart.engine.budget import rows_paid_for, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
@@ -48,7 +49,7 @@ class Tier:
         self.shape = shape
         # Also for calls in inference mode: what is made there could not be written outside of it later.
         with torch.inference_mode(False), torch.no_grad():
-            self.cache = FixedCache(call.cache, shape.slots, shape.bucket, device)
+            self.cache = FixedCache(call.cache, shape.slots, shape.bucket, device, shape.budget)
             self.draft = FixedDraft.of(call.draft.state, shape.draft_slots)
             self.state = State.empty(shape, features)
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
@@ -58,9 +59,12 @@ class Tier:
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
-    def fits(self, longest: int, rounds: int) -> bool:
-        """Is there room for so many more rounds behind `longest` committed tokens?"""
-        return longest + rounds * self.shape.path <= self.shape.slots
+    def suits(self, lengths: list[int], rounds: int) -> bool:
+        """Is there room for so many more rounds of running rows with that many committed tokens, and work for it?"""
+        shape = self.shape
+        if shape.budget is not None and rows_paid_for(len(lengths), shape.batch) < shape.rows:
+            return False  # a smaller budget will do
+        return max(lengths) + rounds * shape.path <= shape.slots
 
     def load(self, call: Call, features: Tensor, accepted: Accepted) -> None:
         """Take over where the eager round stands.
@@ -97,7 +101,7 @@ class Tier:
         state.turn.zero_()
         self.round.processors.load(call.processors, rows, state.seen)
         self._supplied = rows.slowest()
-        state.ready.fill_(self._supplied)
+        state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
 
     def supply(self, noise: NoiseStream, rows: Rows) -> None:
         """Have the noise ready that a round may need; that of positions which all rows have behind them makes room."""
@@ -133,17 +137,24 @@ class Tier:
         limits = call.limits()
         deep = min(call.verify.depth_room()) >= _DEPTH and self.shape.bucket >= len(_PARENTS)
         parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * self.shape.batch)
+        running = torch.tensor([limit > 0 for limit in limits], device=self.state.roots.device)
         generator = torch.Generator().manual_seed(0)
         error = allowed = 0.0
         for _ in range(_TRIES):
             tokens = torch.randint(self.shape.vocab_size, parents.shape, generator=generator)
-            tree = DraftTree.from_parents(tokens, parents, max_depth=_DEPTH).to(self.state.roots.device)
+            scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
+            tree = DraftTree.from_parents(tokens, parents, _DEPTH, scores).to(running.device)
             wanted = call.verify(tree, limits)[0]
+            mine, compared = tree.padded(self.shape.bucket), running[:, None].expand_as(tree.tokens)
+            if self.shape.budget is not None:
+                mine = shared(mine, running, self.shape.budget)
+                assert mine.scores is not None
+                compared = compared & (mine.scores[:, : tree.size] > -torch.inf)
             with packed(call.model):
-                found = self.round.verify(tree.padded(self.shape.bucket))[0]
-            running = torch.tensor([limit > 0 for limit in limits], device=found.device)
-            gap = (found[:, : tree.size].double() - wanted.double()).abs().amax((1, 2))
-            error = float(gap.masked_fill(~running, 0).max())
+                logits, _, places = self.round.verify(mine)
+            found = logits[places[:, : tree.size]]
+            gap = (found.double() - wanted.double()).abs().amax(-1)
+            error = float(gap.masked_fill(~compared, 0).max())
             rounding = max(32 * torch.finfo(found.dtype).eps, 64 * torch.finfo(torch.float32).eps)
             allowed = rounding * float(wanted.abs().max())
             if error <= allowed:

@@ -35,7 +35,7 @@ def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["bandwidth_bytes_per_second"] > 1e8
     out = capsys.readouterr()
     assert f"| {CAPTURED} | {results[CAPTURED]['tau']:.2f} |" in out.out
-    assert "preparing rounds of 8 nodes for 2 row(s)" in out.err
+    assert "preparing rounds of 16 nodes in all for 2 row(s)" in out.err
 
 
 def test_what_a_forward_reads() -> None:
