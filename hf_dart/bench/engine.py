@@ -45,6 +45,7 @@ class Settings:
         tau: tokens per round that the head is made to reach.
         nodes: of the tree.
         draft_length: of the head.
+        draft_rank: of the LM head that scores drafts (`DartHead.reduce_rank`); None is the target's.
         batch, prompt_tokens, new_tokens: of each call.
         repeats: how often each method is timed.
         backend: of `torch.compile`; None compiles nothing of ours.
@@ -58,6 +59,7 @@ class Settings:
     tau: float = 5.0
     nodes: int = 64
     draft_length: int = 8
+    draft_rank: int | None = None
     batch: int = 1
     prompt_tokens: int = 128
     new_tokens: int = 256
@@ -74,6 +76,9 @@ class Settings:
                 f"--tau is {self.tau:g}; give 1 to {min(self.draft_length + 1, self.nodes)}, the longest path of the "
                 "tree."
             )
+        width = SHAPES[self.shape][0]
+        if self.draft_rank is not None and self.draft_rank > width:
+            raise ValueError(f"--draft-rank is {self.draft_rank}; give 1 to {width}, the width of the LM head.")
         if self.new_tokens < 2:
             raise ValueError(f"--new-tokens is {self.new_tokens}; give 2 or more.")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
@@ -112,6 +117,7 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
     progress(f"building {settings.shape} in {settings.dtype} on {settings.device}")
     target = build_target(settings.shape, dtype, device)
     head = SimulatedHead.from_target(target, draft_length=settings.draft_length).aim(settings.tau)
+    head.reduce_rank(settings.draft_rank)
     first = torch.arange(settings.batch)[:, None] * 7 + torch.arange(settings.prompt_tokens)
     inputs = {"input_ids": (first % target.config.vocab_size).to(device)}
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
@@ -199,8 +205,9 @@ def phase_ms(tier: Tier) -> dict[str, float]:
     What a tier holds is overwritten.
     """
     state, shape, this = tier.state, tier.shape, tier.round
-    tree = this.guess()
-    verdict = list(this.check(tree))
+    with packed(this.verifier.target):
+        tree = this.guess()
+        verdict = list(this.check(tree))
     verdict[2] = torch.zeros_like(verdict[2])
 
     def draft() -> Proposal:
@@ -272,6 +279,10 @@ def _report(
     }
 
 
+def _scored_by(rank: int | None) -> str:
+    return "" if rank is None else f"drafts scored at rank {rank}, "
+
+
 def as_table(report: dict[str, Any]) -> str:
     """Two Markdown tables of what `measure` gives, what they were measured on above them."""
     settings = report["settings"]
@@ -279,8 +290,9 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, backend {settings['backend']}; medians of {settings['repeats']} interleaved "
-        f"repeats; copies run at {report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
+        f"{settings['nodes']} nodes, {_scored_by(settings['draft_rank'])}backend {settings['backend']}; medians of "
+        f"{settings['repeats']} interleaved repeats; copies run at "
+        f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",
         "",
         "| method | τ | tokens/s | ms per round | x stock | x static | x N = 1 | roofline | launches | waits | same |",

@@ -13,6 +13,7 @@ from hf_dart.pair import UserError, sentence
 _NUMBERS = {
     "nodes": "of the tree (default: 64)",
     "draft-length": "of the head (default: 8)",
+    "draft-rank": "of the LM head that scores drafts (default: the target's own)",
     "batch": "default: 1",
     "prompt-tokens": "default: 128",
     "new-tokens": "default: 256",

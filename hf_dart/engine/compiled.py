@@ -310,7 +310,7 @@ def _signature(call: Call) -> tuple[Any, ...]:
     made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [attention_of(target), autocast, id(head.draft_vocabulary)]
+    parts: list[Any] = [attention_of(target), autocast, id(head.draft_vocabulary), head.draft_rank]
     parts += [state_of(weight) for weight in made_of]
     for model in (target, head):
         tensors = [*model.parameters(), *model.buffers()]

@@ -93,9 +93,9 @@ def run(
         rows.write(starts)
 
 
-def _running(rows: Rows, lengths: list[int]) -> list[int]:
-    """Committed entries of the rows that may still emit something; others may stand behind the tier's end."""
-    return [length for length, room in zip(lengths, rows.rooms, strict=True) if room > 0]
+def _running(rows: Rows, lengths: list[int]) -> list[tuple[int, int]]:
+    """Committed entries and room of the rows that may still emit something; others may stand behind the tier's end."""
+    return [(length, room) for length, room in zip(lengths, rows.rooms, strict=True) if room > 0]
 
 
 def _take(emitted: list[list[int]], rows: Rows, streaming: Streaming, stats: DraftStats, nodes: int) -> None:

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 # As in `generation.probe`: siblings on every level, and node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 _DEPTH = 3
+# Tokens that a row has left to emit when its batch moves to rounds for fewer rows, which may have to be made first.
+_WORTH_A_MOVE = 64
 # Trees that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
 
@@ -59,12 +61,18 @@ class Tier:
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
-    def suits(self, lengths: list[int], rounds: int) -> bool:
-        """Is there room for so many more rounds of running rows with that many committed tokens, and work for it?"""
-        shape = self.shape
-        if shape.budget is not None and rows_paid_for(len(lengths), shape.batch) < shape.rows:
-            return False  # a smaller budget will do
-        return max(lengths) + rounds * shape.path <= shape.slots
+    def suits(self, running: list[tuple[int, int]], rounds: int) -> bool:
+        """May so many more rounds be run here?
+
+        Args:
+            running: committed tokens of each row that still runs, and how many more it may emit.
+        """
+        shape, longest = self.shape, max(length for length, _ in running)
+        if longest + rounds * shape.path > shape.slots:
+            return False
+        # Rows have ended, and a smaller budget will do.
+        smaller = shape.budget is not None and rows_paid_for(len(running), shape.batch) < shape.rows
+        return not smaller or max(room for _, room in running) < _WORTH_A_MOVE
 
     def load(self, call: Call, features: Tensor, accepted: Accepted) -> None:
         """Take over where the eager round stands.

@@ -61,7 +61,7 @@ class DraftingModel(DartModel):
             hidden = hidden[:, real - shift :]
         state.advance(counts)
         hidden = hidden[:, :depth]
-        return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
+        return Proposal(self.draft_logits(hidden), hidden, self.draft_vocabulary)
 
     @property
     def refines(self) -> bool:
@@ -74,7 +74,7 @@ class DraftingModel(DartModel):
         hidden = first.hidden[:, 1:]
         again = self._run(state, self.edit_inputs(tokens[:, :-1], hidden), torch.zeros_like(state.lengths))
         hidden = self.editor(hidden, again)
-        logits = torch.cat([first.logits[:, :1], self.logits(hidden)], dim=1)
+        logits = torch.cat([first.logits[:, :1], self.draft_logits(hidden)], dim=1)
         return Proposal(logits, torch.cat([first.hidden[:, :1], hidden], dim=1), first.vocabulary)
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:

@@ -260,3 +260,20 @@ class DartHead(DraftingModel):
         self.config.draft_vocab_size = None if ids is None else len(ids)
         self.draft_vocabulary = ids
         return self
+
+    def reduce_rank(self, rank: int | None) -> Self:
+        """Let drafts be scored by an LM head of low rank (`hf_dart.head.low_rank`); the output stays the same.
+
+        Less of the target's LM head is read for a draft, and drafts are a little worse. Nothing is trained or saved; it
+        goes with a draft vocabulary, and only unquantized LM heads are taken apart.
+
+        Args:
+            rank: r, below the width H of the LM head to gain something; None for the LM head as it is.
+
+        Raises:
+            ValueError: the rank is out of range.
+        """
+        if rank is not None and not 1 <= rank <= self.config.hidden_size:
+            raise ValueError(f"rank is {rank}; give 1 to {self.config.hidden_size}, or None for the whole LM head.")
+        self.draft_rank = rank
+        return self

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hf_dart.configuration import DartConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.head.copied import copied_names, fill
+from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.layers import DartLayer, rotation_at
 from hf_dart.slots import SlotState
@@ -72,6 +73,8 @@ class DartModel(FittedDrafter[SlotState]):
     described_as = "DART head"
     base_model_prefix = "dart"
     main_input_name = "features"
+    draft_rank: int | None = None
+    """Drafts are scored by an LM head of this rank (`hf_dart.head.low_rank`); None is the target's own."""
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 
     def __init__(self, config: DartConfig) -> None:
@@ -95,7 +98,7 @@ class DartModel(FittedDrafter[SlotState]):
         self.editor = Editor(config) if config.editor else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
-        self._head_rows = HeadRows()
+        self._head_rows, self._low_rank = HeadRows(), LowRankHead()
         self._filled = False  # with layers of the target's
         self.post_init()
         if config.copied_layer is not None:
@@ -155,6 +158,16 @@ class DartModel(FittedDrafter[SlotState]):
         if self.draft_vocabulary is None:
             return lm_head(hidden)
         return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+
+    def draft_logits(self, hidden: Tensor) -> Tensor:
+        """As `logits`, of a draft [B, d, H]: by `draft_rank` where there is one."""
+        lm_head = self.lm_head or self.shared.lm_head
+        weight = lm_head.weight
+        if self.draft_rank is None or type(lm_head) is not nn.Linear or weight.is_meta:  # as in `HeadRows`
+            return self.logits(hidden)
+        # An LM head of the head's own has rows of the draft vocabulary alone.
+        vocabulary = self.draft_vocabulary if self.lm_head is None else None
+        return self._low_rank(lm_head, hidden.to(weight.dtype), vocabulary, self.draft_rank)
 
     # ---- the pass -----------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from tiny import prompts, tiny_head, tiny_target
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.bench.simulated import SimulatedHead, build_target
+from hf_dart.engine import tier
 from hf_dart.engine.budget import computed, rows_paid_for, shared
 from hf_dart.proposal import Proposal
 from hf_dart.trees.tree import DraftTree, grow_tree
@@ -94,6 +95,7 @@ def test_what_the_target_runs_over(sampled: bool, monkeypatch: pytest.MonkeyPatc
         return embed(ids)
 
     monkeypatch.setattr(target.model.embed_tokens, "forward", counted)
+    monkeypatch.setattr(tier, "_WORTH_A_MOVE", 1)
     assert_identical(target, head, inputs, seed=3, **options)
     assert sizes == sorted(sizes, reverse=True)
     assert sizes[0] == 32  # 5 rows of 6
@@ -128,7 +130,7 @@ def test_families(family: str) -> None:
     head = tiny_head(target)
     made = engine(target, head)
     assert_identical(target, head, batch(4, "sdpa"), tree_config=TREE, **GREEDY, **ENDS)
-    assert all(tier.shape.budget for tier in made._tiers.values())
+    assert all(one.shape.budget for one in made._tiers.values())
 
 
 def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,5 +152,5 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert_identical(target, head, batch(4, attention), tree_config=TREE, **GREEDY)
-        assert [tier.shape.budget for tier in made._tiers.values()] == [None]
+        assert [one.shape.budget for one in made._tiers.values()] == [None]
         assert any("do not share" in line for line in told) == (attention == "sdpa")
