@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hf_dart.bench.render import BEGIN, END, render_tables
+from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables
 from hf_dart.cli import main
 from hf_dart.pair import PACKAGED_HEAD
 
@@ -18,7 +18,7 @@ BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"
 
 def test_readme_shows_what_the_committed_json_says() -> None:
     readme = (ROOT / "README.md").read_text(encoding="utf8")
-    assert BEGIN.format(file="model_cards/demo_pair/bench.json") in readme
+    assert BEGIN.format(file="model_cards/demo_pair/bench.json speed") in readme
     assert render_tables(readme, ROOT) == readme
 
 
@@ -26,6 +26,28 @@ def test_readme_shows_what_the_committed_json_says() -> None:
 def test_cards_show_what_their_json_says(card: Path) -> None:
     text = card.read_text(encoding="utf8")
     assert render_tables(text, card.parent) == text
+
+
+@pytest.mark.parametrize("folder", sorted((ROOT / "model_cards").glob(f"*/{PLOTS}")), ids=lambda path: path.parent.name)
+def test_plots_show_what_their_json_says(folder: Path) -> None:
+    (file,) = folder.parent.glob("*.json")
+    assert {path: path.read_text(encoding="utf8") for path in folder.iterdir()} == pictures(file)
+
+
+def test_render_draws_plots_where_a_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "bench.json").write_bytes(BENCH.read_bytes())
+    page = tmp_path / "page.md"
+    page.write_text(f"{BEGIN.format(file='bench.json speed')}\n{END}\n", encoding="utf8")
+    assert main(["bench", "render", str(page)]) == 0
+    assert not (tmp_path / PLOTS).exists()
+    assert "draft ms" not in page.read_text(encoding="utf8")
+    (tmp_path / PLOTS).mkdir()
+    for expected in ("written anew", "as it was"):
+        assert main(["bench", "render", str(page)]) == 0
+        assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
+    committed = BENCH.parent / PLOTS
+    assert {path.name for path in (tmp_path / PLOTS).iterdir()} == {path.name for path in committed.iterdir()}
+    assert (tmp_path / PLOTS / "speed.svg").read_bytes() == (committed / "speed.svg").read_bytes()
 
 
 def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -177,6 +177,7 @@ def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str
 
 
 @pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of inductor's own imports
 def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
     words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]

@@ -1,18 +1,24 @@
-"""Tables in Markdown files, written anew from the JSON that they show."""
+"""Tables in Markdown files and the pictures beside their JSON, made anew from it."""
 
 from __future__ import annotations
 
 import json
 import operator
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench import drafts, report, train
+from hf_dart.bench import drafts, plots, report, train
 
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
-"""What a table stands between; FILE is the JSON, seen from the folder of the Markdown file."""
-_BEGINS = re.compile(r"<!-- hf-dart table: (\S+) -->\n")
+"""What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.
+
+Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out."""
+_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)( speed)? -->\n")
+PLOTS = "plots"
+"""A folder of that name beside the JSON holds its plots."""
 
 
 def render_tables(markdown: str, folder: Path) -> str:
@@ -29,39 +35,57 @@ def render_tables(markdown: str, folder: Path) -> str:
         _, end, behind = rest[found.end() :].partition(END)
         if not end:
             raise ValueError(f"The table of {found[1]} has no end; put {END!r} behind it.")
-        done += f"{rest[: found.end()]}\n{table(folder / found[1])}\n\n{END}"
+        done += f"{rest[: found.end()]}\n{table(folder / found[1], phases=not found[2])}\n\n{END}"
         rest = behind
     return done + rest
 
 
-def table(file: Path) -> str:
+def table(file: Path, phases: bool = True) -> str:
     """The Markdown of what `hf-dart bench`, `bench train` or `drafts` wrote with `--json`.
 
     Other scripts may leave their own table in their JSON, as "markdown".
 
+    Args:
+        phases: with the times by phase, where there are any.
+
     Raises:
         ValueError: it is none of these.
     """
+    return _made(file, lambda content: _renderer(content, phases)(content))
+
+
+def pictures(file: Path) -> dict[Path, str]:
+    """The SVGs of what `hf-dart bench --json` wrote, by the file that each belongs into.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    return {file.parent / PLOTS / f"{name}.svg": svg for name, svg in _made(file, plots.plots).items()}
+
+
+def _made(file: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
     try:
         content = json.loads(file.read_text(encoding="utf8"))
     except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {file} ({error}); give what hf-dart bench --json wrote.") from error
     try:
-        return _renderer(content)(content)
+        return make(content)
     except report.UNREADABLE as error:
         raise ValueError(f"{file} is not what hf-dart bench --json writes ({error!r}); measure again.") from error
 
 
-def _renderer(content: dict[str, Any]) -> Any:
+def _renderer(content: dict[str, Any], phases: bool) -> Callable[[dict[str, Any]], str]:
     if "markdown" in content:
         return operator.itemgetter("markdown")
     if "drafts" in content:
         return drafts.as_table
-    return train.as_table if "blocks" in content["results"][0] else report.as_table
+    return train.as_table if "blocks" in content["results"][0] else partial(report.as_table, phases=phases)
 
 
 def render_file(file: Path, head: Path) -> bool:
-    """Write the tables of a Markdown file anew, and a card's own part if it is one.
+    """Write the tables of a Markdown file anew, a card's own part if it is one, and the plots of its tables.
+
+    Plots are drawn where a folder for them lies beside the JSON (`PLOTS`).
 
     Args:
         head: the folder of the head that cards are about; their bench.json lies beside them.
@@ -80,6 +104,11 @@ def render_file(file: Path, head: Path) -> bool:
     after = render_tables(before, file.parent)
     if has_markers(after):
         after = render_card(HeadFacts.read(head, bench=file.parent / "bench.json"), after)
-    if after != before:
-        file.write_text(after, encoding="utf8")
-    return after != before
+    texts = {file: after}
+    for found in _BEGINS.finditer(after):
+        if (file.parent / found[1]).with_name(PLOTS).is_dir():
+            texts |= pictures(file.parent / found[1])
+    changed = {path: text for path, text in texts.items() if not path.is_file() or path.read_text("utf8") != text}
+    for path, text in changed.items():
+        path.write_text(text, encoding="utf8")
+    return bool(changed)

@@ -124,8 +124,8 @@ def headline(about: dict[str, Any]) -> str:
     )
 
 
-def as_table(report: dict[str, Any]) -> str:
-    """Two Markdown tables of what `as_json` gives, what they were measured on above them."""
+def as_table(report: dict[str, Any], phases: bool = True) -> str:
+    """Markdown tables of what `as_json` gives, what they were measured on above: speed, and times by phase."""
     settings, entries = report["settings"], report["results"]
     cases = labels(report)
     lines = [
@@ -137,7 +137,7 @@ def as_table(report: dict[str, Any]) -> str:
         *_speeds(entries, cases),
     ]
     drafted = [(one, case) for one, case in zip(entries, cases, strict=True) if "tau" in one]
-    if drafted:
+    if drafted and phases:
         lines += ["", *_phases(drafted)]
     return "\n".join(lines)
 

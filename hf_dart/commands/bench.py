@@ -90,7 +90,7 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_render(commands: Any) -> None:
-    parser = commands.add_parser("render", help="write the tables of Markdown files anew from their JSON")
+    parser = commands.add_parser("render", help="write tables of Markdown files, and the plots beside their JSON, anew")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as README.md, or a head's card")
     parser.add_argument("--head", type=Path, help="the head that cards are about (default: the packaged one)")
     parser.set_defaults(command=_run_render)

@@ -1,0 +1,105 @@
+"""What README and docs show runs: their Python, word for word but for the names of models, and their links."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from peft import LoraConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_dart
+from hf_dart import DartHead
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
+
+
+def run(code: str, names: dict[str, Any], folder: Path) -> None:
+    stands_for = {
+        '"Qwen/Qwen3-8B"': repr(str(PACKAGED_TARGET)),
+        '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
+        '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
+        '"runs/': f'"{folder}/',
+        '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
+        "max_new_tokens=512": "max_new_tokens=24",
+        "max_steps=20_000": "max_steps=2, per_device_train_batch_size=1",
+        'device_map="auto"': 'dtype="float32"',
+    }
+    for shown, meant in stands_for.items():
+        code = code.replace(shown, meant)
+    exec(compile(code, "page", "exec"), names)
+
+
+@pytest.fixture
+def names() -> dict[str, Any]:
+    """What pages take for granted."""
+    model = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype="float32")
+    tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
+    inputs = tokenizer("import os", return_tensors="pt")
+    return {"model": model, "tokenizer": tokenizer, "inputs": inputs, "DartHead": DartHead}
+
+
+def test_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    first, *others = blocks(ROOT / "README.md")
+    run(first, names, tmp_path)
+    assert float(capsys.readouterr().out) > 1
+    names["tokenizer"].chat_template = TEMPLATE
+    names["head"].last_stats = None
+    assert others
+    for code in others:
+        run(code, names, tmp_path)
+    assert names["head"].last_stats.rounds > 0
+
+
+def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
+    tiny.tiny_diffusion_drafter(names["model"]).save_pretrained(tmp_path / "diffusion")
+    hf_dart.detach(names["model"])
+    given = {**names["inputs"], "max_new_tokens": 64}
+    stock = names["model"].generate(**given)
+    diffusion, own = blocks(ROOT / "docs" / "drafters.md")
+    run(diffusion, names, tmp_path)
+    assert names["drafter"].last_stats.rounds > 0
+    run(own, names, tmp_path)
+    drafter = names["BigramDrafter"](names["text"])
+    assert names["model"].generate(**given, assistant=drafter).equal(stock)
+    assert drafter.last_stats.accepted > 0
+
+
+@pytest.mark.matrix
+def test_training(names: dict[str, Any], tmp_path: Path) -> None:
+    for name in ("danish", "python"):
+        head = DartHead.from_pretrained(str(PACKAGED_HEAD), target=names["model"])
+        head.add_adapter(LoraConfig(r=2))
+        head.save_pretrained(tmp_path / name / "final")
+    row = '{"text": "import os, sys, re, json, math, time, random, string"}\n'
+    (tmp_path / "answers.jsonl").write_text(row * 200, encoding="utf8")
+    for code in blocks(ROOT / "docs" / "training.md"):
+        run(code, names, tmp_path)
+    assert (tmp_path / "head" / "final" / "model.safetensors").is_file()
+    assert names["trainer"].state.global_step == 2
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf8")
+    for target in re.findall(r"\]\(([^)]+)\)", text):
+        if target.startswith("https://"):
+            continue
+        name, _, anchor = target.partition("#")
+        file = (page.parent / name).resolve() if name else page
+        assert file.exists(), target
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf8"), re.MULTILINE)
+            slugs = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, target
