@@ -16,15 +16,15 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.proposal import Drafter
 from hf_dart.trees.tree import Beam
 
-_NGRAM = 2  # shortest match
-_LONGEST = 32  # matches are not told apart beyond this length
-_TRIED = 8  # latest earlier occurrences that are compared
-_WORTH = 0.02  # a copied token less likely than this to survive is not proposed
+NGRAM = 2  # shortest match
+LONGEST = 32  # matches are not told apart beyond this length
+TRIED = 8  # latest earlier occurrences that are compared
+WORTH = 0.02  # a copied token less likely than this to survive is not proposed
 # Chance that the next copied token is right, by match length 2, 3, 4, 5-7, 8-15, 16 and more, before
 # anything was seen, and how many observations that belief is worth.
-_BUCKETS = (3, 4, 5, 8, 16)
-_PRIOR = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
-_PRIOR_WEIGHT = 8.0
+BUCKETS = (3, 4, 5, 8, 16)
+PRIOR = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
+PRIOR_WEIGHT = 8.0
 
 
 class RowLookup:
@@ -37,12 +37,12 @@ class RowLookup:
     def __init__(self, tokens: list[int]) -> None:
         self._tokens = tokens
         self._ends: dict[tuple[int, ...], list[int]] = {}
-        self._indexed = _NGRAM - 1
+        self._indexed = NGRAM - 1
         self._copied: list[int] = []
         self._bucket = 0
         self._asked_at = 0
-        self._right = [chance * _PRIOR_WEIGHT for chance in _PRIOR]
-        self._seen = [_PRIOR_WEIGHT] * len(_PRIOR)
+        self._right = [chance * PRIOR_WEIGHT for chance in PRIOR]
+        self._seen = [PRIOR_WEIGHT] * len(PRIOR)
 
     def suggest(self, length: int) -> tuple[list[int], float]:
         """Up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
@@ -50,9 +50,9 @@ class RowLookup:
         self._index()
         tokens, ends = self._tokens, len(self._tokens)
         best, best_end = 0, 0
-        for end in reversed(self._ends.get(tuple(tokens[-_NGRAM:]), [])[-_TRIED:]):
-            matched = _NGRAM
-            while matched < min(_LONGEST, end) and tokens[end - 1 - matched] == tokens[ends - 1 - matched]:
+        for end in reversed(self._ends.get(tuple(tokens[-NGRAM:]), [])[-TRIED:]):
+            matched = NGRAM
+            while matched < min(LONGEST, end) and tokens[end - 1 - matched] == tokens[ends - 1 - matched]:
                 matched += 1
             if matched > best:
                 best, best_end = matched, end
@@ -60,10 +60,10 @@ class RowLookup:
         self._asked_at = ends
         if best == 0:
             return [], -inf
-        self._bucket = sum(best >= bound for bound in _BUCKETS)
+        self._bucket = sum(best >= bound for bound in BUCKETS)
         chance = self._right[self._bucket] / self._seen[self._bucket]
         for offset in range(length):
-            if chance ** (offset + 1) < _WORTH:
+            if chance ** (offset + 1) < WORTH:
                 break
             source = best_end + offset
             # A match that reaches into the present goes on with its own copy: the text is in a loop.
@@ -73,7 +73,7 @@ class RowLookup:
     def _index(self) -> None:
         """Remember every n-gram that something follows, by where it ends."""
         for end in range(self._indexed + 1, len(self._tokens)):
-            self._ends.setdefault(tuple(self._tokens[end - _NGRAM : end]), []).append(end)
+            self._ends.setdefault(tuple(self._tokens[end - NGRAM : end]), []).append(end)
         self._indexed = max(self._indexed, len(self._tokens) - 1)
 
     def _learn(self) -> None:
@@ -95,8 +95,8 @@ class Graft:
     """
 
     def __init__(self, tokens: Tensor, log_chances: Tensor) -> None:
-        self._tokens = tokens
-        self._log_chances = log_chances
+        self.tokens = tokens
+        self.log_chances = log_chances
 
     @classmethod
     def of(cls, copies: list[tuple[list[int], float]], device: torch.device) -> Graft | None:
@@ -121,13 +121,13 @@ class Graft:
             The same as [B, max(d, L), K + 1]. Added candidates score -inf, but for `raised`; -1 is none.
         """
         batch, depth, width = candidates.shape
-        length = self._tokens.shape[1]
+        length = self.tokens.shape[1]
         wide = candidates.new_full((batch, max(depth, length), width + 1), -1)
         wide[:, :depth, :width] = candidates
         wide_scores = scores.new_full(wide.shape, -inf)
         wide_scores[:, :depth, :width] = scores
-        known = (wide[:, :length] == self._tokens[..., None]).any(-1)
-        wide[:, :length, width] = torch.where(known, -1, self._tokens)
+        known = (wide[:, :length] == self.tokens[..., None]).any(-1)
+        wide[:, :length, width] = torch.where(known, -1, self.tokens)
         return wide, wide_scores
 
     def raised(self, beam: Beam, steps: Tensor) -> Tensor:
@@ -140,13 +140,13 @@ class Graft:
             steps: [B, W, K] scores of the candidates at the next depth.
         """
         depth = beam.depth
-        if depth >= self._tokens.shape[1]:
+        if depth >= self.tokens.shape[1]:
             return steps
-        follows = (beam.candidates[:, depth] == self._tokens[:, depth, None])[:, None]  # [B, 1, K]
+        follows = (beam.candidates[:, depth] == self.tokens[:, depth, None])[:, None]  # [B, 1, K]
         if depth > 0:  # the root is in front of the first
             in_front = beam.candidates[:, depth - 1].gather(1, beam.last)  # [B, W]
-            follows = follows & (in_front == self._tokens[:, depth - 1, None])[..., None]
-        chances = self._log_chances[:, depth, None, None].to(steps.dtype)
+            follows = follows & (in_front == self.tokens[:, depth - 1, None])[..., None]
+        chances = self.log_chances[:, depth, None, None].to(steps.dtype)
         return torch.where(follows, steps.maximum(chances), steps)
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -17,18 +18,21 @@ from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward
 from hf_dart.configuration import TreeConfig
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
+from hf_dart.engine.compiling import compiled
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.machine import hardware, versions
 from hf_dart.proposal import Proposal
 
-STOCK, STATIC, PLAIN, EAGER, CAPTURED = (
+STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED = (
     "stock generate",
     "stock, static cache",
     "captured, N = 1",
     "eager round",
+    "captured forward",
     "captured round",
+    "captured round, T = 1",
 )
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
 _TIMED = {"cuda": 20, "cpu": 3}  # calls, for a phase
@@ -127,7 +131,9 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
     expected = run(target, inputs, _greedy(settings.new_tokens)).sequences
     for one in methods:
         progress(f"warming up: {one.method}")
-        _time(one, target, inputs, settings.new_tokens, engine, expected)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Of this call the target's forward alone")  # as is meant
+            _time(one, target, inputs, settings.new_tokens, engine, expected)
         one.seconds.clear()
         one.prefill.clear()
     for repeat in range(settings.repeats):
@@ -138,8 +144,8 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
         for one in methods:
             _count(one, target, inputs, settings.new_tokens, engine)
     head.engine = engine
-    tiers = [tier for tier in engine._tiers.values() if tier is not None and tier.shape.depth]
-    phases = phase_ms(tiers[-1]) if tiers else {}
+    tiers = [tier for tier in engine._tiers.values() if tier and tier.shape.depth and not tier.shape.sampled]
+    phases = phase_ms(tiers[-1], settings.backend) if tiers else {}
     context = settings.prompt_tokens + settings.new_tokens // 2
     return _report(settings, methods, phases, copy_bandwidth(device), forward_bytes(target, settings.batch, context))
 
@@ -155,7 +161,11 @@ def _methods(head: SimulatedHead, settings: Settings) -> list[Measurement]:
         Measurement(STATIC, {"cache_implementation": "static"}),  # which transformers compiles on a GPU
         Measurement(PLAIN, {"assistant": head, "tree_config": TreeConfig(nodes=1, lookup=0)}),
         Measurement(EAGER, {"assistant": head, "tree_config": tree}),
+        # Calibration is the host's work; it changes nothing here, where the head is as sure as it is right.
+        Measurement(FORWARD, {"assistant": head, "tree_config": replace(tree, calibrate=True)}),
         Measurement(CAPTURED, {"assistant": head, "tree_config": tree}),
+        # The text is the same, since the target is sure of every token.
+        Measurement(SAMPLED, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0}),
     ]
 
 
@@ -199,7 +209,7 @@ def copy_bandwidth(device: torch.device) -> float:
 
 
 @torch.no_grad()
-def phase_ms(tier: Tier) -> dict[str, float]:
+def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
     """Milliseconds of the parts of a round, each launched alone, behind the text that the tier holds.
 
     What a tier holds is overwritten.
@@ -214,10 +224,10 @@ def phase_ms(tier: Tier) -> dict[str, float]:
         return this.head.propose(tier.draft.ahead(), state.features, state.next_tokens, state.counts, shape.depth)
 
     steps: dict[str, Callable[[], object]] = {
-        "draft": this.compiled(draft),
-        "draft + grow": this.compiled(this.guess),
-        "verify": partial(this.compiled(this.verify), tree),
-        "verify + walk": partial(this.compiled(this.check), tree),
+        "draft": compiled(draft, backend),
+        "draft + grow": compiled(this.guess, backend),
+        "verify": partial(compiled(this.verify, backend), tree),
+        "verify + walk": partial(compiled(this.check, backend), tree),
         "commit": partial(this.keep, *verdict),
     }
     spent = {name: _ms(_within(this, step), state.roots.device) for name, step in steps.items()}

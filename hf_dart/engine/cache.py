@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -70,11 +71,21 @@ class FixedCache:
     def __init__(
         self, like: RaggedCache, slots: int, nodes: int, device: torch.device, budget: int | None = None
     ) -> None:
-        self.slots = slots
         batch = like.store.batch_size
         self.store = SlotStore(like.store.specs, batch, slots + nodes)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.computed = None if budget is None else torch.arange(budget, device=device)
+        self._show(like, nodes)
+
+    def for_nodes(self, like: RaggedCache, nodes: int) -> FixedCache:
+        """The same cache for trees of fewer nodes, which stand in its last slots too."""
+        other = copy(self)
+        other._show(like, nodes)
+        return other
+
+    def _show(self, like: RaggedCache, nodes: int) -> None:
+        """Lay out the last slots for trees of so many nodes."""
+        self.slots = self.store.capacity - nodes
         layers: list[Any] = []
         buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
         for layer in like.cache.layers:

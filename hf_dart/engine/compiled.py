@@ -17,6 +17,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
 from hf_dart.engine.budget import rows_paid_for
+from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
 from hf_dart.engine.state import Shape, filled_up, most_nodes
@@ -72,9 +73,9 @@ class EngineConfig:
 class Engine:
     """The captured rounds of one target and one head; `hf_dart.compile` makes it and the head keeps it.
 
-    Each is made when a call first needs it. Calls that it does not take run the eager round, and the first of each
-    kind warns why. Calls of another target, and of other threads while one call uses it, run the eager round without a
-    warning. Copies of a head have none.
+    Each is made when a call first needs it. Calls that it does not take whole run eager rounds, around a captured
+    forward where that can be, and the first of each kind warns why. Calls of another target, and of other threads
+    while one call uses it, run the eager round without a warning. Copies of a head have none.
     """
 
     def __init__(self, target: Any, config: EngineConfig, progress: Callable[[str], object]) -> None:
@@ -91,6 +92,7 @@ class Engine:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._tiers: dict[tuple[Any, ...], Tier | None] = {}
         self._made_for: tuple[Any, ...] = ()
+        self._forwards: dict[tuple[Any, ...], Forward | None] = {}
         self._shares = self.config.share > 1  # do the rows of a batch share their nodes, as far as is known?
         self._pool: Any = None
 
@@ -111,13 +113,17 @@ class Engine:
         try:
             reason = unfit(call)
             if reason is not None:
-                self._warn(reason)
+                self._warn(f"This call runs the eager round, not the captured one: {reason}.")
                 return features, accepted
             made_for = _signature(call)
             if made_for != self._made_for:
                 self.release()
                 self._made_for, self._pool = made_for, memory_pool(features.device)
                 self._shares = self._shares and attention_of(call.model) == "sdpa"
+            reason = needs_host(call)
+            if reason is not None:
+                self._warn(f"Of this call the target's forward alone is captured, not the round: {reason}.")
+                return self._lend(call, features, accepted, stats)
             while not call.rows.finished:
                 tier = self._tier(call, features, accepted)
                 if tier is None:
@@ -126,6 +132,52 @@ class Engine:
             return features, accepted
         finally:
             self._busy.release()
+
+    def _lend(self, call: Call, features: Tensor, accepted: Accepted, stats: DraftStats) -> tuple[Tensor, Accepted]:
+        """As `decode`, with eager rounds around captured forwards."""
+        while not call.rows.finished:
+            key, forward = self._forward(call)
+            if forward is None:
+                break
+            with forward.lent_to(call) as lent:
+                while not call.rows.finished and lent.failure is None and forward.fits(lent.longest):
+                    features, accepted = call.round(features, accepted, stats)
+            if lent.failure is not None:
+                self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(lent.failure)}).")
+                self._forwards[key] = None
+        return features, accepted
+
+    def _forward(self, call: Call) -> tuple[tuple[Any, ...], Forward | None]:
+        """The forward that the call goes on with, loaded, and what it is kept under; None if there is none."""
+        cache, batch = call.cache, len(call.rows)
+        assert isinstance(cache, RaggedCache)
+        nodes, slots = filled_up(call.config.resolve_nodes(batch, call.rows.device.type)), self.config.first_tier
+        while cache.longest + nodes > slots:
+            slots *= 2
+        key = (batch, slots, nodes, *cache.store.specs)
+        if key not in self._forwards:
+            self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
+            self._forwards[key] = self._made_forward(call, slots, nodes)
+        forward = self._forwards[key] = self._forwards.pop(key)
+        while len(self._forwards) > _KEPT:
+            del self._forwards[next(iter(self._forwards))]
+        if forward is not None:
+            forward.load(call)
+        return key, forward
+
+    def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
+        try:
+            forward = Forward(call, slots, nodes, self.config.backend, self._pool)
+            forward.load(call)
+            error, allowed = forward.differs(call)
+        except Exception as failure:
+            reason = f"it could not be made ({_told(failure)})"
+        else:
+            if error <= allowed:
+                return forward
+            reason = _differs(call, error, allowed)
+        self._warn(f"This call runs the eager round, not the captured one: {reason}.")
+        return None
 
     def _run(
         self, tier: Tier, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
@@ -142,7 +194,7 @@ class Engine:
             if call.returns_cache or not call.rows.finished:
                 features, accepted = tier.unload(call)
         if failure is not None:
-            self._warn(f"it failed ({_told(failure)})")
+            self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(failure)}).")
             self._tiers = {key: None if kept is tier else kept for key, kept in self._tiers.items()}
         return features, accepted
 
@@ -159,7 +211,7 @@ class Engine:
                 self._shares = False
                 return self._tier(call, features, accepted)
             if isinstance(made, str):
-                self._warn(made)
+                self._warn(f"This call runs the eager round, not the captured one: {made}.")
             self._tiers[key] = made if isinstance(made, Tier) else None
         tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
         while len(self._tiers) > _KEPT:
@@ -175,6 +227,7 @@ class Engine:
         batch, words = len(rows), drafter.draft_vocabulary
         nodes = config.resolve_nodes(batch, rows.device.type)
         depth = call.grower.depth if nodes > 1 else 0
+        copied = min(config.lookup, depth)
         most = most_nodes(depth, config, call.vocab_size if words is None else len(words))
         nodes = min(nodes, most)
         running = [length for length, room in zip(cache.lengths.tolist(), rows.rooms, strict=True) if room > 0]
@@ -186,7 +239,8 @@ class Engine:
         # What the round does not read is as in every other call.
         read = {name: getattr(config, name) for name in ("top_k", "beam", "selector", "scores")}
         shared_noise = sampled and config.shared_noise
-        tree = TreeConfig(nodes=widest, lookup=0, ngram_weight=0, shared_noise=shared_noise, **read)
+        weight = config.ngram_weight if drafter.ngram is not None and depth else 0
+        tree = TreeConfig(nodes=widest, lookup=copied, ngram_weight=weight, shared_noise=shared_noise, **read)
         processors = processing.key(call.processors, rows.prompt_length)
         assert processors is not None
         first = self.config.first_tier
@@ -213,27 +267,28 @@ class Engine:
             return f"it could not be made ({_told(failure)})"
         if error <= allowed:
             return tier
-        return (
-            f"{type(call.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
-            f"allowed {allowed:.2g})"
-        )
+        return _differs(call, error, allowed)
 
-    def _warn(self, reason: str) -> None:
-        if reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(f"This call runs the eager round, not the captured one: {reason}.", stacklevel=6)
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
+            warnings.warn(sentence, stacklevel=6)
 
 
 def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | None = None, **options: Any) -> Engine:
     """Let `model.generate(..., assistant=drafter)` run rounds that are compiled, and on a GPU captured as one launch.
 
     The tokens are the same. Rounds are made when a call first needs one of its batch size, tree and length, which
-    takes from seconds to minutes with a backend that generates code; later calls begin at once. Taken are calls of a
-    [`DartHead`], greedy and sampled, of any batch size, of which tokens, length and end-of-text tokens are asked for:
-    no logits processors but temperature, top-k, top-p, min-p, repetition penalty, minimum lengths and suppressed
-    tokens, no stopping criteria of the user's own, no collected scores. Their trees grow on the device: copied text
-    (`TreeConfig.lookup`) is not looked up.
-    All other calls run as if nothing had been compiled, and the first of each kind warns why.
+    takes from seconds to minutes with a backend that generates code; later calls begin at once. Whole rounds are
+    taken of calls of a [`DartHead`], greedy and sampled, of any batch size, of which tokens, length and end-of-text
+    tokens are asked for: no logits processors but temperature, top-k, top-p, min-p, repetition penalty, minimum lengths
+    and suppressed tokens, no stopping criteria of the user's own, no collected scores. Trees have the size that
+    `TreeConfig.nodes` says, or the device's, and copies in them (`TreeConfig.lookup`) are no longer than a draft.
+
+    Of other calls, also those of other drafters, edit passes (`TreeConfig.refine`) and calibration, the forward of the
+    target alone is captured. Where that cannot be (caches of more than keys and values, rotary frequencies that follow
+    the text, several devices, forward hooks, collected hidden states), they run as if nothing had been compiled. The
+    first of each kind warns and says why.
 
     Args:
         model: the target, or a PEFT wrapper of it.
@@ -260,26 +315,40 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
 
 
 def unfit(call: Call) -> str | None:
-    """Why a call needs the eager round; None if it does not."""
-    rows, drafter, config = call.rows, call.drafter, call.config
-    drafts = config.nodes != 1
-    parts = (call.model, drafter if isinstance(drafter, DraftingModel) else call.model)
-    devices = {weight.device for part in parts for weight in part.parameters()}
-    unknown = processing.key(call.processors, rows.prompt_length) is None
+    """Why the target cannot run on fixed shapes in a call; None if it can."""
     asked = [
-        (not isinstance(drafter, DraftingModel), f"a {type(drafter).__name__} drafts with the host's help"),
-        (unknown, f"it has logits processors ({_names(call.processors)})"),
-        (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
+        (call.hidden_states is not None, "it collects hidden states"),
         (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
         (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
-        (len(devices) > 1, "target and head do not lie on one device"),
+        (len({weight.device for weight in call.model.parameters()}) > 1, "the target does not lie on one device"),
         (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
         (_hooked(call.model), "the target has forward hooks, which a replayed round would not call"),
-        (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
-        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
-        (drafts and config.ngram_weight > 0 and drafter.ngram is not None, "its drafts ask an n-gram table"),
     ]
     return next((reason for holds, reason in asked if holds), None)
+
+
+def needs_host(call: Call) -> str | None:
+    """Why the rounds of a call ask the host for something; None if they do not."""
+    rows, drafter, config = call.rows, call.drafter, call.config
+    drafts = config.nodes != 1
+    if not isinstance(drafter, DraftingModel):
+        return f"a {type(drafter).__name__} drafts with the host's help"
+    unknown = processing.key(call.processors, rows.prompt_length) is None
+    asked = [
+        (unknown, f"it has logits processors ({_names(call.processors)})"),
+        (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
+        (drafter.device != call.model.device, "target and head do not lie on one device"),
+        (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
+        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
+    ]
+    return next((reason for holds, reason in asked if holds), None)
+
+
+def _differs(call: Call, error: float, allowed: float) -> str:
+    return (
+        f"{type(call.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
+        f"allowed {allowed:.2g})"
+    )
 
 
 def _hooked(target: Any) -> bool:
@@ -306,13 +375,16 @@ def _signature(call: Call) -> tuple[Any, ...]:
     What the head has made of its weights and of those that it borrows differs when they are written to, too.
     """
     target, head = call.model, call.drafter
-    assert isinstance(head, DraftingModel)
-    made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [attention_of(target), autocast, id(head.draft_vocabulary), head.draft_rank]
-    parts += [state_of(weight) for weight in made_of]
-    for model in (target, head):
+    parts: list[Any] = [attention_of(target), autocast]
+    models: list[Any] = [target]
+    if isinstance(head, DraftingModel):
+        models.append(head)
+        parts += [id(head.draft_vocabulary), head.draft_rank, id(head.ngram)]
+        made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
+        parts += [state_of(weight) for weight in made_of]
+    for model in models:
         tensors = [*model.parameters(), *model.buffers()]
         parts += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]
         layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]  # PEFT's

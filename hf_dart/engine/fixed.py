@@ -2,29 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import FunctionType, MethodType
-from typing import TypeVar
-
 import torch
 from torch import Tensor
 
 from hf_dart.engine.attention import NODES, packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
+from hf_dart.engine.compiling import compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
+from hf_dart.engine.text import FixedText
 from hf_dart.engine.topk import largest
 from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import drawn, follow
 from hf_dart.head.drafting import DraftingModel
+from hf_dart.ngram.table import NgramTable
 from hf_dart.proposal import Proposal
 from hf_dart.trees.scoring import BeamScores, PathScores
 from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 from hf_dart.vocabulary import token_ids
-
-Part = TypeVar("Part")
 
 
 class FixedRound:
@@ -37,6 +34,8 @@ class FixedRound:
         processors: that the target's scores go through.
         backend: of `torch.compile` for `guess` and `check`, which are compiled apart: `keep` moves the entries of all
             layers at once, in one storage that the other two see as a tensor per layer. None runs them as they are.
+        text: of the rows, where trees follow it.
+        ngram: the table that drafts ask.
     """
 
     def __init__(
@@ -49,25 +48,14 @@ class FixedRound:
         state: State,
         processors: FixedProcessors,
         backend: str | None = None,
+        text: FixedText | None = None,
+        ngram: NgramTable | None = None,
     ) -> None:
         self.shape, self.head, self.verifier = shape, head, verifier
         self.cache, self.draft, self.state = cache, draft, state
         self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
-        self._scores = PathScores(shape.tree, None)
-        self._backend = backend
-        self._guess, self._check = self.compiled(self.guess), self.compiled(self.check)
-
-    def compiled(self, part: Callable[..., Part]) -> Callable[..., Part]:
-        """A part of the round, compiled if parts are."""
-        if self._backend is None:
-            return part
-        # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
-        plain = getattr(part, "__func__", part)
-        own = FunctionType(
-            plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
-        )
-        part = own if plain is part else MethodType(own, part.__self__)  # type: ignore[attr-defined]
-        return torch.compile(part, fullgraph=True, backend=self._backend, dynamic=False)
+        self._scores, self.text = PathScores(shape.tree, ngram), text
+        self._guess, self._check = compiled(self.guess, backend), compiled(self.check, backend)
 
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""
@@ -87,16 +75,20 @@ class FixedRound:
         proposal = self.head.propose(draft, state.features, state.next_tokens, state.counts, shape.depth)
         proposal = proposal.within(shape.vocab_size)
         candidates, scores = self._candidates(proposal)
+        graft = None
+        if self.text is not None and shape.tree.lookup:
+            graft = self.text.copies()
+            candidates, scores = graft.extend(candidates, scores)
         table = None
         if shape.tree.selector:
             table = self.head.transitions(proposal, state.roots, candidates, scores)
         scorer = None
-        if table is not None or not self._scores.plain:
-            scorer = BeamScores(self._scores, shape.depth, None if table is None else Transitions(table), None)
+        if table is not None or graft is not None or not self._scores.plain:
+            scorer = BeamScores(self._scores, shape.depth, None if table is None else Transitions(table), graft)
         # A path of k drafts emits k + 1 tokens.
         deepest = (self._left() - 1).minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0)
         tree = grow_tree(
-            state.roots[:, None],
+            state.roots[:, None] if self.text is None else self.text.last(max(self._scores.context, 1)),
             candidates,
             scores,
             nodes=shape.tree.nodes or 1,
@@ -235,5 +227,7 @@ class FixedRound:
         state.counts.copy_(torch.where(moves, counts, state.counts))
         if self._rank.needs_history:
             state.seen.scatter_(1, state.next_tokens, True)
+        if self.text is not None:
+            self.text.append(known, counts)
         state.ring.index_copy_(0, (state.turn % RING)[None], torch.cat([tokens, counts[:, None]], dim=1)[None])
         state.turn.add_(1)

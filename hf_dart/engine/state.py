@@ -23,7 +23,7 @@ class Shape:
     Attributes:
         batch: B.
         slots: T, the tier.
-        tree: how trees grow; its `nodes` is a number.
+        tree: how trees grow; its `nodes` is a number, and no copy is longer than the draft.
         vocab_size: V of the target's logits.
         depth: d, the deepest node; 0 where nothing is drafted.
         processors: `processing.key` of the logits processors, which are part of the round.
@@ -86,7 +86,7 @@ def most_nodes(depth: int, config: TreeConfig, vocab_size: int) -> int:
     """How many nodes, the root included, `grow_tree` finds at most for so many drafts."""
     if depth == 0:
         return 1
-    width = min(config.top_k, vocab_size)
+    width = min(config.top_k, vocab_size) + (config.lookup > 0)
     nodes, paths = 1 + width, width
     for _ in range(depth - 1):
         paths = width * min(config.beam, paths)

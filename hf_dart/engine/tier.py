@@ -13,7 +13,9 @@ from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.processing import FixedProcessors
+from hf_dart.engine.proof import difference
 from hf_dart.engine.state import Shape, State
+from hf_dart.engine.text import FixedText
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.rows import Rows
@@ -25,13 +27,8 @@ from hf_dart.trees.tree import DraftTree
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
 
-# As in `generation.probe`: siblings on every level, and node 0 is the root.
-_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
-_DEPTH = 3
 # Tokens that a row has left to emit when its batch moves to rounds for fewer rows, which may have to be made first.
 _WORTH_A_MOVE = 64
-# Trees that may differ before a target is refused: rounding may send a token to another expert.
-_TRIES = 3
 
 
 class Tier:
@@ -57,7 +54,13 @@ class Tier:
         verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
         self._supplied = 0  # positions whose noise was handed on
         processors = FixedProcessors(call.processors, shape.vocab_size, device)
-        self.round = FixedRound(shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend)
+        ngram = call.drafter.ngram if shape.tree.ngram_weight else None
+        self.text = None
+        if shape.tree.lookup or ngram is not None:
+            self.text = FixedText(shape.batch, shape.slots + shape.path + 1, shape.tree.lookup, device)
+        self.round = FixedRound(
+            shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
+        )
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool)
 
@@ -108,6 +111,8 @@ class Tier:
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
         state.turn.zero_()
         self.round.processors.load(call.processors, rows, state.seen)
+        if self.text is not None:
+            self.text.load(rows.tokens)
         self._supplied = rows.slowest()
         state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
 
@@ -137,34 +142,19 @@ class Tier:
         return self.state.features.clone(), Accepted(path, counts)
 
     def differs(self, call: Call) -> tuple[float, float]:
-        """Hold a tree of random tokens against the eager round's verification of it, behind what is loaded.
+        """Hold trees of random tokens against the eager round's verification of them, behind what is loaded.
 
         Returns:
-            The largest difference of a logit, and how much is allowed.
+            As `proof.difference`.
         """
-        limits = call.limits()
-        deep = min(call.verify.depth_room()) >= _DEPTH and self.shape.bucket >= len(_PARENTS)
-        parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * self.shape.batch)
-        running = torch.tensor([limit > 0 for limit in limits], device=self.state.roots.device)
-        generator = torch.Generator().manual_seed(0)
-        error = allowed = 0.0
-        for _ in range(_TRIES):
-            tokens = torch.randint(self.shape.vocab_size, parents.shape, generator=generator)
-            scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
-            tree = DraftTree.from_parents(tokens, parents, _DEPTH, scores).to(running.device)
-            wanted = call.verify(tree, limits)[0]
-            mine, compared = tree.padded(self.shape.bucket), running[:, None].expand_as(tree.tokens)
+
+        def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
+            size, tree = tree.size, tree.padded(self.shape.bucket)
             if self.shape.budget is not None:
-                mine = shared(mine, running, self.shape.budget)
-                assert mine.scores is not None
-                compared = compared & (mine.scores[:, : tree.size] > -torch.inf)
+                tree = shared(tree, running, self.shape.budget)
             with packed(call.model):
-                logits, _, places = self.round.verify(mine)
-            found = logits[places[:, : tree.size]]
-            gap = (found.double() - wanted.double()).abs().amax(-1)
-            error = float(gap.masked_fill(~compared, 0).max())
-            rounding = max(32 * torch.finfo(found.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-            allowed = rounding * float(wanted.abs().max())
-            if error <= allowed:
-                break
-        return error, allowed
+                logits, _, places = self.round.verify(tree)
+            assert tree.scores is not None
+            return logits[places[:, :size]], tree.scores[:, :size] > -torch.inf
+
+        return difference(call, self.shape.bucket, self.shape.vocab_size, verify)

@@ -102,22 +102,7 @@ def speculative_generate(
         if assistant.engine is not None and not rows.finished and not trace:
             features, accepted = assistant.engine.decode(call, features, accepted, streaming, stats)
         while not rows.finished:
-            with stats.phase("draft"):
-                proposal = call.propose(features, accepted)
-            with stats.phase("grow"):
-                limits = call.limits()
-                tree = call.grow(proposal, limits)
-            with stats.phase("verify"):
-                logits, features = call.verify(tree, limits)
-            with stats.phase("walk"):
-                accepted = call.walk(tree, logits, limits)
-            with stats.phase("commit"):
-                call.commit(accepted)
-                call.grower.learn(tree, accepted)
-                stats.count(accepted.counts, limits, tree.size, call.pace.level)
-                call.pace.count(accepted.counts, limits, tree.size)
-            if stats.trace is not None:
-                stats.trace.add(tree, accepted, stats.seconds)
+            features, accepted = call.round(features, accepted, stats)
         output = call.result(stats, features, accepted)
     except BaseException:
         call.break_off(streaming.position)
@@ -201,6 +186,26 @@ class Call:
         end = rows.slowest() + MAX_LEAD
         self.noise.forget_before(rows.slowest())
         return [min(room, end - emitted) for room, emitted in zip(rooms, rows.emitted, strict=True)]
+
+    def round(self, features: Tensor, accepted: Accepted, stats: DraftStats) -> tuple[Tensor, Accepted]:
+        """One round behind a tree with `features` [B, N, F] of which something was `accepted`: both, of the next."""
+        with stats.phase("draft"):
+            proposal = self.propose(features, accepted)
+        with stats.phase("grow"):
+            limits = self.limits()
+            tree = self.grow(proposal, limits)
+        with stats.phase("verify"):
+            logits, features = self.verify(tree, limits)
+        with stats.phase("walk"):
+            accepted = self.walk(tree, logits, limits)
+        with stats.phase("commit"):
+            self.commit(accepted)
+            self.grower.learn(tree, accepted)
+            stats.count(accepted.counts, limits, tree.size, self.pace.level)
+            self.pace.count(accepted.counts, limits, tree.size)
+        if stats.trace is not None:
+            stats.trace.add(tree, accepted, stats.seconds)
+        return features, accepted
 
     def propose(self, features: Tensor, accepted: Accepted) -> Proposal | None:
         """Hand the accepted positions to the drafter, each with the token behind it; None while drafting pauses."""

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dart.bench.engine import CAPTURED, EAGER, PLAIN, STATIC, STOCK, copy_bandwidth
+from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, PLAIN, SAMPLED, STATIC, STOCK, copy_bandwidth
 from hf_dart.bench.simulated import build_target, forward_bytes
 from hf_dart.cli import main
 
@@ -18,14 +18,27 @@ _TINY += ["--repeats", "1", "--draft-length", "4"]
 
 def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "engine.json"
-    words = ["--tau", "3.5", "--nodes", "8", "--batch", "2", "--prompt-tokens", "12", "--new-tokens", "30"]
+    words = [
+        "--tau",
+        "3.5",
+        "--nodes",
+        "8",
+        "--batch",
+        "2",
+        "--prompt-tokens",
+        "12",
+        "--new-tokens",
+        "30",
+        "--draft-rank",
+        "16",
+    ]
     assert main([*_TINY, *words, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     results = {one["method"]: one for one in report["results"]}
-    assert list(results) == [STOCK, STATIC, PLAIN, EAGER, CAPTURED]
+    assert list(results) == [STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED]
     assert all(one["same_tokens"] for one in results.values())
     assert all(one["tokens_per_second"] > 0 and one["roofline"] > 0 for one in results.values())
-    for method in (EAGER, CAPTURED):
+    for method in (EAGER, FORWARD, CAPTURED, SAMPLED):
         assert results[method]["tau"] == pytest.approx(3.5, abs=0.5)
     assert results[CAPTURED]["rounds"] == results[EAGER]["rounds"]
     assert results[PLAIN]["tau"] == 1
@@ -35,6 +48,8 @@ def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert report["bandwidth_bytes_per_second"] > 1e8
     out = capsys.readouterr()
     assert f"| {CAPTURED} | {results[CAPTURED]['tau']:.2f} |" in out.out
+    assert "drafts scored at rank 16" in out.out
+    assert "preparing forwards of 8 nodes for 2 row(s)" in out.err
     assert "preparing rounds of 16 nodes in all for 2 row(s)" in out.err
 
 
@@ -52,6 +67,7 @@ def test_what_a_forward_reads() -> None:
         ("--shape gpt5", "give one of qwen3-0.6b"),
         ("--tau 6", "--tau is 6; give 1 to 5"),
         ("--new-tokens 1", "--new-tokens is 1"),
+        ("--draft-rank 65", "--draft-rank is 65; give 1 to 64"),
     ],
 )
 def test_mistakes(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,25 @@
+"""`torch.compile` of parts of a round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import FunctionType, MethodType
+from typing import TypeVar
+
+import torch
+
+Part = TypeVar("Part")
+
+
+def compiled(part: Callable[..., Part], backend: str | None) -> Callable[..., Part]:
+    """A function or method as one graph of `backend`; as it is where that is None."""
+    if backend is None:
+        return part
+    # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
+    plain = getattr(part, "__func__", part)
+    own = FunctionType(
+        plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
+    )
+    own.__kwdefaults__ = plain.__kwdefaults__
+    part = own if plain is part else MethodType(own, part.__self__)  # type: ignore[attr-defined]
+    return torch.compile(part, fullgraph=True, backend=backend, dynamic=False)

@@ -1,0 +1,188 @@
+"""The target's forward alone on fixed shapes, for calls whose rounds ask the host: all else is eager.
+
+
+What a call asks of the host (processors that may do anything, trees that follow copied text, n-gram tables or a
+calibration, drafters of every kind) runs as in the eager round. Of a round that is bound by launches the target's
+forward is by far the most; it is what is lent to a call here (`Forward.lent_to`), in place of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from hf_dart.engine.attention import packed
+from hf_dart.engine.cache import FixedCache
+from hf_dart.engine.compiling import compiled
+from hf_dart.engine.graphs import Launch
+from hf_dart.engine.proof import difference
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.verify import Verifier
+from hf_dart.trees.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+
+class Forward:
+    """Verification of trees of up to N nodes behind texts of up to T tokens, in place of a call's own.
+
+    Args:
+        call: a prefilled call; others like it may come.
+        slots, nodes: T and N.
+        backend, pool: as for `tier.Tier`.
+    """
+
+    def __init__(self, call: Call, slots: int, nodes: int, backend: str | None, pool: Any) -> None:
+        assert isinstance(call.cache, RaggedCache)
+        self.nodes, self._backend, self._pool = nodes, backend, pool
+        self._kinds = call.verify.kinds
+        with torch.inference_mode(False), torch.no_grad():
+            self._whole = FixedCache(call.cache, slots, nodes, call.rows.device)
+        self._sizes: dict[int, _Sized] = {}
+
+    def fits(self, longest: int) -> bool:
+        """Is there room for one more round behind `longest` committed tokens?"""
+        return longest + self.nodes <= self._whole.slots
+
+    def load(self, call: Call) -> None:
+        """Take over what a call has committed."""
+        cache = call.cache
+        assert isinstance(cache, RaggedCache)
+        self._whole.store.copy_from(cache.store, cache.longest)
+        self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
+        self._whole.lengths.copy_(cache.lengths)
+
+    def differs(self, call: Call) -> tuple[float, float]:
+        """As `Tier.differs`."""
+
+        def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
+            assert isinstance(call.cache, RaggedCache)
+            logits, _ = self.sized(call, call.cache, tree.size)(tree, self._whole.lengths - (~running).long())
+            return logits, torch.ones_like(tree.tokens, dtype=torch.bool)
+
+        return difference(call, self.nodes, call.vocab_size, verify)
+
+    @contextmanager
+    def lent_to(self, call: Call) -> Iterator[Lent]:
+        """Let the rounds of a call verify here, and let it go on by itself behind that."""
+        lent = Lent(self, call)
+        try:
+            yield lent
+        finally:
+            lent.hand_back()
+
+    def sized(self, call: Call, like: RaggedCache, nodes: int) -> _Sized:
+        """The forward for trees of `nodes`, filled up to a power of two; made when it is first needed.
+
+        Args:
+            call: being decoded.
+            like: its own cache.
+        """
+        size = nodes if nodes == 1 else min(max(8, 1 << (nodes - 1).bit_length()), self.nodes)
+        if size not in self._sizes:
+            with torch.inference_mode(False), torch.no_grad():
+                cache = self._whole.for_nodes(like, size)
+                verifier = Verifier(call.model, cache, self._kinds, call.drafter.feature_layers)
+                self._sizes[size] = _Sized(verifier, cache, size, self._backend, self._pool)
+        return self._sizes[size]
+
+    def hand_to(self, cache: RaggedCache, lengths: Tensor) -> None:
+        """Let a call's own cache take over what has been committed, `lengths` [B]."""
+        cache.take_in(self._whole.store, lengths)
+
+
+class _Sized:
+    """The forward over trees of N nodes, launched on buffers that are filled in before."""
+
+    def __init__(self, verifier: Verifier, cache: FixedCache, nodes: int, backend: str | None, pool: Any) -> None:
+        self.cache, self._target, device = cache, verifier.target, cache.lengths.device
+        batch = len(cache.lengths)
+        none = torch.zeros(batch, nodes, dtype=torch.long, device=device)
+        alone = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
+        self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
+        self._roots = torch.zeros_like(cache.lengths)
+        self._run = compiled(verifier.run, backend)
+        self._launch = Launch(self._step, device, pool)
+
+    def _step(self) -> None:
+        with torch.inference_mode(False), torch.no_grad(), packed(self._target):
+            self._found = self._run(self._tree, self._roots)
+
+    def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [B, N, V] and features [B, N, F] of a tree whose roots stand at `roots` [B].
+
+        On a GPU the next launch writes its own in the same place.
+        """
+        wide = tree.padded(self._tree.size)
+        for mine, given in (
+            (self._tree.tokens, wide.tokens),
+            (self._tree.parents, wide.parents),
+            (self._tree.depths, wide.depths),
+            (self._tree.ancestors, wide.ancestors),
+            (self._roots, roots),
+        ):
+            mine.copy_(given)
+        self._launch()
+        logits, features = self._found
+        return logits[:, : tree.size], features[:, : tree.size]
+
+
+class Lent:
+    """What stands in a call in place of its `verify` and its `cache`, as far as rounds ask for them.
+
+    Attributes:
+        failure: why the forward could not be launched, if it could not; the call then has its own back.
+        lengths, prompt_lengths: as `generation.cache.TreeCache` has them.
+    """
+
+    hidden_states: tuple[Tensor, ...] = ()
+
+    def __init__(self, forward: Forward, call: Call) -> None:
+        assert isinstance(call.cache, RaggedCache)
+        self._forward, self._call = forward, call
+        self._cache, self._verify = call.cache, call.verify
+        self._sized: _Sized | None = None
+        self.failure: Exception | None = None
+        self.lengths, self.prompt_lengths = call.cache.lengths, call.cache.prompt_lengths
+        call.cache = call.verify = self  # type: ignore[assignment]
+        self._cache.let_go()
+
+    @property
+    def longest(self) -> int:
+        return int(self.lengths.max())
+
+    def depth_room(self) -> list[int]:
+        """As `Verifier.depth_room`."""
+        return self._verify.room(self.lengths).tolist()
+
+    def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """As `Verifier.__call__`; the call's own if this one fails."""
+        running = torch.tensor([limit != 0 for limit in limits or [1] * len(self.lengths)])
+        roots = (self.lengths - (~running).long()).to(tree.tokens.device)
+        try:
+            self._sized = self._forward.sized(self._call, self._cache, tree.size)
+            return self._sized(tree, roots)
+        except Exception as failure:
+            self.failure = failure
+            self.hand_back()
+            return self._call.verify(tree, limits)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """As `TreeCache.commit`."""
+        assert self._sized is not None
+        cache = self._sized.cache
+        cache.commit(path.to(cache.lengths.device))
+        self.lengths = self.lengths + torch.tensor(counts)
+        cache.lengths.copy_(self.lengths)
+
+    def hand_back(self) -> None:
+        """Let the call go on with its own, which take over what was committed here."""
+        if self._call.verify is self:  # type: ignore[comparison-overlap]
+            self._call.cache, self._call.verify = self._cache, self._verify
+            if self._call.returns_cache or not self._call.rows.finished:
+                self._forward.hand_to(self._cache, self.lengths)

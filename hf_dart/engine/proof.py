@@ -1,0 +1,55 @@
+"""Does a target compute the same on fixed shapes? Shown on trees of random tokens before it is relied on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_dart.trees.tree import DraftTree
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+# As in `generation.probe`: siblings on every level, and node 0 is the root.
+_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
+_DEPTH = 3
+# Trees that may differ before a target is refused: rounding may send a token to another expert.
+_TRIES = 3
+
+
+def difference(
+    call: Call, nodes: int, vocab_size: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
+) -> tuple[float, float]:
+    """How far logits of fixed shapes are from the eager round's, of trees behind what a call has committed.
+
+    Args:
+        call: whose `verify` is the reference.
+        nodes: that a tree may have.
+        vocab_size: V.
+        verify: of a tree and the rows [B] that run: logits [B, N, V], and which of the nodes [B, N] they are for.
+
+    Returns:
+        The largest difference of a logit, and how much is allowed.
+    """
+    limits = call.limits()
+    deep = min(call.verify.depth_room()) >= _DEPTH and nodes >= len(_PARENTS)
+    parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * len(limits))
+    running = torch.tensor([limit > 0 for limit in limits], device=call.rows.device)
+    scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
+    generator = torch.Generator().manual_seed(0)
+    error = allowed = 0.0
+    for _ in range(_TRIES):
+        tokens = torch.randint(vocab_size, parents.shape, generator=generator)
+        tree = DraftTree.from_parents(tokens, parents, _DEPTH, scores).to(running.device)
+        wanted = call.verify(tree, limits)[0]
+        found, verified = verify(tree, running)
+        gap = (found.double() - wanted.double()).abs().amax(-1)
+        error = float(gap.masked_fill(~(verified & running[:, None]), 0).max())
+        rounding = max(32 * torch.finfo(found.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+        allowed = rounding * float(wanted.abs().max())
+        if error <= allowed:
+            break
+    return error, allowed

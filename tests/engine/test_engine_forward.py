@@ -1,0 +1,160 @@
+"""Eager rounds around a captured forward: calls that ask the host for something, token for token as stock's."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from compare import assert_identical, run, tally
+from tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from torch._dynamo.utils import counters
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+import hf_dart
+from hf_dart import LookupDrafter, TreeConfig
+from hf_dart.engine.compiled import Engine
+from hf_dart.engine.forward import Forward, _Sized
+
+FORWARDS = tally("float64, captured forwards")
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+
+
+def engine(target: Any, drafter: Any, **options: Any) -> Engine:
+    return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 16, **options})
+
+
+def identical(target: Any, drafter: Any, made: Engine, inputs: dict[str, Any], reason: str, **options: Any) -> None:
+    with pytest.warns(UserWarning, match=f"the target's forward alone is captured.*{reason}"):
+        assert_identical(target, drafter, inputs, into=FORWARDS, **options)
+    assert made._forwards
+    assert all(made._forwards.values())
+    assert not made._tiers
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, drafter, inputs, seed=1, into=FORWARDS, **options)
+
+
+class Every(LogitsProcessor):
+    """Nobody knows what it will do."""
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        return scores - 0.3 * (torch.arange(scores.shape[1]) % (1 + input_ids.shape[1] % 5) == 0)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({**GREEDY, "no_repeat_ngram_size": 2, **ENDS}, "NoRepeatNGram"),
+        ({**SAMPLED, "typical_p": 0.9}, "TypicalLogitsWarper"),
+        ({**SAMPLED, "logits_processor": LogitsProcessorList([Every()]), **ENDS}, "Every"),
+        ({**GREEDY, "return_dict_in_generate": True, "output_scores": True}, "collects every step"),
+        ({**GREEDY, "tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
+    ],
+    ids=lambda part: part if isinstance(part, str) else "",
+)
+def test_calls_that_ask_the_host(options: dict[str, Any], reason: str, size: int) -> None:
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    identical(target, head, engine(target, head), batch(size, "sdpa"), reason, **options)
+
+
+def test_layers_of_two_kinds_and_a_refined_draft() -> None:
+    target = tiny_target("gemma3")
+    head = tiny_head(target, editor=True)
+    tree = TreeConfig(nodes=8, refine=1)
+    identical(target, head, engine(target, head), batch(4, "sdpa"), "refined", tree_config=tree, **GREEDY, **ENDS)
+
+
+def test_other_drafters() -> None:
+    target = tiny_target("llama")
+    for drafter in (tiny_diffusion_drafter(target), LookupDrafter(TreeConfig(nodes=6, draft_cost=0.0))):
+        made = engine(target, drafter)
+        identical(target, drafter, made, batch(4, "sdpa"), type(drafter).__name__, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
+def test_a_cache_that_is_kept() -> None:
+    """Two turns over one cache, and what lies in it."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    engine(target, head)
+    kept = []
+    for drafting in ({}, {"assistant": head, "tree_config": TreeConfig(nodes=8, calibrate=True)}):
+        cache = DynamicCache(config=target.config)
+        first = run(target, prompts([9]), 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        second = run(target, inputs, 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        kept.append((first.tolist(), second.tolist(), cache))
+    assert kept[0][:2] == kept[1][:2]
+    for left, right in zip(kept[0][2].layers, kept[1][2].layers, strict=True):
+        torch.testing.assert_close(left.keys, right.keys)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a text: that very round is verified by the eager forward, and later calls do not try again."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    made = engine(target, head, first_tier=64)
+    options = {**(SAMPLED if sampled else GREEDY), "no_repeat_ngram_size": 3}
+    launches = []
+    launch = _Sized.__call__
+
+    def fails(self: Any, *args: Any) -> Any:
+        launches.append(1)
+        if len(launches) == 5:
+            raise torch.OutOfMemoryError("no room left")
+        return launch(self, *args)
+
+    monkeypatch.setattr(_Sized, "__call__", fails)
+    with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert len(launches) == 5
+    assert list(made._forwards.values()) == [None]
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
+def test_interrupted() -> None:
+    """What was committed in the forward's own cache is in the one that was passed in."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    engine(target, head, first_tier=64)
+
+    class Impatient(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == 20:
+                raise KeyboardInterrupt
+            return scores
+
+    kept = []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        options = {**GREEDY, **drafting, "logits_processor": LogitsProcessorList([Impatient()])}
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**prompts([9]), past_key_values=cache, **options)
+        kept.append(cache.layers[0].keys)
+    width = kept[1].shape[2]
+    assert 9 < width <= kept[0].shape[2]
+    torch.testing.assert_close(kept[1], kept[0][:, :, :width])
+
+
+def test_without_a_break() -> None:
+    """One graph per size of trees."""
+    torch._dynamo.reset()
+    counters.clear()
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    made = engine(target, head, backend="eager", first_tier=64)
+    identical(target, head, made, batch(4, "sdpa"), "NoRepeat", no_repeat_ngram_size=3, **GREEDY)
+    (forward,) = made._forwards.values()
+    assert isinstance(forward, Forward)
+    assert counters["stats"]["unique_graphs"] == len(forward._sizes)
+    assert not counters["graph_break"]
