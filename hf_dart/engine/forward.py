@@ -82,7 +82,12 @@ class Forward:
         Args:
             call: being decoded.
             like: its own cache.
+
+        Raises:
+            ValueError: there is no room for so many.
         """
+        if nodes > self.nodes:
+            raise ValueError(f"A tree of {nodes} nodes, where there is room for {self.nodes}.")
         size = nodes if nodes == 1 else min(max(8, 1 << (nodes - 1).bit_length()), self.nodes)
         if size not in self._sizes:
             with torch.inference_mode(False), torch.no_grad():

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from cases import batch
 from compare import assert_identical_up_to_near_ties, tally
+from test_ngram_scorer import random_table
 from tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
@@ -116,6 +118,66 @@ def test_sampled(size: int) -> None:
                 do_sample=True,
                 max_new_tokens=40,
                 **options,
+            )
+    assert made._tiers
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tier in made._tiers.values():
+            assert tier is not None
+            tier.round()
+            tier.launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.filterwarnings("ignore:Of this call the target's forward alone")
+@pytest.mark.parametrize("backend", [None, "inductor"])
+def test_a_captured_forward(backend: str | None) -> None:
+    """For calls whose rounds ask the host for something; every launch is a replay."""
+    target, head, made = on_gpu("qwen3", backend)
+    for size in (1, 4):
+        for options in ({**GREEDY, "no_repeat_ngram_size": 3}, {"do_sample": True, "typical_p": 0.9, **ENDS}):
+            assert_identical_up_to_near_ties(
+                target,
+                head,
+                inputs(size),
+                into=tally("fp32, captured"),
+                label=f"captured forward, {size}",
+                **{"max_new_tokens": 40, **options},
+            )
+    assert made._forwards
+    assert all(made._forwards.values())
+
+
+def test_rows_that_share_their_nodes() -> None:
+    """Of five rows, of which some end early; nothing is read back, and less is run when fewer are left."""
+    target, head, made = on_gpu("qwen3", None)
+    ids = {name: part.to("cuda") for name, part in prompts([9, 3, 7, 13, 5]).items()}
+    options = {"do_sample": False, "max_new_tokens": 120, **ENDS}
+    into = tally("fp32, captured")
+    head.tree_config = TreeConfig(nodes=13)
+    assert_identical_up_to_near_ties(target, head, ids, into=into, label="shared nodes", **options)
+    tiers = [tier for tier in made._tiers.values() if tier is not None]
+    assert all(tier.shape.budget is not None for tier in tiers)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for tier in tiers:
+            tier.round()
+            tier.launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_copies_ngrams_and_low_rank(tmp_path: Path) -> None:
+    """All that a draft may ask for, in one graph that nothing is read back from."""
+    target, head, made = on_gpu("llama", None, selector_rank=4)
+    head.ngram = random_table(tmp_path / "words.ngram")
+    head.reduce_rank(3).tree_config = TreeConfig(nodes=16, lookup=24)
+    for size in (1, 4):
+        for options in (GREEDY, {**GREEDY, "do_sample": True, "top_k": 0}):
+            repeated = {name: ids.repeat(1, 2) for name, ids in inputs(size).items()}
+            assert_identical_up_to_near_ties(
+                target, head, repeated, into=tally("fp32, captured"), label="copies, n-grams", **options
             )
     assert made._tiers
     torch.cuda.set_sync_debug_mode("error")
