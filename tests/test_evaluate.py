@@ -21,6 +21,7 @@ from hf_dart.generation.refinement import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
 from hf_dart.training.evaluate import DraftQuality, first_prompts
 from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.record import training_record
 
 ROWS = token_rows(LENGTHS * 4)
 
@@ -256,6 +257,11 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
     assert trainer.state.best_metric == 2.0
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert all(torch.equal(value, weights[1][name]) for name, value in head.state_dict().items())
+    record = training_record(trainer)
+    assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 2.0)
+    trainer.evaluate(metric_key_prefix="eval")
+    record = training_record(trainer)
+    assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 3.0)
 
 
 def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ import yaml
 from hub import Hub, card_errors, running_hub
 from hub import hub as hub
 from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import LocalEntryNotFoundError
+from peft import LoraConfig
 from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead
@@ -261,6 +263,48 @@ def test_a_trainers_folder_leaves_its_states_behind(alice: Hub, tmp_path: Path) 
     push_folder(folder, "alice/again")
     assert [asked for asked in alice.requests if asked.startswith("PUT")] == uploads
     assert len(uploads) == 1
+
+
+def test_what_belonged_to_other_weights_goes_away(alice: Hub, head: DartHead, tmp_path: Path) -> None:
+    push_folder(PACKAGED_HEAD, "alice/head", bench=BENCH, bench_dataset="them/prompts")
+    stored = alice.repositories["alice/head"]
+    theirs = {"adapter_config.json": b"{}", "notes.md": b"mine", "other.safetensors": b"0"}
+    stored.commit("main", stored.refs["main"], {**stored.files(), **theirs}, "by hand")
+    head.push_to_hub("alice/head")
+    files = stored.files()
+    assert not {"adapter_config.json", "bench.json", ".eval_results/hf_dart.yaml"} & files.keys()
+    assert {"notes.md", "other.safetensors", "model.safetensors"} <= files.keys()
+
+
+def test_a_card_that_does_not_come_through_is_not_replaced(
+    alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head.push_to_hub("alice/head")
+    before = alice.repositories["alice/head"].refs["main"]
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        raise LocalEntryNotFoundError("the connection broke")
+
+    monkeypatch.setattr(HfApi, "hf_hub_download", broken)
+    with pytest.raises(OSError, match="cannot be reached"):
+        head.push_to_hub("alice/head", license="mit")
+    assert alice.repositories["alice/head"].refs["main"] == before
+
+
+def test_an_adapter_of_a_local_head_is_not_pushed(alice: Hub, head: DartHead, target: Any, tmp_path: Path) -> None:
+    head.save_pretrained(tmp_path / "head")
+    adapted = DartHead.from_pretrained(str(tmp_path / "head"), target=target)
+    adapted.add_adapter(LoraConfig(r=2))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with pytest.raises(ValueError, match="push that head too"):
+        push_folder(tmp_path / "adapter", "alice/adapter")
+    assert "alice/adapter" not in alice.repositories
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "base_model_name_or_path": "alice/head"}))
+    push_folder(tmp_path / "adapter", "alice/adapter")
+    head.push_to_hub("alice/head")
+    loaded = DartHead.from_pretrained("alice/adapter", target=target)
+    assert loaded.adapted
 
 
 def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> None:

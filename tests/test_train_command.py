@@ -200,6 +200,9 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--train_data", "./nothing.txt"], "There is no file or folder ./nothing.txt"),
         (["--max_length", "3"], "longer rows"),
         (["--early_stopping_patience", "0"], "early_stopping_patience is 0"),
+        (["--tree", '{"node": 8}'], "unexpected keyword argument 'node'"),
+        (["--selector_rank", "8"], "only selector_only trains"),
+        (["--drafter", "foo", "--help"], "drafter is 'foo'"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -256,6 +259,29 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--selector_rank" not in shown
     assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
     assert "drafter is 'ngram'; give one of dart, edit, diffusion, eagle." in capsys.readouterr().err
+
+
+def test_the_tree_of_a_given_head_is_changed_or_refused(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = yaml.safe_load(recipe.read_text())
+    for name in ("draft_length", "feature_layers", "draft_vocab_size", "tree"):
+        del options[name]
+    recipe.write_text(yaml.safe_dump({**options, "head": str(PACKAGED_HEAD), "max_steps": 1}))
+    for wrong in ('{"node": 8}', '{"nodes": 0}'):
+        assert main(["train", str(recipe), "--tree", wrong]) == 2
+        assert "node" in capsys.readouterr().err
+        assert not run_of(recipe).exists()
+    assert main(["train", str(recipe), "--tree", '{"nodes": 9}']) == 0
+    target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
+    assert DartHead.from_pretrained(str(run_of(recipe) / "final"), target=target).tree_config.nodes == 9
+
+
+def test_fsdp_is_a_word_in_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
+    assert read_recipe([str(file)]).training.fsdp in (False, None)
+    assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
 
 
 def test_flags_override_a_recipe(recipe: Path) -> None:

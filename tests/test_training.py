@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
-from hf_dart.training import DartTrainingArguments
+from hf_dart.training import DartTrainer, DartTrainingArguments
 
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize("loss", ["dart", "left_to_right", "lk"])
+@pytest.mark.parametrize("loss", ["dart", "left_to_right", "lk", "selector", "own_lm_head"])
 def test_two_processes_are_one(loss: str, tmp_path: Path) -> None:
     """DDP over gloo: unequal numbers of blocks on the two sides, one step, the weights of one process."""
     weights = []
@@ -126,18 +127,24 @@ def test_two_processes_are_one(loss: str, tmp_path: Path) -> None:
 
 def one_distributed_step(path: str, loss: str) -> None:
     target = tiny_target(torch.float64)
-    head = tiny_head(target)
+    head = tiny_head(target, own_lm_head=loss == "own_lm_head")
+    options: dict[str, Any] = {"loss": loss}
+    if loss == "selector":
+        head.add_selector(8)
+        options = {"selector_only": True}
+    elif loss == "own_lm_head":
+        options = {"loss_chunk": 0}
     trainer = tiny_trainer(
         Path(path).parent,
         head,
         target,
         token_rows([[24], [8, -16], [12, 12], [6, -18]]),
         anchors_per_row=24,
-        loss=loss,
         max_steps=1,
         per_device_train_batch_size=4 // int(os.environ["WORLD_SIZE"]),
         optim="sgd",
         max_grad_norm=0.0,
+        **options,
     )
     trainer.train()
     figures = trainer.evaluate(trainer.train_dataset)
@@ -220,6 +227,35 @@ def test_arguments_say_what_is_wrong(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             DartTrainingArguments(output_dir=str(tmp_path), **wrong)  # type: ignore[arg-type]
+
+
+def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
+    target = tiny_target()
+    rows = token_rows(LENGTHS)
+    own = tiny_head(target, own_lm_head=True)
+    with pytest.raises(ValueError, match="loss_chunk=0"):
+        tiny_trainer(tmp_path, own, target, rows)
+    before = own.lm_head.weight.clone()
+    tiny_trainer(tmp_path, own, target, rows, loss_chunk=0, max_steps=1).train()
+    assert not torch.equal(own.lm_head.weight, before)
+
+    tiny_head(target, selector_rank=4).save_pretrained(tmp_path / "head")
+    adapted = DartHead.from_pretrained(str(tmp_path / "head"), target=target)
+    adapted.add_adapter(LoraConfig(r=2))
+    with pytest.raises(ValueError, match="merge it into its head first"):
+        tiny_trainer(tmp_path, adapted, target, rows, selector_only=True)
+
+
+def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(target)
+    args = DartTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    assert args.n_gpu <= 1
+    args._n_gpu = 2
+    with pytest.raises(ValueError, match="device_map='auto'"):
+        DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS))
+    target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
+    assert DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS)).args.n_gpu == 1
 
 
 def test_the_packaged_head_fits_the_packaged_target() -> None:

@@ -241,6 +241,21 @@ def circumstances(arguments: argparse.Namespace) -> str:
     )
 
 
+def _same_settings(arguments: argparse.Namespace, parser: argparse.ArgumentParser) -> None:
+    """Refuses an output folder whose results were made with other settings."""
+    now = {name: str(value) for name, value in vars(arguments).items() if name not in _FREE}
+    file = arguments.output / f"{arguments.suite}_settings.json"
+    if not file.exists():
+        file.write_text(json.dumps(now, indent=1))
+    for name, value in json.loads(file.read_text()).items():
+        if now[name] != value:
+            option = f"--{name.replace('_', '-')} {value}"
+            parser.error(f"the results in {arguments.output} were made with {option}; give another folder")
+
+
+_FREE = ("output", "seeds", "only", "threads", "json")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("suite", choices=SUITES)
@@ -268,6 +283,7 @@ def main() -> None:
 
     torch.set_num_threads(arguments.threads)
     arguments.output.mkdir(parents=True, exist_ok=True)
+    _same_settings(arguments, parser)
     done = arguments.output / f"{arguments.suite}.json"
     results: dict[str, dict[str, dict[str, float]]] = json.loads(done.read_text()) if done.exists() else {}
     experiment = None

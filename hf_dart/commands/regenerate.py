@@ -35,7 +35,9 @@ def add(commands: Any) -> None:
 
     writing = parser.add_argument_group("writing")
     writing.add_argument("--head", help="a draft head for the target: the same text, sooner")
-    writing.add_argument("--server", metavar="URL", help="let a server write (OpenAI-style, such as vLLM's)")
+    writing.add_argument(
+        "--server", metavar="URL", help="let a server write (OpenAI-style; vLLM with --generation-config vllm)"
+    )
     writing.add_argument("--model", metavar="NAME", help="the target's name there (default: --target)")
     writing.add_argument("--temperature", type=temperature, help="0, the default, is greedy")
     writing.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
@@ -68,15 +70,14 @@ def _run(arguments: argparse.Namespace) -> int:
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
-    import datasets
-
     from hf_dart.fit import vocabulary_hash
     from hf_dart.machine import versions
+    from hf_dart.training.documents import datasets_library
     from hf_dart.training.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
     from hf_dart.training.sources import DataArguments
 
-    datasets.disable_progress_bars()
     try:
+        datasets_library().disable_progress_bars()
         settings = RegenerateSettings(
             length=arguments.length,
             new_tokens=arguments.new_tokens,
@@ -115,7 +116,7 @@ def _run(arguments: argparse.Namespace) -> int:
             stop=lambda: arguments.minutes is not None and monotonic() - began > 60 * arguments.minutes,
             report=_Report(rank, began),
         )
-    except (ValueError, ConnectionError) as error:
+    except (ValueError, OSError) as error:
         raise UserError(sentence(error)) from error
     return 0
 

@@ -21,10 +21,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training import recipe
     from hf_dart.training.run import run
 
-    if {"-h", "--help"} & set(arguments.options):
-        recipe.parser(recipe.drafter_of(arguments.options)).print_help()
-        return 0
     try:
+        if {"-h", "--help"} & set(arguments.options):
+            recipe.parser(recipe.drafter_of(arguments.options)).print_help()
+            return 0
         options = recipe.read_recipe(arguments.options)
         final, metrics = run(options)
     except (ValueError, OSError, FloatingPointError) as error:

@@ -127,7 +127,8 @@ def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
         raise ValueError(
             f"This head has no module {unknown[0]!r}; those that take LoRA are {', '.join(LAYERS)} and fc."
         )
-    config.base_model_name_or_path = None if copied else head.name_or_path
+    base = head.name_or_path
+    config.base_model_name_or_path = None if copied else str(Path(base).resolve()) if Path(base).is_dir() else base
     _inject(head, config, name, seed)
     head.set_adapter(name)
 

@@ -156,7 +156,7 @@ class DartModel(FittedDrafter[SlotState]):
         dtype = lm_head.weight.dtype
         hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
         if self.draft_vocabulary is None:
-            return lm_head(hidden)
+            return lm_head(hidden).to(hidden.device)  # a target may lie on several devices
         return self._head_rows(lm_head, hidden, self.draft_vocabulary)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:

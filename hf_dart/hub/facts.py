@@ -11,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from hf_dart.configuration import DartConfig
+from hf_dart.hub.download import ADAPTER_CONFIG
 from hf_dart.hub.kinds import KINDS, Config, Kind, kind_of
 
 TRAINING_RECORD = "training.json"
@@ -77,8 +78,9 @@ class HeadFacts:
         told = training is not None or training_file.is_file()
         record = _json(training_file, "the trainer", "steps") if told else None
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
-        # Layers copied from the target are counted there and not stored here.
-        whole = not isinstance(config, DartConfig) or config.copied_layer is None
+        # Layers copied from the target and what an adapter stands on are counted there and not stored here.
+        whole = not (isinstance(config, DartConfig) and config.copied_layer is not None)
+        whole = whole and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "

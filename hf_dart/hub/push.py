@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,13 +13,15 @@ import yaml
 from huggingface_hub import (
     CommitInfo,
     CommitOperationAdd,
+    CommitOperationDelete,
     HfApi,
     constants,
     eval_result_entries_to_yaml,
 )
-from huggingface_hub.errors import EntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.version import __version__
@@ -27,6 +30,11 @@ BENCH = "bench.json"
 _SHIM = Path(__file__).parent / "custom_generate"
 # A trainer's folder holds optimizer states too, which nobody needs to draft.
 _WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
+_OURS = re.compile(
+    r"adapter_config\.json|adapter_model\.safetensors|draft_vocabulary\.safetensors|training\.json|bench\.json|"
+    r"model(-\d+-of-\d+)?\.safetensors|model\.safetensors\.index\.json|\.eval_results/hf_dart\.yaml"
+)
+"""Files of a drafter's repository that belong to the weights they were pushed with."""
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -45,6 +53,8 @@ def push_folder(
 ) -> CommitInfo:
     """Push the drafter in `folder` to the Hub; the repository and the branch are made where there are none.
 
+    What an earlier push left of other weights (an adapter, a bench, a training record) is deleted in the same commit.
+
     Args:
         folder: what `save_pretrained` or a trainer wrote.
         repository: "name" or "user/name".
@@ -57,10 +67,16 @@ def push_folder(
             datasets, tags.
 
     Raises:
-        ValueError: a file in `folder`, or one that was named, cannot be used.
+        ValueError: a file in `folder`, or one that was named, cannot be used; or it is an adapter of a local head.
         OSError: the Hub refused; nothing was committed.
     """
     api = HfApi(library_name="hf-dart", library_version=__version__, token=token)
+    base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+    if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
+        raise ValueError(
+            f"The head of this adapter lies in {base}, where nobody else finds it; push that head too and write its id "
+            f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
+        )
     facts = HeadFacts.read(folder, repository=repository, **known)  # what is wrong here is said before anything is made
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
@@ -78,7 +94,12 @@ def push_folder(
                 END,
             )
         files = repository_files(folder, replace(facts, repository=repository), card)
-        operations = [CommitOperationAdd(path, content) for path, content in files.items()]
+        operations: list[CommitOperationAdd | CommitOperationDelete] = [
+            CommitOperationAdd(path, content) for path, content in files.items()
+        ]
+        # What an earlier push left would be read beside these weights, or tell of others.
+        there = api.list_repo_files(repository, revision=parent)
+        operations += [CommitOperationDelete(path) for path in there if path not in files and _OURS.fullmatch(path)]
         # With the parent named, a card that somebody changes meanwhile is not overwritten.
         return api.create_commit(
             repository,
@@ -124,6 +145,8 @@ def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> 
 def _card_of(api: HfApi, repository: str, revision: str | None) -> str | None:
     try:
         file = api.hf_hub_download(repository, constants.REPOCARD_NAME, revision=revision)
+    except LocalEntryNotFoundError:  # it did not come through, and may well be there
+        raise
     except EntryNotFoundError:
         return None
     return Path(file).read_bytes().decode("utf-8-sig")

@@ -193,6 +193,9 @@ class DartTrainingArguments(TrainingArguments):
             if self.metric_for_best_model is None:
                 self.metric_for_best_model = "tau"
             self.load_best_model_at_end = True
+        sharded = str(self.__dict__["fsdp"]).lower()
+        if sharded in ("true", "false"):  # in a recipe it is a word
+            self.__dict__["fsdp"] = sharded == "true"
         super().__post_init__()
         for name, least in (
             ("anchors_per_row", 1),

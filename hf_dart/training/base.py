@@ -46,16 +46,19 @@ class DrafterTrainer(Trainer):
     """
 
     def __init__(self, drafter: Any, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+        places = getattr(target, "hf_device_map", None)
+        if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
+            args._n_gpu = 1  # the drafter trains on the first one; the target takes the others
         if args.n_gpu > 1:
             raise ValueError(
-                f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', or name one in "
-                "CUDA_VISIBLE_DEVICES."
+                f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', name one in "
+                "CUDA_VISIBLE_DEVICES, or spread the target over them with device_map='auto'."
             )
         super().__init__(model=drafter, args=args, **kwargs)
         self.args: DartTrainingArguments = args
         self.drafter = drafter
         self.target = target.eval()
-        if getattr(target, "hf_device_map", None) is None:
+        if places is None:
             self.target.to(args.device)
         # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
@@ -216,13 +219,15 @@ class DrafterTrainer(Trainer):
             )
 
     def save_whole(self, folder: Path) -> None:
-        """As `save_model`, all or nothing; `folder` lies in the output folder of the run.
+        """As `save_model`, all or nothing, and pushed from there; `folder` lies in the output folder of the run.
 
         Raises:
-            OSError: it could not be written; nothing of it is left.
+            OSError: it could not be written, and nothing of it is left; or the Hub refused it.
         """
         with self._whole(folder) as written:
-            self.save_model(str(written))
+            self.save_model(str(written), _internal_call=True)
+        if self.args.push_to_hub:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     @contextmanager
     def _whole(self, final: Path) -> Iterator[Path]:

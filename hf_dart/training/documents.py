@@ -36,6 +36,19 @@ class Source(NamedTuple):
     columns: list[str]
 
 
+def datasets_library() -> Any:
+    """The module `datasets`, which only training needs.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ValueError("Reading training data needs the datasets library; pip install 'hf-dart[train]'.") from error
+    return datasets
+
+
 def group_files(names: Iterable[str]) -> list[list[str]]:
     """Names of plain files of one ending that follow each other, such as a shell makes of `*.txt`, together.
 
@@ -73,11 +86,7 @@ def open_source(
     Raises:
         ValueError: there is no such source, it is not what its ending says, or it is empty.
     """
-    try:
-        import datasets
-    except ImportError as error:
-        raise ValueError("Reading training data needs the datasets library; pip install 'hf-dart[train]'.") from error
-
+    datasets = datasets_library()
     name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
     path = Path(names[0]).expanduser()
     if (path / "state.json").is_file():  # of save_to_disk

@@ -20,11 +20,25 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 def last_evaluation(state: TrainerState) -> dict[str, float] | None:
     """All that was logged by the last evaluation, what callbacks found included; None if there was none."""
-    evaluations = [logged for logged in state.log_history if any(name.startswith("eval_") for name in logged)]
+    return _last_evaluation(state.log_history)
+
+
+def _last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
+    evaluations = [logged for logged in logs if any(name.startswith("eval_") for name in logged)]
     if not evaluations:
         return None
     of_last_step = [logged for logged in evaluations if logged["step"] == evaluations[-1]["step"]]
     return {name: value for logged in of_last_step for name, value in logged.items()}
+
+
+def _held(trainer: DartTrainer) -> tuple[int, dict[str, float] | None]:
+    """The step that the head's weights are of, and their evaluation."""
+    logs = trainer.state.log_history
+    if trainer.best_from is None:
+        return trainer.state.global_step, _last_evaluation(logs)
+    step = trainer.state.best_global_step
+    behind, at = logs[trainer.best_from :], [logged for logged in logs if logged["step"] == step]
+    return step, _last_evaluation(behind) or _last_evaluation(at)
 
 
 def training_record(trainer: DartTrainer) -> dict[str, Any]:
@@ -32,23 +46,24 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
 
     Returns:
         loss: the preset's name; objective: every field of it; what the trainer adds (`own_record`); steps: optimizer
-        steps; tokens: of all rows read, padding left out; rows_per_step, anchors_per_row; evaluation: the last
-        evaluation's metrics; optimizer, learning_rate, schedule, seed; precision: of autocast; weights_dtype,
-        target_dtype; processes, hardware, versions; recipe: the options that `hf-dart train` was given, tokens of the
-        Hub left out.
+        steps behind the weights; tokens: of all rows read, padding left out; rows_per_step, anchors_per_row;
+        evaluation: the weights' last metrics; optimizer, learning_rate, schedule, seed; precision: of autocast;
+        weights_dtype, target_dtype; processes, hardware, versions; recipe: the options that `hf-dart train` was
+        given, tokens of the Hub left out.
     """
     args, state = trainer.args, trainer.state
+    step, evaluation = _held(trainer)
     rows = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
     record: dict[str, Any] = {
         "loss": args.loss,
         "objective": asdict(trainer.objective),
         "selector_only": args.selector_only,
         **trainer.own_record(),
-        "steps": state.global_step,
+        "steps": step,
         "tokens": state.num_input_tokens_seen or None,
         "rows_per_step": rows,
         "anchors_per_row": args.anchors_per_row,
-        "evaluation": last_evaluation(state),
+        "evaluation": evaluation,
         "optimizer": str(getattr(args.optim, "value", args.optim)),
         "learning_rate": args.learning_rate,
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),

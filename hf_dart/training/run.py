@@ -2,23 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from inspect import get_annotations
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import yaml
 from huggingface_hub import constants
 from transformers import PreTrainedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.configuration import cached_commit
+from hf_dart.configuration import TreeConfig, cached_commit
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
-from hf_dart.pair import load_target
+from hf_dart.pair import load_target, sentence
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.diffusion import DiffusionTrainer
 from hf_dart.training.eagle import EagleTrainer
@@ -69,8 +72,9 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     size = recipe.head.config().get("draft_vocab_size")
     if size is not None:
         always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-        head.reduce_vocabulary(frequent_tokens(islice(train_rows, _COUNTED), size, head.config.vocab_size, always))
-    if checkpoint is not None and recipe.lora.lora_rank is None:  # adapters are compared where they are loaded
+        head.reduce_vocabulary(frequent_tokens(_some(train_rows), size, head.config.vocab_size, always))
+    # Adapters are compared where they are loaded.
+    if checkpoint is not None and recipe.lora.lora_rank is None and not head.adapted:
         _check_same_head(checkpoint, head)
     head = apply_lora(head, recipe.lora)
     trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
@@ -84,6 +88,13 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     final = Path(args.output_dir, FINAL)
     trainer.save_whole(final)
     return final, metrics
+
+
+def _some(rows: Any) -> Iterator[dict[str, Any]]:
+    """Rows of all sources alike; of a stream, the first ones."""
+    if not hasattr(rows, "__getitem__"):
+        return islice(rows, _COUNTED)
+    return (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
 
 
 def _evaluation(trainer: DartTrainer) -> dict[str, float]:
@@ -147,10 +158,13 @@ def _head(
     config = {**arguments.config(), **lora.head_options()}
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
     kind = _KINDS[arguments.drafter][0]
+    if "selector_rank" in config and not selector_only:
+        raise ValueError("selector_rank makes a selector, which only selector_only trains; add it, and a trained head.")
     if arguments.head is None:
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
-        return kind.from_target(model, tokenizer=tokenizer, **config).float()
+        with _told():
+            return kind.from_target(model, tokenizer=tokenizer, **config).float()
     fixed = [name for name in config if name not in _CHANGEABLE]
     if fixed:
         raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
@@ -161,9 +175,21 @@ def _head(
     elif rank is not None and rank != head.config.selector_rank:
         has = head.config.selector_rank
         raise ValueError(f"{arguments.head} has a selector of rank {has}; leave out selector_rank.")
-    for name, value in config.items():
-        setattr(head.config, name, value)
+    with _told():
+        made = type(head.config)(**{**head.config.to_dict(), **config})
+        head.tree_config = TreeConfig(**made.tree)
+    for name in config:
+        setattr(head.config, name, getattr(made, name))
     return head
+
+
+@contextmanager
+def _told() -> Iterator[None]:
+    """A field that does not exist is a user's slip here."""
+    try:
+        yield
+    except TypeError as error:
+        raise ValueError(f"The drafter's config cannot be made: {sentence(error)}; mend that option.") from error
 
 
 def _check_same_head(checkpoint: str, head: Any) -> None:

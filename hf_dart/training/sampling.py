@@ -67,12 +67,14 @@ class Sampling:
         """Fields of a `GenerationConfig`: all that the target's own could set otherwise."""
         options: dict[str, Any] = {"do_sample": self.temperature > 0, "repetition_penalty": self.repetition_penalty}
         if self.temperature:
-            options |= {"temperature": self.temperature, "top_p": self.top_p, "top_k": self.top_k}
-            options |= {"min_p": self.min_p} if self.min_p else {}
+            options |= {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "min_p")}
         return options
 
     def for_server(self) -> dict[str, Any]:
-        """Fields of an OpenAI-style request; of those that not every server knows, only what is not neutral."""
+        """Fields of an OpenAI-style request; of those that not every server knows, only what is not neutral.
+
+        A server must then not fill them in from the model's own: `vllm serve --generation-config vllm`.
+        """
         options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
         neutral = asdict(Sampling())
         known = ("top_k", "min_p", "repetition_penalty")

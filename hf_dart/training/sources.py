@@ -15,7 +15,7 @@ import numpy as np
 from hf_dart.fit import template_hash, vocabulary_hash
 from hf_dart.pair import sentence
 from hf_dart.training.chat import ChatFormat, Message, as_messages
-from hf_dart.training.documents import Source, group_files, open_source
+from hf_dart.training.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.packing import Document, Packer
 from hf_dart.version import __version__
 
@@ -111,8 +111,7 @@ def load_rows(
     Raises:
         ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.
     """
-    import datasets
-
+    datasets = datasets_library()
     if config is not None and config.tokenizer_hash not in (None, vocabulary_hash(tokenizer)):
         raise ValueError(
             f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it gives other "
@@ -319,8 +318,7 @@ def find_field(source: Source, text_field: str | None = None, messages_field: st
 
 def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: bool = False) -> Any:
     """The packed rows of a source, at least one of them; a stream that is `endless` repeats them, shuffled."""
-    import datasets
-
+    datasets = datasets_library()
     length = arguments.max_length
     types = (("input_ids", "int32"), ("documents", "int32"), ("loss_mask", "bool"))
     options: dict[str, Any] = {

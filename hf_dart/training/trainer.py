@@ -43,7 +43,7 @@ class DartTrainer(DrafterTrainer):
         kwargs: as for `Trainer`.
 
     Raises:
-        ValueError: the head does not fit the target, or FSDP is to shard a frozen one.
+        ValueError: the head does not fit the target, or what `args` ask of it could not be trained or kept.
     """
 
     recipe: dict[str, Any] | None = None
@@ -51,28 +51,20 @@ class DartTrainer(DrafterTrainer):
 
     def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
-        if args.selector_only:
-            if head.selector is None:
-                raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
-            head.requires_grad_(False)
-            head.selector.requires_grad_(True)
-        else:
-            for part in (head.selector, head.editor):  # no loss here reaches them
-                if part is not None:
-                    part.requires_grad_(False)
+        if isinstance(head, DartHead):
+            _choose_trained(head, args)
         kwargs.setdefault("data_collator", default_data_collator)
         super().__init__(head, target, args, **kwargs)
-        if self.is_fsdp_enabled and not any(part.requires_grad for part in head.layers.parameters()):
-            # Their gradients arise outside the forward that FSDP gathers the weights for.
-            raise ValueError(
-                "FSDP is for heads that learn as a whole; selectors and editors of frozen heads are small: train them "
-                "with DDP, without fsdp."
-            )
+        if self.is_fsdp_enabled and args.selector_only:
+            # Its gradients arise outside the forward that FSDP gathers the weights for.
+            raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
         self.head = head
         self.objective = args.objective
         # The compiled kernels take no smaller heads, and no float64.
         fits = args.device.type == "cuda" and head.config.head_dim >= 16 and head.dtype != torch.float64
         self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
+        self.best_from: int | None = None
+        """How much had been logged when the best weights were loaded; None: they are those of the last step."""
         self._agreement: Tensor | None = None
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._packing_checked = False
@@ -89,6 +81,7 @@ class DartTrainer(DrafterTrainer):
             super()._load_best_model()
         else:
             self.head.reload_adapter(self.state.best_model_checkpoint)
+        self.best_from = len(self.state.log_history)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors` [B, K]; the items of the loss are their blocks."""
@@ -367,3 +360,30 @@ class DartTrainer(DrafterTrainer):
         """Of the head alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
+
+
+def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
+    """Freezes the parts that the losses do not reach.
+
+    Raises:
+        ValueError: the part that is to be trained is missing, or could not be trained or saved.
+    """
+    if head.config.own_lm_head and args.loss_chunk:
+        raise ValueError(
+            "Losses in chunks train no LM head, and this head has one of its own; give loss_chunk=0, or a head without "
+            "own_lm_head."
+        )
+    if args.selector_only:
+        if head.selector is None:
+            raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
+        if head.adapted:
+            raise ValueError("An adapter would be saved without the selector; merge it into its head first.")
+        head.requires_grad_(False)
+        head.selector.requires_grad_(True)
+    else:
+        for part in (head.selector, head.editor):
+            if part is not None:
+                part.requires_grad_(False)
+    if (args.selector_only or head.config.own_lm_head) and args.ddp_find_unused_parameters is None:
+        # They are called outside the forward of DDP, which would take them for unused.
+        args.ddp_find_unused_parameters = False

@@ -159,8 +159,9 @@ class ServerWriter:
             choice = self._ask("chat/completions", content, new_tokens, sampling, seed + at)
             answer = choice["message"]
             message = {"role": "assistant", "content": answer.get("content") or ""}
-            if answer.get("reasoning_content"):
-                message["reasoning_content"] = answer["reasoning_content"]
+            thoughts = answer.get("reasoning") or answer.get("reasoning_content")  # vLLM has renamed it
+            if thoughts:
+                message["reasoning_content"] = thoughts
             return Reply(message, choice.get("finish_reason") == "stop")
 
         return self._all(one, len(conversations))
