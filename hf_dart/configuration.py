@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +11,8 @@ from huggingface_hub import constants
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
+from hf_dart.checks import check_shape, check_types
 from hf_dart.trees.costs import RoundCost, checked_points
-
-MAX_DRAFT_LENGTH = 31
-"""Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
@@ -116,8 +114,10 @@ class DartConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        check_types(self, DartConfig)
         self.feature_layers = sorted(set(self.feature_layers))
         check_shape(self)
+        check_tree(self.tree)
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
         if self.block_attention not in ("causal", "bidirectional"):
@@ -126,12 +126,17 @@ class DartConfig(PreTrainedConfig):
             raise ValueError(f"input_form is {self.input_form!r}; give 'pair' or 'stream'.")
         if self.copied_layer is not None and self.input_form != "stream":
             raise ValueError("A copied layer takes the width of the target's; leave input_form at 'stream'.")
+        frequencies, pairs = self.rope_frequencies, self.head_dim // 2
+        if frequencies is not None and len(frequencies) != pairs:
+            raise ValueError(f"rope_frequencies has {len(frequencies)} entries; give {pairs}, half of head_dim.")
         self._check_mask_mode()
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
                 "or None for all of it."
             )
+        if self.selector_rank < 0:
+            raise ValueError(f"selector_rank is {self.selector_rank}; give 0 for no selector, or more.")
         if self.selector_kind not in ("bigram", "markov"):
             raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
         if self.editor and not self.shift_logits:
@@ -226,21 +231,12 @@ class DartConfig(PreTrainedConfig):
         return cls(**{**fields, **overrides})
 
 
-def check_shape(config: Any) -> None:
-    """Raise a `ValueError` if what the configs of drafters have in common is out of range; `feature_layers` ascend."""
-    if not 1 <= config.draft_length <= MAX_DRAFT_LENGTH:
-        raise ValueError(f"draft_length is {config.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
-    layers, last = config.feature_layers, config.target_num_layers
-    if layers and not 0 <= layers[0] <= layers[-1] <= last:
-        raise ValueError(
-            f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
-            "embeddings) and use no negative index."
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
-            f"({config.num_key_value_heads})."
-        )
+def check_tree(fields_of_tree: dict[str, Any]) -> None:
+    """Raise a `ValueError` if a config's `tree` does not make a [`TreeConfig`]."""
+    known = [one.name for one in fields(TreeConfig)]
+    if unknown := sorted(fields_of_tree.keys() - set(known)):
+        raise ValueError(f"tree has the field {unknown[0]!r}; TreeConfig has {', '.join(known)}.")
+    TreeConfig(**fields_of_tree)
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
@@ -338,6 +334,7 @@ class TreeConfig:
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
+        check_types(self, TreeConfig, "TreeConfig.")
         for name in ("nodes", "depth", "top_k", "beam"):
             value = getattr(self, name)
             if value is not None and value < 1:
@@ -345,7 +342,7 @@ class TreeConfig:
         for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
             if getattr(self, name) < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
-        if self.verify_costs:
+        if self.verify_costs not in ((), []):
             # Lists, where they come from a JSON file.
             object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))
         if self.scores not in ("survival", "paper"):

@@ -13,20 +13,23 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
+from attacks import VALUES, changed, damaged, seeds, survives
 from compare import assert_identical
 from peft import LoraConfig
 from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import AutoTokenizer
 
-from hf_dart import DartHead
+from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.bench import suites
 from hf_dart.bench.render import table
 from hf_dart.drafters import load_drafter
+from hf_dart.drafters.configuration import DiffusionConfig
+from hf_dart.drafters.eagle import EagleConfig
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError
 from hf_dart.training.recipe import read_recipe
+from hf_dart.training.regenerate import Shard, begin
 
 BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
 KINDS: dict[str, Callable[..., Any]] = {
@@ -167,4 +170,55 @@ def test_suites(tmp_path: Path, part: range) -> None:
         content = "\n".join(lines).encode("latin1")
         file.write_bytes(damaged(content, seed) if seed % 4 == 3 else content)
         read += survives(one_line(lambda: suites.open_suite(str(file), tokenizer, 3)))
+    assert 0 < read < len(part)
+
+
+CONFIGS: dict[type, dict[str, Any]] = {
+    DartConfig: {"target_num_layers": 8},
+    EagleConfig: {"target_num_layers": 8},
+    DiffusionConfig: {"target_num_layers": 8},
+    TreeConfig: {},
+}
+
+
+@pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
+def test_fields_of_another_type(kind: Any) -> None:
+    """What a field may not hold is refused at once, by its name, and not where it is first used."""
+    accepted: dict[str, list[Any]] = {}
+    refusals = []
+    for name in (name for one in kind.__mro__ if one in CONFIGS for name in one.__annotations__):
+        for value in [*VALUES, 10**400, float("nan")]:
+            try:
+                config = kind(**{**CONFIGS[kind], name: value})
+            except ValueError as error:
+                refusals.append(str(error))
+            else:
+                accepted.setdefault(name, []).append(getattr(config, name))
+    assert all(words.endswith(".") and "\n" not in words for words in refusals)
+    usual = kind(**CONFIGS[kind])
+    alike = {float: (float, int), tuple: (list, tuple)}
+    for name, values in accepted.items():
+        own = getattr(usual, name)
+        types = (type(None), int, str, bool, list) if own is None else alike.get(type(own), (type(own),))
+        assert {type(value) for value in values} <= set(types), name
+        assert all(value == value for value in values), name
+    assert len(accepted) > 8
+
+
+@pytest.mark.parametrize("part", seeds(60, 1500))
+def test_progress_of_regenerated_text(tmp_path: Path, part: range) -> None:
+    """A damaged note of what is done never costs text that a whole one would have kept."""
+    output = Shard(tmp_path)
+    output.append([{"text": "import os"}, {"text": "class A:"}])
+    note, text = output.path.with_suffix(".progress"), output.path.read_bytes()
+    good = json.loads(note.read_text(encoding="utf8"))
+    settings = {"temperature": 1.0, "seed": 0}
+    begin(tmp_path, settings, {})
+    kept, read = (tmp_path / "settings.json").read_text(encoding="utf8"), 0
+    for seed in part:
+        output.path.write_bytes(text)
+        note.write_text(changed(good, seed), encoding="latin1")
+        read += survives(lambda: Shard(tmp_path))
+        (tmp_path / "settings.json").write_text(changed(json.loads(kept), seed), encoding="latin1")
+        survives(lambda: begin(tmp_path, settings, {}))
     assert 0 < read < len(part)

@@ -103,6 +103,6 @@ def _read(file: Path | None) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(file.read_text(encoding="utf8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{file} is no JSON file; name another one.") from error
     return content if isinstance(content, dict) and "results" in content else {}

@@ -7,7 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.configuration import DartConfig, check_shape
+from hf_dart.checks import check_shape, check_types
+from hf_dart.configuration import DartConfig, check_tree
 
 UNMASKING = ("confidence", "left_to_right")
 
@@ -68,9 +69,11 @@ class DiffusionConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        check_types(self, DiffusionConfig)
         self.feature_layers = sorted(set(self.feature_layers))
         check_shape(self)
-        for name in ("denoise_steps", "num_layers", "hidden_size"):
+        check_tree(self.tree)
+        for name in ("denoise_steps", "num_layers", "lm_head_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
         if self.unmasking not in UNMASKING:

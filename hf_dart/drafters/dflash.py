@@ -18,7 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
+from hf_dart.checks import MAX_DRAFT_LENGTH
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared

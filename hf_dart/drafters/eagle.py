@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from hf_dart.checks import check_types
 from hf_dart.configuration import DartConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
@@ -47,6 +48,7 @@ class EagleConfig(DartConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
+        check_types(self, EagleConfig)
         if self.beam < 1:
             raise ValueError(f"beam is {self.beam}; give 1 or more.")
         for name in _ABSENT:

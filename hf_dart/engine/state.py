@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.configuration import MAX_DRAFT_LENGTH, TreeConfig
+from hf_dart.checks import MAX_DRAFT_LENGTH
+from hf_dart.configuration import TreeConfig
 from hf_dart.engine.processing import sees_text
 from hf_dart.generation.noise import MAX_LEAD
 

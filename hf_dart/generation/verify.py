@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_dart.configuration import MAX_DRAFT_LENGTH
+from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.stock_layers import is_placeholder, window_of
 from hf_dart.trees.tree import DraftTree

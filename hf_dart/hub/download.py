@@ -37,7 +37,7 @@ def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
         return None
     try:
         return dict(json.loads(file.read_text(encoding="utf8")))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, RecursionError) as error:
         raise ValueError(f"The {name} in {path} is damaged ({error}); fetch it again.") from error
 
 
@@ -61,8 +61,10 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
         return {}, None
     try:
         content = json.loads(Path(found).read_text(encoding="utf8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"The config.json in {path} is not JSON ({error}); fetch it again.") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"The config.json in {path} is no JSON object; fetch it again.")
     # The cache keeps a file in snapshots/COMMIT/SUBFOLDER.
     parts = [] if Path(path).is_dir() else Path(found).parts
     commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None

@@ -159,7 +159,7 @@ def _json(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
     """The object in `file`, which `wrote` wrote and which has these keys."""
     try:
         content = json.loads(file.read_text(encoding="utf8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ValueError(f"Cannot read {file} ({error}); give the file that {wrote} wrote.") from error
     if not isinstance(content, dict) or not content.keys() >= set(keys):
         raise ValueError(f"{file} is not what {wrote} writes; give that file.")

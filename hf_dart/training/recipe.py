@@ -115,7 +115,7 @@ def _read(file: Path) -> dict[str, Any]:
         # JSON is YAML, but YAML says worse what is wrong with it.
         text = file.read_text(encoding="utf8")
         content = json.loads(text) if file.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         raise ValueError(f"Cannot read the recipe {str(file)!r}: {sentence(error)}") from error
     if not isinstance(content, dict):
         raise ValueError(f"The recipe {str(file)!r} holds no options; give lines such as 'max_steps: 1000'.")

@@ -214,8 +214,11 @@ class Shard:
         self._progress = self.path.with_suffix(".progress")
         self.batches = self._bytes = 0
         if self._progress.is_file():
-            progress = json.loads(self._progress.read_text())
-            self.batches, self._bytes = progress["batches"], progress["bytes"]
+            progress = _object(self._progress)
+            written = (progress.get("batches", -1), progress.get("bytes", -1))
+            if any(type(count) is not int or count < 0 for count in written):
+                raise ValueError(f"{self._progress} does not say what was written; remove it and {self.path.name}.")
+            self.batches, self._bytes = written
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size < self._bytes:
             raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it anew.")
@@ -249,7 +252,9 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
     if file.is_file():
-        before = json.loads(file.read_text(encoding="utf8"))["settings"]
+        before = _object(file).get("settings")
+        if not isinstance(before, dict):
+            raise ValueError(f"{file} holds no settings; name another folder.")
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
                 raise ValueError(
@@ -258,6 +263,15 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
                 )
     else:
         _replace(file, {"settings": settings, "about": about})
+
+
+def _object(file: Path) -> dict[str, Any]:
+    """What `_replace` wrote."""
+    try:
+        content = json.loads(file.read_text(encoding="utf8"))
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is damaged ({error}); name another folder.") from error
+    return content if isinstance(content, dict) else {}
 
 
 def _replace(file: Path, content: dict[str, Any]) -> None:

@@ -264,9 +264,15 @@ class Encoder:
                 )
             if turns:
                 if isinstance(row_tools, str):  # as many datasets keep them
-                    row_tools = json.loads(row_tools)
+                    row_tools = self._tools(row_tools)
                 found.append((as_messages(turns), row_tools or None))
         return found
+
+    def _tools(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"The field 'tools' of {self.source} holds text that is not JSON ({error}).") from error
 
 
 def open_encoded(
