@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from math import inf, log
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.ngram.table import Array
 from hf_dart.proposal import Drafter
 from hf_dart.trees.tree import Beam
 
@@ -86,6 +88,30 @@ class RowLookup:
             self._right[self._bucket] += 1
 
 
+def padded(copies: list[tuple[list[int], float]]) -> tuple[Array, Array]:
+    """What `RowLookup.suggest` found for each row, as tokens [B, L] and the log-probability of each [B, L].
+
+    Behind the end of a row's copy, -1 and -inf.
+    """
+    longest = max(len(copied) for copied, _ in copies)
+    tokens, chances = np.full((len(copies), longest), -1), np.full((len(copies), longest), -inf)
+    for row, (copied, chance) in enumerate(copies):
+        tokens[row, : len(copied)] = copied
+        chances[row, : len(copied)] = chance
+    return tokens, chances
+
+
+def with_copies(candidates: Array, copied: Array) -> Array:
+    """Candidates [B, d, K + 1], of which the last is the copied one [B, L] of that depth, or -1 if it is known."""
+    batch, depth, width = candidates.shape
+    wide = np.full((batch, depth, width + 1), -1)
+    wide[..., :width] = candidates
+    copied = copied[:, :depth]
+    known = (candidates[:, : copied.shape[1]] == copied[..., None]).any(-1)
+    wide[:, : copied.shape[1], width] = np.where(known, -1, copied)
+    return wide
+
+
 class Graft:
     """Copied continuations of all rows, put among the drafter's candidates.
 
@@ -101,15 +127,8 @@ class Graft:
     @classmethod
     def of(cls, copies: list[tuple[list[int], float]], device: torch.device) -> Graft | None:
         """What `RowLookup.suggest` found for each row; None if it found nothing for any."""
-        longest = max(len(copied) for copied, _ in copies)
-        if longest == 0:
-            return None
-        tokens, chances = [], []
-        for copied, chance in copies:
-            ended = longest - len(copied)
-            tokens.append(copied + [0] * ended)
-            chances.append([chance] * len(copied) + [-inf] * ended)
-        return cls(torch.tensor(tokens, device=device), torch.tensor(chances, device=device))
+        tokens, chances = (torch.from_numpy(part) for part in padded(copies))
+        return cls(tokens.to(device), chances.float().to(device)) if tokens.numel() else None
 
     def extend(self, candidates: Tensor, scores: Tensor) -> tuple[Tensor, Tensor]:
         """Make the copied token a candidate at every depth, and go deeper than the drafter if the copy does.

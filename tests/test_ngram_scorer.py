@@ -75,9 +75,13 @@ def test_many_at_once_give_the_same_probabilities(tmp_path: Path, order: int, ma
         host = HostNgrams(one, machine_code)
         for width in range(order + 2):
             contexts, candidates = questions(VOCABULARY, width, width)
-            found = host.probabilities(contexts, candidates[0])
+            found = host.probabilities(contexts, candidates)
+            assert found.tolist() == one.probabilities(contexts, candidates).tolist()
             same = np.tile(candidates[0], (len(contexts), 1))
-            assert found.tolist() == one.probabilities(contexts, same).tolist()
+            assert host.probabilities(contexts, candidates[0]).tolist() == one.probabilities(contexts, same).tolist()
+            known, wanted = host.known(contexts), host.known(candidates)
+            shorter = host.probabilities(contexts[:, -1:], candidates) if width else host.alone(wanted)
+            assert host.behind(known, wanted, shorter, shortest=2).tolist() == found.tolist()
 
 
 @pytest.mark.gpu

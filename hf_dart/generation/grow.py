@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -16,12 +16,12 @@ from hf_dart.generation.calibration import Calibration
 from hf_dart.generation.candidates import Ranker, SeenTokens
 from hf_dart.generation.refinement import Refined, best_chain
 from hf_dart.generation.walk import Accepted
-from hf_dart.lookup import Graft, RowLookup
-from hf_dart.ngram.table import Array
+from hf_dart.lookup import Graft, RowLookup, padded, with_copies
 from hf_dart.proposal import Drafter, Proposal
-from hf_dart.trees.best_first import Growing, RowDraft, best_first
-from hf_dart.trees.by_depth import PathDraft
-from hf_dart.trees.scoring import BeamScores, PathScores, RowScores
+from hf_dart.trees.best_first import RowDraft, best_first
+from hf_dart.trees.by_depth import Drafts, by_depth
+from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.scoring import BeamScores, HostScores, PathScores
 from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 
 
@@ -134,24 +134,29 @@ class TreeGrower:
         copies: list[tuple[list[int], float]],
         deepest: list[int],
     ) -> DraftTree:
-        tokens = candidates.tolist()
-        if any(copied for copied, _ in copies):
+        if self._scores.context:
+            order = candidates.argsort(-1)  # lookups are quicker so
+            candidates, scores = candidates.gather(-1, order), scores.gather(-1, order)
+        tokens = candidates.numpy()
+        copied, chances = padded(copies)
+        if copied.shape[1]:
             # Copied tokens join the candidates, so that a drafted token behind one is scored like any other.
-            for row, (copied, _) in zip(tokens, copies, strict=True):
-                for depth, known in enumerate(row):
-                    fresh = depth < len(copied) and copied[depth] not in known
-                    known.append(copied[depth] if fresh else -1)
-            candidates = torch.tensor(tokens)
+            tokens = with_copies(tokens, copied)
+            candidates = torch.from_numpy(tokens)
             scores = torch.nn.functional.pad(scores, (0, 1), value=-inf)
         table = self._transitions(proposal, torch.tensor(self._roots()), candidates, scores, refined)
         pairs = scores[:, :, None] if table is None else table
         if self._scores.plain:
-            return self._best_first(tokens, pairs.tolist(), copies, deepest)
-        known = pairs.detach().double().numpy()
-        if self._scores.context:
-            return self._by_depth(np.array(tokens), known, copies, deepest)
-        scored = [self._scores.on_host(depth, known[:, depth], None) for depth in range(known.shape[1])]
-        return self._best_first(tokens, np.stack(scored, axis=1).tolist(), copies, deepest)
+            return self._best_first(tokens.tolist(), pairs.tolist(), copies, deepest)
+        steps = pairs.detach().double().numpy()
+        with np.errstate(divide="ignore", invalid="ignore"):  # of what is no candidate
+            if self._scores.context:
+                history = np.array(self._history())
+                scorer = HostScores(self._scores, tokens, steps)
+                return self._by_depth(Drafts(history, tokens, scorer, deepest, copied, chances))
+            drafted = self._scores.drafted(steps)
+            scored = [self._scores.on_host(depth, drafted[:, depth]) for depth in range(drafted.shape[1])]
+        return self._best_first(tokens.tolist(), np.stack(scored, axis=1).tolist(), copies, deepest)
 
     def _roots(self) -> list[int]:
         return [text[-1] for text in self._texts]
@@ -167,26 +172,22 @@ class TreeGrower:
         """Trees of tokens [B][d][K] and their scores [B][d][J][K]."""
         parts = zip(self._roots(), tokens, pairs, deepest, copies, strict=True)
         drafts = [RowDraft(root, row, scored, limit, *copy) for root, row, scored, limit, copy in parts]
-        return self._sized(drafts, drafted)
+        return best_first(drafts, nodes=self._most, cost=self._cost(drafted))
 
-    def _by_depth(
-        self, tokens: Array, pairs: Array, copies: list[tuple[list[int], float]], deepest: list[int]
-    ) -> DraftTree:
+    def _by_depth(self, drafts: Drafts) -> DraftTree:
         """As `_best_first`, where a score depends on more than the token in front."""
-        parts = zip(np.array(self._history()), tokens, pairs, deepest, copies, strict=True)
-        beam = self._config.beam
-        return self._sized(
-            [
-                PathDraft(history, row, scored, limit, RowScores(self._scores, row), beam, *copy)
-                for history, row, scored, limit, copy in parts
-            ]
-        )
+        return by_depth(drafts, nodes=self._most, beam=self._config.beam, cost=self._cost(True))
 
-    def _sized(self, drafts: Sequence[Growing], drafted: bool = True) -> DraftTree:
-        """Of the size that pays most."""
-        batch, device = len(drafts), self._device.type
-        cost = None if self._config.nodes is not None else self._config.round_cost(batch, device, drafted)
-        return best_first(drafts, nodes=self._config.resolve_nodes(batch, device), cost=cost)
+    @property
+    def _most(self) -> int:
+        """Nodes per row."""
+        return self._config.resolve_nodes(len(self._texts), self._device.type)
+
+    def _cost(self, drafted: bool) -> RoundCost | None:
+        """That trees are sized by, if they are."""
+        if self._config.nodes is not None:
+            return None
+        return self._config.round_cost(len(self._texts), self._device.type, drafted)
 
     def _on_device(
         self,
@@ -206,7 +207,7 @@ class TreeGrower:
             history,
             candidates,
             scores,
-            nodes=self._config.resolve_nodes(len(history), self._device.type),
+            nodes=self._most,
             beam=self._config.beam,
             depth_limit=torch.tensor(deepest, device=self._device) if limited else None,
             scorer=self._scorer(proposal, history[:, -1], candidates, scores, refined, graft),

@@ -29,50 +29,70 @@ class HostNgrams:
         self._table, self._compiled = table, compiled() if machine_code else None
 
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
-        """As `NgramTable.probabilities`, of the same candidates behind all contexts.
+        """As `NgramTable.probabilities`, of contexts [..., C] and candidates [..., K] that broadcast; [..., K]."""
+        contexts, candidates = self.known(contexts), self.known(candidates)
+        return self.behind(contexts, candidates, self.alone(candidates))
+
+    def known(self, tokens: Array) -> Array:
+        """The same ids, with -1 in place of those that the table does not know."""
+        return np.where((tokens >= 0) & (tokens < self._table.spec.vocab_size), tokens, -1)
+
+    def alone(self, candidates: Array) -> Array:
+        """The share of each of the `known` candidates [..., K] in all tokens."""
+        table = self._table
+        return np.where(candidates >= 0, table.unigrams[candidates] / max(table.tokens, 1), 0.0)
+
+    def behind(self, contexts: Array, candidates: Array, shorter: Array, shortest: int = 1) -> Array:
+        """Probabilities [..., K] of candidates, of which what shorter contexts say is known.
 
         Args:
-            contexts: [R, C] int64 tokens in front, the last one last; a negative one ends the context.
-            candidates: [K] int64 token ids; negative is no candidate.
-
-        Returns:
-            [R, K] float64.
+            contexts: [..., C] tokens in front, of those `known`.
+            candidates: [..., K] token ids, likewise. Neighbours in memory are quickest found, so they best ascend.
+            shorter: [..., K] what contexts of less than `shortest` tokens say.
+            shortest: 1 or more.
         """
-        table = self._table
-        real = (candidates >= 0) & (candidates < table.spec.vocab_size)
-        tokens = np.where(real, candidates, 0)
-        shares = np.where(real, table.unigrams[tokens] / max(table.tokens, 1), 0.0)
-        found = np.repeat(shares[None], len(contexts), axis=0)
-        if self._compiled is None:
-            self._back_off(found, contexts, tokens, real)
-        else:
-            arrays = (table.unigrams, tuple(table.keys), tuple(table.counts))
-            self._compiled(found, contexts, tokens, real, table.spec.bits, table.spec.vocab_size, *arrays)
+        if self._compiled is None and contexts.shape[-1] >= shortest:
+            return self._back_off(shorter, contexts, candidates, shortest)
+        shape, width = np.broadcast_shapes(contexts.shape[:-1], candidates.shape[:-1]), candidates.shape[-1]
+        if contexts.shape[-1] < shortest:
+            return np.broadcast_to(shorter, (*shape, width))
+        found = np.broadcast_to(shorter, (*shape, width)).reshape(-1, width).copy()
+        rows = np.broadcast_to(contexts, (*shape, contexts.shape[-1])).reshape(-1, contexts.shape[-1])
+        wanted = np.broadcast_to(candidates, (*shape, width)).reshape(-1, width)
+        arrays = (self._table.unigrams, tuple(self._table.keys), tuple(self._table.counts))
+        self._compiled(found, rows, wanted, shortest, self._table.spec.bits, *arrays)
+        return found.reshape(*shape, width)
+
+    def _back_off(self, found: Array, contexts: Array, candidates: Array, shortest: int) -> Array:
+        """What contexts of `shortest` tokens and more say, in place of what was `found` [..., K]."""
+        bits, width = self._table.spec.bits, contexts.shape[-1]
+        # Where a token is unknown, keys are negative, and in no table.
+        packed = np.zeros(contexts.shape[:-1], dtype=np.int64)
+        for length in range(1, min(self._table.spec.order - 1, width) + 1):
+            packed = packed | (contexts[..., -length] << ((length - 1) * bits))
+            if length < shortest:
+                continue
+            totals = self._totals(length, packed)
+            packed = np.where(totals > 0, packed, -1)
+            counts, there = self._counted(length + 1, (packed << bits)[..., None] | candidates)
+            share = np.minimum(counts / np.maximum(totals, 1.0)[..., None], 1.0)
+            found = np.where(there, share, found)
         return found
 
-    def _back_off(self, found: Array, contexts: Array, tokens: Array, real: Array) -> None:
-        """Put what longer and longer contexts say in place of what is `found` [R, K]."""
-        table, spec = self._table, self._table.spec
-        packed = np.zeros(len(contexts), dtype=np.int64)
-        usable = np.ones(len(contexts), dtype=bool)
-        for length in range(1, min(spec.order - 1, contexts.shape[1]) + 1):
-            token = contexts[:, -length]
-            usable = usable & (token >= 0) & (token < spec.vocab_size)
-            packed = packed | (np.where(usable, token, 0) << ((length - 1) * spec.bits))
-            totals = table.unigrams[packed] if length == 1 else self._counted(length, packed)
-            usable &= totals > 0
-            counts = self._counted(length + 1, (packed << spec.bits)[:, None] | tokens)
-            share = np.minimum(counts / np.maximum(totals, 1)[:, None], 1.0)
-            np.copyto(found, share, where=(counts > 0) & real & usable[:, None])
+    def _totals(self, order: int, keys: Array) -> Array:
+        """How often n-grams occur."""
+        if order == 1:
+            return np.where(keys >= 0, self._table.unigrams[keys], 0)
+        counts, there = self._counted(order, keys)
+        return counts * there
 
-    def _counted(self, order: int, wanted: Array) -> Array:
-        """Counts [...] of n-grams of one order, 2 or more."""
+    def _counted(self, order: int, wanted: Array) -> tuple[Array, Array]:
+        """Counts [...] of n-grams of one order, 2 or more, and whether they are there; else a count means nothing."""
         keys, counts = self._table.keys[order - 2], self._table.counts[order - 2]
         if not len(keys):
-            return np.zeros(wanted.shape, dtype=np.uint32)
+            return np.zeros(wanted.shape, dtype=np.uint32), np.zeros(wanted.shape, dtype=bool)
         places = keys.searchsorted(wanted)
-        hit = keys.take(places, mode="clip") == wanted
-        return np.where(hit, counts.take(places, mode="clip"), np.uint32(0))
+        return counts.take(places, mode="clip"), keys.take(places, mode="clip") == wanted
 
 
 class DeviceNgrams:
@@ -150,13 +170,15 @@ def compiled() -> Callable[..., None] | None:
         return low
 
     @numba.njit(cache=True)
-    def behind(found, context, tokens, real, bits, vocabulary, unigrams, keys, counts):  # type: ignore[no-untyped-def]
+    def behind(found, context, tokens, shortest, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
         packed = 0
         for length in range(1, min(len(keys), len(context)) + 1):
             token = context[len(context) - length]
-            if token < 0 or token >= vocabulary:
+            if token < 0:
                 return
             packed |= token << ((length - 1) * bits)
+            if length < shortest:
+                continue
             total = 0
             if length == 1:
                 total = unigrams[packed]
@@ -171,15 +193,15 @@ def compiled() -> Callable[..., None] | None:
             last = place_of(known, first, len(known), (packed << bits) | ((1 << bits) - 1))
             last = min(last + 1, len(known))
             for candidate in range(len(tokens)):
-                if real[candidate]:
+                if tokens[candidate] >= 0:
                     wanted = (packed << bits) | tokens[candidate]
                     place = place_of(known, first, last, wanted)
                     if place < last and known[place] == wanted:
                         found[candidate] = min(often[place] / total, 1.0)
 
     @numba.njit(cache=True)
-    def back_off(found, contexts, tokens, real, bits, vocabulary, unigrams, keys, counts):  # type: ignore[no-untyped-def]
+    def back_off(found, contexts, tokens, shortest, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
         for row in range(len(contexts)):
-            behind(found[row], contexts[row], tokens, real, bits, vocabulary, unigrams, keys, counts)
+            behind(found[row], contexts[row], tokens[row], shortest, bits, unigrams, keys, counts)
 
     return back_off

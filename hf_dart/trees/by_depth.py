@@ -1,93 +1,195 @@
 """Draft trees grown on the host depth by depth, where what a token is worth depends on the whole path in front of it.
 
 Opening one node at a time (`best_first`) would ask for one path's scores at a time. Here a beam of paths is scored at
-once: what `tree.grow_tree` does in tensors, in NumPy, for which a small array costs a tenth of the time.
+once, of all rows: what `tree.grow_tree` does in tensors, in NumPy, for which a small array costs a tenth of the time.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple, Protocol
 
 import numpy as np
+import torch
 
 from hf_dart.ngram.table import Array
-from hf_dart.trees.best_first import Node
-from hf_dart.trees.tree import FLOOR, STEP
+from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.tree import FLOOR, STEP, DraftTree
 
-PathScorer = Callable[[int, Array, Array], Array]
-"""Of a depth, from 0, steps [W or 1, K] and the last tokens of W paths [W, C]: the steps behind those, [W, K]."""
+
+class PathScorer(Protocol):
+    """What candidates are worth behind a path."""
+
+    def __call__(self, depth: int, columns: Array, paths: Array) -> Array:
+        """Log-scores [B, W, K] of the candidates at `depth`, from 0; [B, 1, K] where the path does not matter.
+
+        Args:
+            columns: [B, W] which candidate of the depth in front each path ends in; 0 for the root.
+            paths: [B, W, C] last tokens of each path.
+        """
+        ...
 
 
 @dataclass(frozen=True)
-class PathDraft:
-    """What one row may grow from.
+class Drafts:
+    """What B rows may grow from.
 
     Attributes:
-        history: [C] last committed tokens, the root at the end; as many as `score` looks at, one at least.
-        candidates: [d, K] token ids per depth; -1 is no candidate.
-        table: [d, J, K] log-score of candidate k behind candidate j of the depth before; J is 1 where the score
-            does not depend on it.
-        deepest: no node lies deeper.
-        score: makes of them what they are behind a path.
-        beam: W, paths per depth that are gone on with.
-        copied: tokens that followed the same text earlier (`hf_dart.lookup`); where they lie within d, they are
-            among the candidates.
-        log_chance: log-probability of each copied token behind the one before.
+        history: [B, C] last committed tokens, the root at the end; as many as `score` looks at, one at least.
+        candidates: [B, d, K] token ids per depth, d being 1 or more; -1 is no candidate.
+        score: what they are worth.
+        deepest: [B] no node of a row lies deeper.
+        copied: [B, L] tokens that followed the same text earlier (`hf_dart.lookup`), -1 behind the last one; where
+            they lie within d, they are among the candidates.
+        chances: [B, L] log-probability of each behind the one before; -inf behind the last one.
     """
 
     history: Array
     candidates: Array
-    table: Array
-    deepest: int
     score: PathScorer
-    beam: int
-    copied: Sequence[int] = ()
-    log_chance: float = -inf
+    deepest: Sequence[int]
+    copied: Array
+    chances: Array
 
-    @property
-    def root(self) -> int:
-        """The last committed token."""
-        return int(self.history[-1])
 
-    def best(self, count: int) -> Iterator[Node]:
-        """As `Growing.best`, of all that the beam extends to."""
-        deepest = min(self.deepest, max(len(self.candidates), len(self.copied)))
-        paths = self.history[None]  # [W, C] the last tokens of each path
-        columns = np.zeros(1, dtype=np.int64)  # [W] which candidate each path ends in
-        scores, places = np.zeros(1), np.full(1, -1)  # [W] of the paths, and where in the pool they lie
-        pool: list[tuple[Array, Array, Array]] = []  # scores, tokens, places of parents
-        size = 0
-        for depth in range(deepest):
-            tokens, steps = self._steps(depth, paths, columns)
-            extended = (scores[:, None] + _bounded(np.where(tokens >= 0, steps, -inf))).ravel()
-            parents = np.repeat(places, len(tokens))
-            pool.append((extended, np.broadcast_to(tokens, (len(scores), len(tokens))).ravel(), parents))
-            chosen = _largest(extended, self.beam)
-            if not len(chosen):
-                break
-            rows = chosen // len(tokens)
-            columns = chosen - rows * len(tokens)
-            paths = np.concatenate([paths[rows, 1:], tokens[columns, None]], axis=1)
-            scores, places = extended[chosen], chosen + size
-            size += len(extended)
-        return _unfolded(pool, count)
+class _Level(NamedTuple):
+    """The nodes of one depth that were looked at: K tokens behind each of W paths.
 
-    def _steps(self, depth: int, paths: Array, columns: Array) -> tuple[Array, Array]:
-        """Tokens [K] that may come at a depth, and what each is worth behind each path, [W, K]."""
-        copied = self.copied[depth] if depth < len(self.copied) else None
-        going_on = np.full(len(paths), copied is not None)
-        if copied is not None and depth:
-            going_on = paths[:, -1] == self.copied[depth - 1]
-        if depth >= len(self.candidates):
-            return np.array([copied]), np.where(going_on, self.log_chance, -inf)[:, None]
-        tokens, table = self.candidates[depth], self.table[depth]
-        steps = self.score(depth, table[columns] if len(table) > 1 else table, paths)
-        if copied is not None:
-            raised = (tokens == copied) & going_on[:, None]
-            steps = np.where(raised, np.maximum(steps, self.log_chance), steps)
-        return tokens, steps
+    Behind what is drafted, one more level holds what is copied: K tokens in a row behind each of W paths.
+    """
+
+    scores: Array  # [B, W, K] of the paths with the token
+    tokens: Array  # [B, K]
+    places: Array  # [B, W] of the ends of the paths among the nodes of all levels; -1 for the root
+
+
+def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = None) -> DraftTree:
+    """Grow one tree per row, all of one size N <= `nodes`.
+
+    The trees grow by one node in every row; the size is the one at which the tokens expected of the round, over its
+    cost, are most.
+
+    Args:
+        drafts: what they grow from.
+        nodes: most nodes per row, the root included.
+        beam: W, paths per depth that are gone on with. From `nodes` - 1 on, the best nodes of all paths are found.
+        cost: of the round; None grows to `nodes`.
+
+    Returns:
+        The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
+    """
+    roots = drafts.history[:, -1:]
+    levels = _levels(drafts, beam) if nodes > 1 else []
+    pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
+    chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
+    chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
+    scores = take(pool, chosen)
+    size = _best_size(scores, cost)
+    if size == 1:
+        return DraftTree.chain(torch.from_numpy(roots.copy()))
+    chosen, scores = chosen[:, : size - 1], scores[:, : size - 1]
+    tokens, parents, depths = _look_up(levels, drafts.candidates.shape[1], chosen)
+    empty = scores == -inf
+    none = np.zeros_like(roots)
+    return _tree(
+        np.concatenate([roots, np.where(empty, roots, tokens)], axis=1),
+        np.concatenate([none - 1, np.where(empty, -1, parents)], axis=1),
+        np.concatenate([none, np.where(empty, 0, depths)], axis=1),
+        np.concatenate([none, scores], axis=1),
+    )
+
+
+def _levels(drafts: Drafts, beam: int) -> list[_Level]:
+    candidates, copied, chances = drafts.candidates, drafts.copied, drafts.chances
+    batch, drafted = candidates.shape[:2]
+    deepest = min(max(drafts.deepest), max(drafted, copied.shape[1]))
+    limits = np.array(drafts.deepest)[:, None, None]
+    limited = min(drafts.deepest) < deepest
+    paths, columns = drafts.history[:, None], np.zeros((batch, 1), dtype=np.int64)
+    best, places = np.zeros((batch, 1)), np.full((batch, 1), -1)
+    levels: list[_Level] = []
+    size = 0
+    for depth in range(min(deepest, drafted)):
+        tokens = candidates[:, depth]
+        steps = drafts.score(depth, columns, paths)
+        if depth < copied.shape[1]:
+            raised = (tokens == copied[:, depth, None])[:, None]
+            if depth:
+                raised = raised & (paths[..., -1:] == copied[:, depth - 1, None, None])
+            steps = np.where(raised, np.maximum(steps, chances[:, depth, None, None]), steps)
+        steps = _bounded(steps)
+        if limited:
+            steps = np.where(limits > depth, steps, -inf)
+        scores = best[..., None] + steps
+        levels.append(_Level(scores, tokens, places))
+        if depth + 1 == deepest:
+            break
+        scores = scores.reshape(batch, -1)
+        chosen = _largest(scores, min(beam, scores.shape[1]))
+        best, places = take(scores, chosen), chosen + size
+        size += scores.shape[1]
+        behind, columns = np.divmod(chosen, tokens.shape[1])
+        paths = np.concatenate([take(paths, behind)[..., 1:], take(tokens, columns)[..., None]], axis=-1)
+    if drafted < deepest:
+        # Copied text goes on behind the paths that end in it; [B, W, T] of T more tokens.
+        going_on = paths[..., -1] == copied[:, drafted - 1, None]
+        kept = going_on.any(0)
+        steps = _bounded(chances[:, drafted:deepest])
+        steps = np.where(limits[:, 0] > np.arange(drafted, deepest), steps, -inf).cumsum(1)
+        scores = np.where(going_on[:, kept, None], best[:, kept, None] + steps[:, None], -inf)
+        levels.append(_Level(scores, copied[:, drafted:deepest], places[:, kept]))
+    return levels
+
+
+def _best_size(scores: Array, cost: RoundCost | None) -> int:
+    """Nodes, the root included, of trees whose nodes below it have scores [B, n] by falling score."""
+    gains = np.exp(scores).sum(0)
+    gains = gains[: np.count_nonzero(gains)]
+    if cost is None:
+        return 1 + len(gains)
+    expected = len(scores) + np.concatenate([[0.0], gains.cumsum()])
+    rates = expected / cost.of_each(len(expected))
+    return len(rates) - int(rates[::-1].argmax())  # the largest of the best
+
+
+def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, Array, Array]:
+    """Tokens, parents in the tree and depths of the nodes in places `chosen` [B, n], which come in that order."""
+    batch, count = chosen.shape
+    widths, paths = (np.array(sizes) for sizes in zip(*(level.scores.shape[:0:-1] for level in levels), strict=True))
+    ends = (widths * paths).cumsum()
+    level = ends.searchsorted(chosen, side="right")
+    behind, columns = np.divmod(chosen - (ends - widths * paths)[level], widths[level])
+    tokens = take(np.concatenate([each.tokens for each in levels], 1), columns + (widths.cumsum() - widths)[level])
+    in_front = take(np.concatenate([each.places for each in levels], 1), behind + (paths.cumsum() - paths)[level])
+    depths = level + 1
+    if len(levels) > drafted:
+        copied = np.where(level == drafted, columns, 0)
+        in_front, depths = np.where(copied > 0, chosen - 1, in_front), depths + copied
+    # Children lie below their parents, so that these are among the chosen; the root is in front of all.
+    numbers = np.zeros((batch, int(ends[-1]) + 1), dtype=np.int64)
+    numbers[np.arange(batch)[:, None], chosen + 1] = np.arange(1, count + 1)
+    return tokens, take(numbers, in_front + 1), depths
+
+
+def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftTree:
+    parts = (torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents)))
+    return DraftTree(*parts, int(depths.max()), torch.from_numpy(scores))
+
+
+def _ancestors(parents: Array) -> Array:
+    """[B, N, N] of `parents` [B, N], which come before their children."""
+    batch, size = parents.shape
+    length = -(-size // 8)
+    rows = bytearray()
+    for row in parents.tolist():
+        paths: list[int] = []  # the ancestors of each node as bits
+        for node, parent in enumerate(row):
+            paths.append((paths[parent] if parent >= 0 else 0) | 1 << node)
+        rows += b"".join(path.to_bytes(length, "little") for path in paths)
+    bits = np.unpackbits(np.frombuffer(rows, np.uint8), bitorder="little")
+    return np.ascontiguousarray(bits.reshape(batch, size, -1)[..., :size]).view(bool)
 
 
 def _bounded(steps: Array) -> Array:
@@ -95,25 +197,16 @@ def _bounded(steps: Array) -> Array:
     return np.where(steps > -inf, np.minimum(np.maximum(steps, FLOOR), -STEP), -inf)
 
 
+def take(values: Array, places: Array) -> Array:
+    """Of `values` [B, n, ...], those at `places` [B, m] of each row: [B, m, ...]."""
+    if len(values) == 1:
+        return values[0].take(places, axis=0)
+    return values[np.arange(len(values))[:, None], places]
+
+
 def _largest(scores: Array, count: int) -> Array:
-    """Places of the largest scores above -inf, `count` at most, by falling score."""
-    count = min(count, int(np.count_nonzero(scores > -inf)))
-    places = scores.argpartition(-count)[-count:] if 0 < count < len(scores) else np.arange(len(scores))
-    return places[(-scores[places]).argsort(kind="stable")][:count]
-
-
-def _unfolded(pool: list[tuple[Array, Array, Array]], count: int) -> Iterator[Node]:
-    """The best nodes of a pool of scores, tokens and places of parents, in it."""
-    if not pool:
-        return
-    scores, tokens, parents = (np.concatenate(parts) for parts in zip(*pool, strict=True))
-    chosen = _largest(scores, count)
-    place_of = {-1: 0}
-    depths = [0]
-    ranked = zip(*(part[chosen].tolist() for part in (scores, tokens, parents)), chosen.tolist(), strict=True)
-    for number, (score, token, above, place) in enumerate(ranked, start=1):
-        # Children lie below their parents, so that these come first.
-        parent = place_of[above]
-        place_of[place] = number
-        depths.append(depths[parent] + 1)
-        yield Node(token, parent, depths[-1], score)
+    """Places [B, `count`] of each row's largest scores [B, n], in any order."""
+    most = scores.shape[1]
+    if count < most:
+        return scores.argpartition(most - count, axis=1)[:, most - count :]
+    return np.arange(most) + np.zeros((len(scores), 1), dtype=np.int64)

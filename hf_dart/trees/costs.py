@@ -15,6 +15,9 @@ from itertools import pairwise
 from math import isfinite
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 Points = tuple[tuple[float, float], ...]
 """(size, cost), both rising; straight lines between them, and on behind the last one."""
 
@@ -70,6 +73,13 @@ class RoundCost:
     def of(self, nodes: float) -> float:
         """The cost of a round that verifies trees of so many nodes, after a draft."""
         return self.draft + interpolated(self.points, nodes)
+
+    def of_each(self, most: int) -> NDArray[Any]:
+        """`of` of 1 to `most` nodes."""
+        sizes, costs = np.array(self.points).T
+        nodes = np.arange(1, most + 1)
+        beyond = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) * np.maximum(nodes - sizes[-1], 0)
+        return self.draft + np.interp(nodes, sizes, costs) + beyond
 
     def pays_to_grow(self, nodes: int, most: int, expected: float, gain: float, best: float) -> bool:
         """May a tree of more than `nodes` nodes bring more per cost than `best`?

@@ -8,7 +8,7 @@ Two ways to put them together (`TreeConfig.scores`):
   With `TreeConfig.calibrate`, corrected by what the target has accepted so far (`generation.calibration`).
 - "paper": DART's weighted sum (arXiv 2601.19278, section 3.3), which ranks but is no chance.
 
-Both for a beam of paths: `RowScores` on the host, in NumPy, and `BeamScores` in tensors.
+Both for a beam of paths: `HostScores` on the host, in NumPy, and `BeamScores` in tensors.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.generation.calibration import Calibration
 from hf_dart.lookup import Graft
 from hf_dart.ngram.table import Array, NgramTable
+from hf_dart.trees.by_depth import take
 from hf_dart.trees.tree import Beam, Transitions
 
 _UNSEEN = 1e-4
@@ -64,27 +65,24 @@ class PathScores:
         """Do candidates at this depth, from 0, look into the table?"""
         return self._table is not None and (self.config.scores == "survival" or depth > 0)
 
-    def on_host(self, depth: int, steps: Array, shares: Array | None) -> Array:
-        """Scores [W, K] of the candidates behind W paths; [1, K] where they do not depend on the path.
+    def drafted(self, steps: Array) -> Array:
+        """The drafter's part of all scores [B, d, J, K], from its log-probabilities [B, d, J, K]."""
+        if self.config.scores != "paper":
+            return steps
+        depth = np.arange(steps.shape[1])[:, None, None]
+        scores = _FADING**depth * (depth + 1) ** _LEVEL * np.log(np.exp(steps - _log_sum(steps)) + _EPSILON)
+        # The epsilon would make a candidate of what is none.
+        return np.where(steps == -np.inf, -np.inf, scores)
 
-        Args:
-            depth: of the candidates, from 0.
-            steps: [W or 1, K] their log-probabilities by the drafter.
-            shares: [W, K] their probabilities by the table, where it is used.
-        """
-        together = _log_sum(steps)
-        weight, none = self.config.ngram_weight, np.isneginf(steps)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            if self.config.scores == "paper":
-                scores = _FADING**depth * np.log(np.exp(steps - together) + _EPSILON)
-                if shares is not None:
-                    scores = scores + weight * np.log(shares + _EPSILON)
-                # The epsilon would make a candidate of what is none.
-                return np.where(none, -np.inf, scores * (depth + 1) ** _LEVEL)
-            if shares is not None:
-                steps = steps + weight * np.log(shares + _UNSEEN)
-                steps = np.where(none, -np.inf, steps - _log_sum(steps) + together)
-        return steps if self.calibration is None else self.calibration.on_host(depth, steps)
+    def on_host(self, depth: int, drafted: Array, shares: Array | None = None) -> Array:
+        """Scores [..., K] at a depth: the drafter's part and, where it is used, what the table says [..., K]."""
+        weight, scores = self.config.ngram_weight, drafted
+        if shares is not None and self.config.scores == "paper":
+            scores = drafted + weight * (depth + 1) ** _LEVEL * np.log(shares + _EPSILON)
+        elif shares is not None:
+            scores = drafted + weight * np.log(shares + _UNSEEN)
+            scores = scores + (_log_sum(drafted) - _log_sum(scores))
+        return scores if self.calibration is None else self.calibration.on_host(depth, scores)
 
     def on_device(self, depth: int, steps: Tensor, shares: Tensor | None) -> Tensor:
         """As `on_host`, for paths [B, W]: `steps` and `shares` are [B, W, K]."""
@@ -101,23 +99,36 @@ class PathScores:
         return steps if self.calibration is None else self.calibration.on_device(depth, steps)
 
 
-class RowScores:
-    """The `by_depth.PathScorer` of one row in one round.
+class HostScores:
+    """The `by_depth.PathScorer` of all rows in one round, with a table.
 
     Args:
         scores: how.
-        candidates: [d, K] token ids per depth; -1 is no candidate.
+        candidates: [B, d, K] token ids per depth; -1 is no candidate. Lookups are quicker where they ascend.
+        steps: [B, d, J, K] log-probability of candidate k behind candidate j of the depth in front, by the drafter; J
+            is 1 where it does not depend on it.
     """
 
-    def __init__(self, scores: PathScores, candidates: Array) -> None:
-        self._scores, self._tokens = scores, candidates
+    def __init__(self, scores: PathScores, candidates: Array, steps: Array) -> None:
+        assert scores.table is not None
+        self._scores, self._drafted = scores, scores.drafted(steps)
+        ngrams = self._ngrams = scores.table.on_host
+        tokens = self._tokens = ngrams.known(candidates)[:, :, None]
+        alone = self._alone = ngrams.alone(tokens)
+        # What the token in front says, of all neighbouring candidates at once.
+        self._pairs = ngrams.behind(tokens[:, :-1].swapaxes(2, 3), tokens[:, 1:], alone[:, 1:])
 
-    def __call__(self, depth: int, steps: Array, paths: Array) -> Array:
-        """Scores [W, K] of the candidates at `depth`, from 0, of log-probabilities `steps` [W or 1, K]."""
-        table, shares = self._scores.table, None
-        if table is not None and self._scores.uses_table(depth):
-            shares = table.on_host.probabilities(paths, self._tokens[depth])
-        return self._scores.on_host(depth, steps, shares)
+    def __call__(self, depth: int, columns: Array, paths: Array) -> Array:
+        shares = self._shares(depth, columns, paths) if self._scores.uses_table(depth) else None
+        return self._scores.on_host(depth, _rows(self._drafted[:, depth], columns), shares)
+
+    def _shares(self, depth: int, columns: Array, paths: Array) -> Array:
+        """What the table says, [B, W, K]."""
+        ngrams, tokens = self._ngrams, self._tokens[:, depth]
+        paths = ngrams.known(paths)
+        if depth == 0:
+            return ngrams.behind(paths, tokens, self._alone[:, depth])
+        return ngrams.behind(paths, tokens, take(self._pairs[:, depth - 1], columns), shortest=2)
 
 
 @dataclass(frozen=True)
@@ -154,8 +165,12 @@ class BeamScores:
         return table.on(candidates.device).probabilities(beam.paths(self.scores.context), candidates)
 
 
+def _rows(table: Array, columns: Array) -> Array:
+    """Rows [B, W, K] of a table [B, J, K] that stand behind candidates `columns` [B, W]; as it is where J is 1."""
+    return table if table.shape[1] == 1 else take(table, columns)
+
+
 def _log_sum(values: Array) -> Array:
     """log Σ exp over the last dimension, which stays; -inf of nothing but -inf."""
     largest = np.maximum(values.max(-1, keepdims=True), -1e30)
-    with np.errstate(divide="ignore"):
-        return np.asarray(largest + np.log(np.exp(values - largest).sum(-1, keepdims=True)))
+    return np.asarray(largest + np.log(np.exp(values - largest).sum(-1, keepdims=True)))
