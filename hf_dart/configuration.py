@@ -289,7 +289,7 @@ class TreeConfig:
     """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
-        nodes: N, nodes per row, the root included; with 1 no draft is verified. None lets the batch, the device and,
+        nodes: N, nodes per row, the root included; with 1 nothing is drafted. None lets the batch, the device and,
             on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
         top_k: K, candidates per depth.

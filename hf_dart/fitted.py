@@ -16,7 +16,7 @@ from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
-from hf_dart.proposal import Drafter, State
+from hf_dart.slots import SlotDrafter
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -42,7 +42,7 @@ class Shared:
         return self
 
 
-class FittedDrafter(PushWithCard, Drafter[State], PreTrainedModel):
+class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
 
     Both check the fit and let `model.generate(..., assistant=drafter)` work.

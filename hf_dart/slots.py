@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from hf_dart.proposal import Drafter, Verified
 
 
 @dataclass(frozen=True)
@@ -175,3 +178,20 @@ class SlotState:
             return False
         self.counted, self.lengths = lengths, lengths.to(self.lengths.device)
         return True
+
+
+class SlotDrafter(Drafter[SlotState]):
+    """A drafter whose state is a `SlotState`, and can be gone on with."""
+
+    @property
+    @abstractmethod
+    def slot_spec(self) -> SlotSpec:
+        """Of the buffers that `begin` makes."""
+
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
+        spec = self.slot_spec
+        if not state.store.writable(spec.device, spec.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)

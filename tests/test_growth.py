@@ -222,6 +222,26 @@ def test_drafts_that_pay_go_on() -> None:
     assert all(rounds(Pace(TreeConfig(), "cuda"), 50, [2, 2], 64)), "where nodes cost nothing, they are not charged"
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    options = {"do_sample": False, "return_dict_in_generate": keeps}
+    with monkeypatch.context() as patch:
+        patch.setattr(head, "propose", None)
+        tree = TreeConfig(nodes=1)
+        text = target.generate(**prompts([9]), **options, assistant=head, max_new_tokens=12, tree_config=tree)
+    stats = head.last_stats
+    assert stats is not None
+    assert (stats.tau, stats.drafted, stats.paused_rounds) == (1.0, 0, stats.rounds)
+    if keeps:  # what was not drafted behind is taken in by the next turn
+        ids = text.sequences
+        again = target.generate(
+            ids, past_key_values=text.past_key_values, assistant=head, max_new_tokens=9, do_sample=False
+        )
+        assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
+
+
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
 def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) -> None:

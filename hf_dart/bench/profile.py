@@ -20,17 +20,19 @@ _WARMUP = 4  # tokens
 
 @dataclass(frozen=True)
 class Profile:
-    """Costs relative to one token of stock `generate` at batch 1.
+    """Costs relative to a round without a draft, at batch 1.
 
     Attributes:
-        verify: (tokens, cost) of a round without its draft, as `TreeConfig.verify_costs` takes them.
+        verify: (tokens, cost) of a round less its draft, as `TreeConfig.verify_costs` takes them.
         draft: of a draft, as `TreeConfig.draft_cost` takes it.
         token_ms: stock's time per token.
+        plain_ms: that of a round without a draft.
     """
 
     verify: Points
     draft: float
     token_ms: float
+    plain_ms: float
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -59,7 +61,7 @@ def measure(
         context: tokens of a random prompt.
         rounds: about how many are timed at a time.
         repeats: of everything.
-        sizes: of trees, rising from 1.
+        sizes: of trees, rising from 1; two or more.
     """
     generator = torch.Generator().manual_seed(0)
     rows = pair.model.get_input_embeddings().num_embeddings
@@ -70,19 +72,19 @@ def measure(
     depth = depth or pair.head.tree_config.depth
     trees = {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
 
-    def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, int]:
-        """Seconds of a call that writes so many tokens, and its rounds."""
-        config = copy.deepcopy(endless)
-        config.max_new_tokens = tokens
-        options = {"generation_config": config}
+    def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, float, int]:
+        """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
+        options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
         if tree is None:
-            return run(pair.model, inputs, options).seconds, tokens
+            return run(pair.model, inputs, options).seconds, 0.0, tokens
         done = run(pair.model, inputs, {**options, "assistant": pair.head, "tree_config": tree})
         assert done.stats is not None
-        return done.seconds - done.stats.seconds["prefill"], done.stats.rounds
+        spent = done.stats.seconds
+        return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
 
     ways: list[tuple[int, TreeConfig | None]] = [(0, None), *trees.items()]
     best = dict.fromkeys([0, *sizes], float("inf"))
+    draft = float("inf")
     for _, tree in ways:
         timed(_WARMUP, tree)
     for repeat in range(repeats):
@@ -90,13 +92,14 @@ def measure(
         prefill = timed(1, None)[0]
         for size, tree in ways:
             # A deeper tree brings more tokens per round.
-            seconds, count = timed(rounds * (1 if size < 2 else 2) + 1, tree)
+            seconds, drafting, count = timed(rounds * (1 if size < 2 else 2) + 1, tree)
             if tree is None:
                 seconds, count = seconds - prefill, count - 1
-            best[size] = min(best[size], seconds / max(count, 1))
-    token = best[0]
+            best[size] = min(best[size], (seconds - drafting) / max(count, 1))
+            if size > 1:
+                draft = min(draft, drafting / max(count, 1))
+    plain = best[1]
     verify: list[tuple[float, float]] = []
     for size in sizes:
-        cost = 1 + (best[size] - best[1]) / token
-        verify.append((float(size), round(max(cost, verify[-1][1] if verify else 1.0), 3)))
-    return Profile(tuple(verify), round(max(best[1] / token - 1, 0.0), 3), 1000 * token)
+        verify.append((float(size), round(max(best[size] / plain, verify[-1][1] if verify else 1.0), 3)))
+    return Profile(tuple(verify), round(draft / plain, 3), 1000 * best[0], 1000 * plain)

@@ -34,14 +34,15 @@ def _run(arguments: argparse.Namespace) -> int:
     pair = load(arguments)
     found = profile.measure(pair, progress=lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
-    print(f"one token of stock generate: {found.token_ms:.2f} ms; costs relative to it:")
+    print(f"one token of stock generate: {found.token_ms:.2f} ms")
+    print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")
     print("| nodes | " + " | ".join(f"{size:g}" for size, _ in found.verify) + " |")
     print("|---" * (len(found.verify) + 1) + "|")
     print("| cost | " + " | ".join(f"{cost:.2f}" for _, cost in found.verify) + " |")
     print(f"a draft: {found.draft:.2f}")
     print("tree=" + json.dumps(found.settings))
-    about = {"hardware": hardware(pair.model.device), "versions": versions(), "token_ms": found.token_ms}
-    write_json(arguments.json, {**about, **found.settings})
+    about = {"hardware": hardware(pair.model.device), "versions": versions()}
+    write_json(arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **found.settings})
     if arguments.save:
         content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}

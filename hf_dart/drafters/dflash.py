@@ -24,8 +24,8 @@ from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared
 from hf_dart.hub.checkpoint import read_config, read_tensors
-from hf_dart.proposal import Drafter, Proposal, Verified
-from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.proposal import Proposal
+from hf_dart.slots import SlotDrafter, SlotSpec, SlotState
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [B, 1, Q, head_dim]."""
@@ -92,7 +92,7 @@ class DFlashLayer(nn.Module):
         return mask.expand(behind.shape)[:, None]
 
 
-class DFlashDrafter(Drafter[SlotState], nn.Module):
+class DFlashDrafter(SlotDrafter, nn.Module):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 
     It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
@@ -247,17 +247,13 @@ class DFlashDrafter(Drafter[SlotState], nn.Module):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
+    @property
+    def slot_spec(self) -> SlotSpec:
         shape, weight = self.config.backbone, self.fc.weight
-        spec = SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
-        return SlotState.begin(spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
+        return SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
 
-    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.store.writable(self.fc.weight.device, self.fc.weight.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
+        return SlotState.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartAttention, DartMLP, Remember, rotation_at, take
-from hf_dart.proposal import Proposal, Verified
+from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotSpec, SlotState
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class DiffusionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DiffusionDrafter(FittedDrafter[SlotState]):
+class DiffusionDrafter(FittedDrafter):
     """A masked diffusion LM with the target's tokenizer, as `assistant=`.
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
@@ -192,17 +192,13 @@ class DiffusionDrafter(FittedDrafter[SlotState]):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
+    @property
+    def slot_spec(self) -> SlotSpec:
+        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self._device)
+
     def begin(self, batch_size: int, capacity: int) -> SlotState:
         config = self.config
-        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self._device)
-        return SlotState.begin(spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
-
-    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.store.writable(self._device, self.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+        return SlotState.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         x = self._text(next_tokens, features)

@@ -19,7 +19,7 @@ from hf_dart.checks import check_types
 from hf_dart.configuration import DartConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
-from hf_dart.proposal import Proposal, Score, Verified
+from hf_dart.proposal import Proposal, Score
 from hf_dart.slots import SlotSpec, SlotState
 
 # What the config of a DART head has and this one has not.
@@ -98,7 +98,7 @@ class BeamProposal(Proposal):
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
 
 
-class EagleDrafter(FittedDrafter[SlotState]):
+class EagleDrafter(FittedDrafter):
     """An autoregressive draft head, as `assistant=`.
 
     Attributes:
@@ -193,17 +193,12 @@ class EagleDrafter(FittedDrafter[SlotState]):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
-        config = self.config
-        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self.device)
-        return SlotState.begin(spec, 2, batch_size, capacity + self.beam * config.draft_length)
+    @property
+    def slot_spec(self) -> SlotSpec:
+        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
 
-    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.store.writable(self.device, self.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
+        return SlotState.begin(self.slot_spec, 2, batch_size, capacity + self.beam * self.config.draft_length)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._read(state, features, next_tokens)

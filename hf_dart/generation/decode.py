@@ -209,7 +209,8 @@ class Call:
 
     def propose(self, features: Tensor, accepted: Accepted) -> Proposal | None:
         """Hand the accepted positions to the drafter, each with the token behind it; None while drafting pauses."""
-        self.pending.append(self.verified(features, accepted))
+        if self.pace.ever_drafts or self.returns_cache:
+            self.pending.append(self.verified(features, accepted))
         if not self.pace.drafting:
             return None
         taken, next_tokens, counts = _joined(self.pending)

@@ -71,11 +71,13 @@ class TreeGrower:
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
         """
+        if self._most == 1:
+            return self._bare()
         copies = self._copies(deepest)
         self._copied = [copied for copied, _ in copies]
         if proposal is None:
             if not any(copied for copied, _ in copies):
-                return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
+                return self._bare()
             none: list[list[Any]] = [[] for _ in copies]
             return self._best_first(none, none, copies, deepest, drafted=False).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
@@ -157,6 +159,10 @@ class TreeGrower:
             drafted = self._scores.drafted(steps)
             scored = [self._scores.on_host(depth, drafted[:, depth]) for depth in range(drafted.shape[1])]
         return self._best_first(tokens.tolist(), np.stack(scored, axis=1).tolist(), copies, deepest)
+
+    def _bare(self) -> DraftTree:
+        """The roots alone."""
+        return DraftTree.chain(torch.tensor(self._roots(), device=self._device)[:, None])
 
     def _roots(self) -> list[int]:
         return [text[-1] for text in self._texts]

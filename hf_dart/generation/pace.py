@@ -32,10 +32,12 @@ class Pace:
         """`drafts`: there is a drafter, and not copied text alone, which is verified at all times."""
         self._config, self._device = config, device_type
         self._weighs = drafts and config.nodes is None
+        self.ever_drafts = config.nodes != 1
+        """Is any round drafted?"""
         self._gain = 0.0  # running mean of tokens per row, less what the round cost in rounds without drafts
         self._rounds = 0  # of this trial
         self._trial = _TRIAL
-        self._level = LEVELS.index(TREE)
+        self._level = LEVELS.index(TREE if self.ever_drafts else PAUSE)
         self._wait = [_FIRST_WAIT] * len(LEVELS)  # of each level, before the next one is tried
         self._left = 0  # rounds of it
         self._pauses = 0

@@ -7,29 +7,24 @@ from torch import Tensor
 
 from hf_dart.head.model import DartModel, Entries
 from hf_dart.layers import rotation_at
-from hf_dart.proposal import Proposal, Verified
+from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotSpec, SlotState
 
 
 class DraftingModel(DartModel):
     """The network as a drafter."""
 
+    @property
+    def slot_spec(self) -> SlotSpec:
+        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+
     def begin(self, batch_size: int, capacity: int) -> SlotState:
-        config = self.config
-        spec = SlotSpec(config.num_key_value_heads, config.head_dim, self.dtype, self.device)
-        buffers = self._buffers_per_layer * config.num_layers
-        return SlotState.begin(spec, buffers, batch_size, capacity + config.draft_length)
+        buffers = self._buffers_per_layer * self.config.num_layers
+        return SlotState.begin(self.slot_spec, buffers, batch_size, capacity + self.config.draft_length)
 
     @property
     def _buffers_per_layer(self) -> int:
         return 4 if self.config.inject_features else 2
-
-    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.store.writable(self.device, self.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._run(state, self._real_inputs(features, next_tokens), counts.to(self.device))

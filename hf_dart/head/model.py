@@ -20,7 +20,6 @@ from hf_dart.head.copied import copied_names, fill
 from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.layers import DartLayer, rotation_at
-from hf_dart.slots import SlotState
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
 if TYPE_CHECKING:
@@ -65,7 +64,7 @@ class Edits(NamedTuple):
     draft: Callable[[int, Tensor], Tensor]
 
 
-class DartModel(FittedDrafter[SlotState]):
+class DartModel(FittedDrafter):
     """The modules of a head, what they read through the target, and the pass that training runs."""
 
     config_class = DartConfig
