@@ -51,10 +51,11 @@ class HostNgrams:
             shorter: [..., K] what contexts of less than `shortest` tokens say.
             shortest: 1 or more.
         """
-        if self._compiled is None and contexts.shape[-1] >= shortest:
+        longer = contexts.shape[-1] >= shortest
+        if self._compiled is None and longer:
             return self._back_off(shorter, contexts, candidates, shortest)
         shape, width = np.broadcast_shapes(contexts.shape[:-1], candidates.shape[:-1]), candidates.shape[-1]
-        if contexts.shape[-1] < shortest:
+        if self._compiled is None or not longer:
             return np.broadcast_to(shorter, (*shape, width))
         found = np.broadcast_to(shorter, (*shape, width)).reshape(-1, width).copy()
         rows = np.broadcast_to(contexts, (*shape, contexts.shape[-1])).reshape(-1, contexts.shape[-1])

@@ -174,8 +174,8 @@ def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, 
 
 
 def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftTree:
-    parts = (torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents)))
-    return DraftTree(*parts, int(depths.max()), torch.from_numpy(scores))
+    grown = [torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents))]
+    return DraftTree(grown[0], grown[1], grown[2], grown[3], int(depths.max()), torch.from_numpy(scores))
 
 
 def _ancestors(parents: Array) -> Array:
