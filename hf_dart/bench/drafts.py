@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -11,6 +12,7 @@ from hf_dart.bench.profile import Profile
 from hf_dart.bench.report import headline
 from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
+from hf_dart.head import DartHead
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,10 @@ class Way:
             module = getattr(self.drafter, part, None)
             if module is not None and used:
                 size += sum(weight.nbytes for weight in module.parameters())
+        if isinstance(self.drafter, DartHead) and self.drafter.draft_rank is not None:
+            lm_head, config = self.drafter.lm_head or self.drafter.shared.lm_head, self.drafter.config
+            rows = config.draft_vocab_size or config.vocab_size
+            size += self.drafter.draft_rank * (rows + config.hidden_size) * lm_head.weight.element_size()
         return {"tree": asdict(self.tree), "bytes": size}
 
 
@@ -89,6 +95,18 @@ def of_others(heads: Mapping[str, Any], nodes: int) -> dict[str, Way]:
         for name, way in ways(head, nodes).items()
         if name == "marginal tree" or " x" in name or name in ("+ selector", "+ Markov selector")
     }
+
+
+def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, Way]:
+    """The marginal tree of drafts that LM heads of low rank score (`DartHead.reduce_rank`).
+
+    Raises:
+        ValueError: a rank is out of range, or the drafter is no DART head.
+    """
+    if ranks and not isinstance(head, DartHead):
+        raise ValueError(f"Ranks are those of a DART head's LM head; this is a {type(head).__name__}.")
+    tree = TreeConfig(nodes=nodes, lookup=0, selector=False, ngram_weight=0)
+    return {f"marginal tree, rank {rank}": Way(copy(head).reduce_rank(rank), tree) for rank in ranks}
 
 
 def known(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:

@@ -40,6 +40,9 @@ def add(commands: Any) -> None:
         "--others", nargs="+", default=(), metavar="HEAD", help="other heads of the target: their selectors and editors"
     )
     parser.add_argument(
+        "--ranks", type=sizes, default=(), metavar="RANKS", help="such as 64,128: of LM heads that score drafts"
+    )
+    parser.add_argument(
         "--modes", nargs="+", default=("greedy", "sampled, T=1"), metavar="MODE", help="of those of hf-dart bench"
     )
     parser.add_argument("--profile", action="store_true", help="measure costs first, for the trees sized by them")
@@ -73,6 +76,10 @@ def _run(arguments: argparse.Namespace) -> int:
         given = before.get("costs")
         costs = profile.measure(pair, progress=_show) if given is None else profile.Profile(**given)
     ways = {**drafts.ways(pair.head, arguments.nodes, costs), **drafts.of_others(others, arguments.nodes)}
+    try:
+        ways |= drafts.of_ranks(pair.head, arguments.ranks, arguments.nodes)
+    except ValueError as error:
+        raise UserError(sentence(error)) from error
     about = report.circumstances(pair, settings, pair.head.tree_config, text, ["hf-dart", *arguments.words])
     about["drafts"] = {name: way.describe() for name, way in ways.items()}
     if costs is not None:

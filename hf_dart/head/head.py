@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.head.copied import copied_fields, initialise
 from hf_dart.head.drafting import DraftingModel
+from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.vocabulary import checked, unused_token
@@ -275,5 +276,5 @@ class DartHead(DraftingModel):
         """
         if rank is not None and not 1 <= rank <= self.config.hidden_size:
             raise ValueError(f"rank is {rank}; give 1 to {self.config.hidden_size}, or None for the whole LM head.")
-        self.draft_rank = rank
+        self.draft_rank, self._low_rank = rank, LowRankHead()
         return self

@@ -11,7 +11,8 @@ from compare import assert_identical
 from tiny import tiny_head, tiny_target
 
 import hf_dart
-from hf_dart import TreeConfig
+from hf_dart import LookupDrafter, TreeConfig
+from hf_dart.bench.drafts import of_ranks
 from hf_dart.head import low_rank
 from hf_dart.head.low_rank import Factors
 
@@ -92,3 +93,20 @@ def test_mistakes(rank: int) -> None:
     with pytest.raises(ValueError, match=f"rank is {rank}; give 1 to"):
         head.reduce_rank(rank)
     assert head.draft_rank is None
+
+
+def test_ranks_side_by_side() -> None:
+    """As `hf-dart drafts --ranks` compares them: each with factors of its own, and the head as it was."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    ways = of_ranks(head, (2, 5), nodes=8)
+    assert list(ways) == ["marginal tree, rank 2", "marginal tree, rank 5"]
+    rows, width = target.lm_head.weight.shape
+    for way, rank in zip(ways.values(), (2, 5), strict=True):
+        assert_identical(target, way.drafter, batch(1, "sdpa"), do_sample=False, max_new_tokens=6, tree_config=way.tree)
+        made = way.drafter._low_rank._made
+        assert made is not None
+        assert sum(part.nbytes for part in made[2][:2]) == way.describe()["bytes"] == rank * (rows + width) * 8
+    assert head.draft_rank is None
+    with pytest.raises(ValueError, match="this is a LookupDrafter"):
+        of_ranks(LookupDrafter(), (2,), nodes=8)
