@@ -365,8 +365,9 @@ def _names(parts: Any) -> str:
 
 
 def _told(failure: Exception) -> str:
-    """The first line of an error."""
-    return f"{type(failure).__name__}: {(str(failure).strip() or 'no message').splitlines()[0]}"
+    """The beginning of an error; those of compilers name what went wrong in the second line."""
+    lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
+    return f"{type(failure).__name__}: {' '.join(lines[:2]) or 'no message'}"[:300]
 
 
 def _signature(call: Call) -> tuple[Any, ...]:
