@@ -98,6 +98,8 @@ class DartAttention(nn.Module):
 
 
 class DartMLP(nn.Module):
+    """The gated MLP of Llama's layers: [..., H] to [..., H]."""
+
     def __init__(self, config: DartConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)

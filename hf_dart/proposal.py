@@ -196,6 +196,18 @@ class Drafter(ABC, Generic[State]):
         """`model.generate(..., custom_generate=drafter.generate)`: drafting without `attach`.
 
         transformers passes neither `streamer` nor `tokenizer` on to a callable; `attach` does.
+
+        Args:
+            model: the target.
+            input_ids: [B, P] as `generate` has prepared them.
+            tree_config: replaces that of the drafter for this call.
+            kwargs: the rest of what `generate` has prepared.
+
+        Returns:
+            As `model.generate`.
+
+        Raises:
+            ValueError: something was asked for that could not equal stock's output.
         """
         from hf_dart.generation.decode import speculative_generate
 

@@ -123,6 +123,7 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
+        """Were stock's own two best choices no further apart than is allowed?"""
         return self.gap <= self.allowed
 
 

@@ -112,6 +112,7 @@ def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def is_ours(options: dict[str, Any]) -> bool:
+    """Does a drafter of ours take part?"""
     return isinstance(options.get("assistant"), Drafter)
 
 

@@ -23,6 +23,7 @@ _PROMPTS, _PROMPT_TOKENS = 8, 96
 
 
 def add(commands: Any) -> None:
+    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "audit",
         parents=[pair_options(), tree_options()],

@@ -41,6 +41,7 @@ def tree_options() -> argparse.ArgumentParser:
 
 
 def load(arguments: argparse.Namespace) -> Pair:
+    """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded."""
     pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
     if arguments.ngram is not None:
         from hf_dart.ngram import NgramTable
@@ -62,6 +63,7 @@ def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
 
 
 def set_threads(threads: int | None) -> None:
+    """Use so many threads; None leaves it to torch."""
     if threads is not None:
         import torch
 
@@ -75,11 +77,13 @@ def check_folder(file: Path | None) -> None:
 
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
+    """Write a report, if a file was named."""
     if file is not None:
         file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 def positive(text: str) -> int:
+    """A whole number of 1 or more, for argparse."""
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
@@ -87,6 +91,7 @@ def positive(text: str) -> int:
 
 
 def temperature(text: str) -> float:
+    """A number of 0 or more, for argparse."""
     number = float(text)
     if not 0 <= number < inf:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
@@ -94,6 +99,7 @@ def temperature(text: str) -> float:
 
 
 def share(text: str) -> float:
+    """A number above 0 and up to 1, for argparse."""
     number = float(text)
     if not 0 < number <= 1:
         raise argparse.ArgumentTypeError(f"{text} does not lie above 0 and up to 1")
@@ -101,6 +107,7 @@ def share(text: str) -> float:
 
 
 def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, for argparse."""
     try:
         return tuple(positive(part) for part in text.split(","))
     except ValueError as error:

@@ -22,6 +22,7 @@ from hf_dart.pair import UserError, load_head, sentence
 
 
 def add(commands: Any) -> None:
+    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "drafts", parents=[pair_options()], help="ways to make a draft tree of one head, side by side"
     )

@@ -72,6 +72,8 @@ def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
 
 
 class DFlashLayer(nn.Module):
+    """A decoder layer as Qwen3's, over a block and the features of the text in front of it."""
+
     def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
         super().__init__()
         shape = config.backbone

@@ -49,6 +49,8 @@ class View(NamedTuple):
 
 
 class DiffusionLayer(nn.Module):
+    """Attention and MLP, each behind a norm and added to its input."""
+
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()
         self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)

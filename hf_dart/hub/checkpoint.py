@@ -10,7 +10,6 @@ import json
 import re
 from collections.abc import Collection, Mapping
 from contextlib import ExitStack
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -185,6 +184,7 @@ class Fields:
         return self._content.get(name)
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
+        """A whole number; as all of these, a `ValueError` if something else stands there."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.wrong(name, value, f"a whole number from {least} to {most}")
@@ -200,19 +200,22 @@ class Fields:
         return tuple(numbers)
 
     def number(self, name: str, default: float | None = None, *, positive: bool = True) -> float:
+        """A finite number, above 0 if it has to be."""
         value = self._value(name, default)
-        right = isinstance(value, (int, float)) and not isinstance(value, bool) and isfinite(value)
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e308 < value < 1e308
         if not right or (positive and value <= 0):
             raise self.wrong(name, value, "a number above 0" if positive else "a number")
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
         return value
 
     def choice(self, name: str, choices: Collection[Any], default: Any = None) -> Any:
+        """One of the `choices`, of the same type."""
         value = self._value(name, default)
         if not any(type(value) is type(one) and value == one for one in choices):
             raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
@@ -234,6 +237,7 @@ class Fields:
             )
 
     def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
+        """What to raise where a field holds `value` and has to be `wanted`."""
         if value is None:
             return ValueError(f"The config.json of this {self._kind} lacks {name}; it has to be {wanted}.")
         shown = json.dumps(value)[:80]

@@ -80,6 +80,7 @@ class View:
 
     @property
     def rounds(self) -> list[TracedRound]:
+        """The rounds of the call, in order."""
         assert self.stats.trace is not None
         return self.stats.trace.rounds
 
