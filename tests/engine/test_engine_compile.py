@@ -104,9 +104,10 @@ def test_a_draft_vocabulary() -> None:
 
 
 @pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")  # of torch's own, as it generates code
 def test_by_inductor() -> None:
     """Code that is generated, and shapes that change from tier to tier."""
-    target, head, made = compiled("qwen3", "inductor")
+    target, head, _ = compiled("qwen3", "inductor")
     made = hf_dart.compile(target, head, first_tier=16)
     assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert len(made._tiers) == 2

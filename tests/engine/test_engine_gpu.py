@@ -21,6 +21,7 @@ pytestmark = [
     pytest.mark.usefixtures("full_fp32"),
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("error:This call runs the eager round"),
+    pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own, as it generates code
 ]
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
