@@ -14,7 +14,7 @@ from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench import suites
 from hf_dart.bench.plots import plots
 from hf_dart.bench.report import as_table, labels
-from hf_dart.bench.rivals import ASSISTED, COMPILED, ENGINE, LOOKUP, OURS, STOCK
+from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, OURS, STOCK
 from hf_dart.cli import main
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
 
@@ -183,6 +183,6 @@ def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
     words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
     assert main(["bench", "--smoke", *words, "--modes", "greedy,penalty", "--json", str(file)]) == 0
     compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] in COMPILED]
-    assert {(one["mode"], one["method"]) for one in compiled} >= {("greedy", name) for name in COMPILED}
-    assert not [one for one in compiled if one["method"] == ENGINE and one["mode"] != "greedy"]
+    modes = ("greedy", "greedy, penalty 1.1")
+    assert {(one["mode"], one["method"]) for one in compiled} == {(mode, name) for mode in modes for name in COMPILED}
     assert all(one["identical"] for one in compiled)

@@ -29,6 +29,6 @@ def load_drafter(path: str, **options: Any) -> Any:
     content = PreTrainedConfig.get_config_dict(path, **where)[0]
     if is_dflash(content):
         return DFlashDrafter.from_pretrained(path, **options)
-    kind = content.get("model_type")
+    kind = str(content.get("model_type"))
     others = {drafter.config_class.model_type: drafter for drafter in (DiffusionDrafter, EagleDrafter)}
     return others.get(kind, DartHead).from_pretrained(path, **options)
