@@ -85,7 +85,11 @@ class DartAttention(nn.Module):
                 known_key, known_value = remember(known_key, known_value, injected=True)
             key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
         if isinstance(mask, Tensor):
-            mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
+            # On CUDA, groups and a mask together are left to a kernel that writes keys and values out for every head.
+            if self.grouped and query.is_cuda and not torch.is_grad_enabled():
+                mixed = attend_in_groups(query, key, value, mask)
+            else:
+                mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
         else:
             # Under autocast rotation has made these fp32; not every torch casts them back for FlexAttention.
             query, key = query.to(value.dtype), key.to(value.dtype)
@@ -95,6 +99,24 @@ class DartAttention(nn.Module):
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend_in_groups(
+    query: Tensor,  # [B, H, Q, D]
+    key: Tensor,  # [B, H / g, S, D]
+    value: Tensor,  # [B, H / g, S, D']
+    mask: Tensor,  # [B or 1, 1, Q, S]
+    scaling: float | None = None,
+) -> Tensor:  # [B, H, Q, D']
+    """Attention under a mask where g heads share keys and values, which are read where they lie.
+
+    The queries of a group stand side by side, as g · Q queries of one head under the mask repeated g times.
+    """
+    batch, heads, queries, width = query.shape
+    groups = heads // key.shape[1]
+    packed = query.reshape(batch, heads // groups, groups * queries, width)
+    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
+    return mixed.reshape(batch, heads, queries, -1)
 
 
 class DartMLP(nn.Module):

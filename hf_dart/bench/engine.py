@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import StaticCache
 
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
@@ -37,7 +38,7 @@ STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED = (
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
 _TIMED = {"cuda": 20, "cpu": 3}  # calls, for a phase
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
-_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaMemcpy")
+_WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,9 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
     inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
 
     engine = compile(target, head, backend=settings.backend, progress=progress)
-    methods = _methods(head, settings)
+    # One cache for all calls: what transformers compiles for a static cache is bound to its addresses.
+    static = StaticCache(config=target.config, max_cache_len=settings.prompt_tokens + settings.new_tokens)
+    methods = _methods(head, static, settings)
     expected = run(target, inputs, _greedy(settings.new_tokens)).sequences
     for one in methods:
         progress(f"warming up: {one.method}")
@@ -147,18 +150,18 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
     tiers = [tier for tier in engine._tiers.values() if tier and tier.shape.depth and not tier.shape.sampled]
     phases = phase_ms(tiers[-1], settings.backend) if tiers else {}
     context = settings.prompt_tokens + settings.new_tokens // 2
-    return _report(settings, methods, phases, copy_bandwidth(device), forward_bytes(target, settings.batch, context))
+    return _report(settings, methods, phases, memory_bandwidth(device), forward_bytes(target, settings.batch, context))
 
 
 def _greedy(tokens: int) -> dict[str, Any]:
     return {"do_sample": False, "max_new_tokens": tokens}
 
 
-def _methods(head: SimulatedHead, settings: Settings) -> list[Measurement]:
+def _methods(head: SimulatedHead, static: StaticCache, settings: Settings) -> list[Measurement]:
     tree = TreeConfig(nodes=settings.nodes, lookup=0)
     return [
         Measurement(STOCK, {}),
-        Measurement(STATIC, {"cache_implementation": "static"}),  # which transformers compiles on a GPU
+        Measurement(STATIC, {"past_key_values": static}),  # which transformers compiles on a GPU
         Measurement(PLAIN, {"assistant": head, "tree_config": TreeConfig(nodes=1, lookup=0)}),
         Measurement(EAGER, {"assistant": head, "tree_config": tree}),
         # Calibration is the host's work; it changes nothing here, where the head is as sure as it is right.
@@ -173,12 +176,19 @@ def _time(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int,
     head = one.options.get("assistant")
     if head is not None:
         head.engine = None if one.method == EAGER else engine
+    _empty(one)
     one.prefill.append(run(target, inputs, {**_greedy(1), **one.options}).seconds)
+    _empty(one)
     done = run(target, inputs, {**_greedy(tokens), **one.options})
     one.seconds.append(done.seconds)
     one.same = one.same and torch.equal(done.sequences, expected)
     one.rounds = tokens - 1 if done.stats is None else done.stats.rounds
     one.tau = 1.0 if done.stats is None else done.stats.tau
+
+
+def _empty(one: Measurement) -> None:
+    if "past_key_values" in one.options:
+        one.options["past_key_values"].reset()
 
 
 def _count(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int, engine: Any) -> None:
@@ -188,6 +198,7 @@ def _count(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int
         head.engine = None if one.method == EAGER else engine
     found = []
     for length in (1, tokens):
+        _empty(one)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
             target.generate(**inputs, **_greedy(length), **one.options)
         names = [event.name for event in profile.events()]
@@ -195,17 +206,18 @@ def _count(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int
     one.launches, one.waits = ((whole - start) / one.rounds for start, whole in zip(*found, strict=True))
 
 
-def copy_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes; the best of several."""
-    source = torch.empty(_COPIED[device.type], dtype=torch.uint8, device=device)
-    copied, best = torch.empty_like(source), float("inf")
-    for _ in range(5):
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a copy reads and writes, or a sum reads, whichever are more; the best of several."""
+    source = torch.zeros(_COPIED[device.type] // 4, dtype=torch.float32, device=device)
+    copied, best = torch.empty_like(source), 0.0
+    ways: list[tuple[int, Callable[[], Tensor]]] = [(2, lambda: copied.copy_(source)), (1, source.sum)]
+    for times, way in 5 * ways:
         synchronize(device)
         start = perf_counter()
-        copied.copy_(source)
+        way()
         synchronize(device)
-        best = min(best, perf_counter() - start)
-    return 2 * source.nbytes / best
+        best = max(best, times * source.nbytes / (perf_counter() - start))
+    return best
 
 
 @torch.no_grad()
@@ -301,7 +313,7 @@ def as_table(report: dict[str, Any]) -> str:
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
         f"{settings['nodes']} nodes, {_scored_by(settings['draft_rank'])}backend {settings['backend']}; medians of "
-        f"{settings['repeats']} interleaved repeats; copies run at "
+        f"{settings['repeats']} interleaved repeats; memory runs at "
         f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",
         "",

@@ -2,8 +2,8 @@
 
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
-side by side instead, as g · N queries of one head, under the mask of N rows repeated g times; keys and values are
-read where they lie. Each tier's cache is no longer than the text needs, so that the cost follows the text.
+side by side instead (`layers.attend_in_groups`), and keys and values are read where they lie. Each tier's cache is no
+longer than the text needs, so that the cost follows the text.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from hf_dart.layers import attend_in_groups
 
 PACKED = "hf_dart_packed"
 """The name under which transformers knows it."""
@@ -28,6 +30,8 @@ NODES = "hf_dart_nodes"
 
 # The name stands in the target's config, where calls of other threads find it, too; they are to compute as ever.
 _here: ContextVar[bool] = ContextVar("_here", default=False)
+_naming = Lock()
+_inside: dict[int, int] = {}  # by the config, how many are inside of `packed` with it
 
 
 def packed_attention(
@@ -54,15 +58,7 @@ def packed_attention(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     assert attention_mask is not None
-    return _in_groups(query, key, value, attention_mask, scaling), None
-
-
-def _in_groups(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scaling: float | None) -> Tensor:
-    batch, heads, queries, width = query.shape
-    groups = heads // key.shape[1]
-    packed = query.reshape(batch, heads // groups, groups * queries, width)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
-    return mixed.reshape(batch, heads, queries, -1).transpose(1, 2).contiguous()
+    return attend_in_groups(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
 
 
 def _of_shared_trees(
@@ -78,8 +74,8 @@ def _of_shared_trees(
     batch, size = mask.shape[0], mask.shape[2]
     heads, width = query.shape[1], query.shape[3]
     trees = query.new_zeros(batch * size, heads, width).index_copy(0, nodes, query[0].transpose(0, 1))
-    mixed = _in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, mask, scaling)
-    return mixed.flatten(0, 1)[nodes][None]
+    mixed = attend_in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, mask, scaling)
+    return mixed.transpose(1, 2).flatten(0, 1)[nodes][None]
 
 
 AttentionInterface.register(PACKED, packed_attention)
@@ -96,16 +92,19 @@ def attention_of(target: Any) -> str:
 def packed(target: Any) -> Iterator[None]:
     """Let a target that attends by SDPA use `packed_attention` meanwhile, in this thread."""
     text = target.config.get_text_config(decoder=True)
-    before = text._attn_implementation
-    if before not in ("sdpa", PACKED):
+    if attention_of(target) != "sdpa":
         yield
         return
-    if before == "sdpa":  # otherwise another thread has set it, and will set it back
+    with _naming:  # whoever comes first sets the name, and whoever goes last sets it back
+        _inside[id(text)] = _inside.get(id(text), 0) + 1
         text._attn_implementation = PACKED
     token = _here.set(True)
     try:
         yield
     finally:
         _here.reset(token)
-        if before == "sdpa":
-            text._attn_implementation = before
+        with _naming:
+            _inside[id(text)] -= 1
+            if not _inside[id(text)]:
+                del _inside[id(text)]
+                text._attn_implementation = "sdpa"

@@ -140,8 +140,10 @@ class FixedDraft(SlotState):
         return self.store.capacity
 
     def write(self, index: int, values: Tensor, positions: Tensor) -> Tensor:
-        where = positions[:, None, : values.shape[2], None].expand_as(values)
-        return self.buffers[index].scatter_(2, where, values)
+        # Not scatter_, for which compiled code copies the whole buffer.
+        places, rows = positions[:, : values.shape[2]], torch.arange(len(values), device=values.device)
+        self.buffers[index][rows[:, None], :, places] = values.transpose(1, 2)
+        return self.buffers[index]
 
     def advance(self, counts: Tensor) -> None:
         self.lengths = self.lengths + counts

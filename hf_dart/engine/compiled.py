@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from threading import Lock
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
@@ -17,6 +18,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
 from hf_dart.engine.budget import rows_paid_for
+from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
@@ -25,10 +27,8 @@ from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.verify import rotary_moves
 from hf_dart.generation.walk import Accepted
 from hf_dart.head.drafting import DraftingModel
-from hf_dart.vocabulary import state_of
 
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
@@ -70,6 +70,22 @@ class EngineConfig:
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
 
 
+_Kept = TypeVar("_Kept", Tier, Forward)
+
+
+class _Refused(NamedTuple):
+    """Why there is no tier.
+
+    Attributes:
+        computes_otherwise: rounds of this kind do not work with the target, however often they are made.
+        passing: another time it may be made.
+    """
+
+    reason: str
+    computes_otherwise: bool = False
+    passing: bool = False
+
+
 class Engine:
     """The captured rounds of one target and one head; `hf_dart.compile` makes it and the head keeps it.
 
@@ -90,11 +106,24 @@ class Engine:
 
     def release(self) -> None:
         """Free all graphs and buffers; they are made anew when they are needed."""
-        self._tiers: dict[tuple[Any, ...], Tier | None] = {}
         self._made_for: tuple[Any, ...] = ()
-        self._forwards: dict[tuple[Any, ...], Forward | None] = {}
+        self._clear()
         self._shares = self.config.share > 1  # do the rows of a batch share their nodes, as far as is known?
         self._pool: Any = None
+
+    def _clear(self) -> None:
+        self._tiers: dict[tuple[Any, ...], Tier | None] = {}
+        self._forwards: dict[tuple[Any, ...], Forward | None] = {}
+        gc.collect()  # rounds refer to themselves, by what was compiled of them
+
+    def _made(self, make: Callable[[], _Kept]) -> _Kept:
+        """What `make` makes; where memory is short, in the place of all that was kept."""
+        try:
+            return make()
+        except torch.OutOfMemoryError:
+            pass  # the error holds what was made so far, and is gone behind this line
+        self._clear()
+        return make()
 
     def decode(
         self, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
@@ -115,7 +144,7 @@ class Engine:
             if reason is not None:
                 self._warn(f"This call runs the eager round, not the captured one: {reason}.")
                 return features, accepted
-            made_for = _signature(call)
+            made_for = signature(call)
             if made_for != self._made_for:
                 self.release()
                 self._made_for, self._pool = made_for, memory_pool(features.device)
@@ -159,15 +188,14 @@ class Engine:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
             self._forwards[key] = self._made_forward(call, slots, nodes)
         forward = self._forwards[key] = self._forwards.pop(key)
-        while len(self._forwards) > _KEPT:
-            del self._forwards[next(iter(self._forwards))]
+        _drop_first(self._forwards)
         if forward is not None:
             forward.load(call)
         return key, forward
 
     def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
         try:
-            forward = Forward(call, slots, nodes, self.config.backend, self._pool)
+            forward = self._made(lambda: Forward(call, slots, nodes, self.config.backend, self._pool))
             forward.load(call)
             error, allowed = forward.differs(call)
         except Exception as failure:
@@ -206,16 +234,17 @@ class Engine:
         key = (shape, features.shape[-1], features.dtype, *cache.store.specs)
         if key not in self._tiers:
             made = self._make(shape, call, features, accepted)
-            if isinstance(made, str) and shape.budget is not None:
-                self._progress(f"hf_dart: the rows of a batch do not share their nodes: {made}")
-                self._shares = False
-                return self._tier(call, features, accepted)
-            if isinstance(made, str):
-                self._warn(f"This call runs the eager round, not the captured one: {made}.")
+            if isinstance(made, _Refused):
+                if shape.budget is not None and made.computes_otherwise:
+                    self._progress(f"hf_dart: the rows of a batch do not share their nodes: {made.reason}")
+                    self._shares = False
+                    return self._tier(call, features, accepted)
+                self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
+                if made.passing:
+                    return None
             self._tiers[key] = made if isinstance(made, Tier) else None
         tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
-        while len(self._tiers) > _KEPT:
-            del self._tiers[next(iter(self._tiers))]
+        _drop_first(self._tiers)
         if tier is not None:
             tier.load(call, features, accepted)
         return tier
@@ -232,7 +261,7 @@ class Engine:
         nodes = min(nodes, most)
         running = [length for length, room in zip(cache.lengths.tolist(), rows.rooms, strict=True) if room > 0]
         budget, paid, widest = None, batch, nodes
-        if batch > 1 and self._shares:
+        if batch > 1 and nodes > 1 and self._shares:
             paid, widest = rows_paid_for(len(running), batch), min(self.config.share * nodes, most)
             budget = min(-(-paid * nodes // 8) * 8, batch * filled_up(widest))
         sampled = call.noise is not None
@@ -249,25 +278,19 @@ class Engine:
             shape = replace(shape, slots=2 * shape.slots)
         return shape
 
-    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | str:
+    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | _Refused:
         """A tier, or why there is none."""
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            try:
-                tier = Tier(shape, call, features, self.config.backend, self._pool)
-            except torch.OutOfMemoryError:
-                if not self._tiers:
-                    raise
-                self._tiers.clear()  # of other shapes; they are made anew when they are needed
-                tier = Tier(shape, call, features, self.config.backend, self._pool)
-            tier.load(call, features, accepted)
-            error, allowed = tier.differs(call)
+            tier = self._made(lambda: Tier(shape, call, features, self.config.backend, self._pool))
+            for error, allowed in tier.differs(call, features, accepted):
+                if not error <= allowed:
+                    return _Refused(_differs(call, error, allowed), computes_otherwise=True)
         except Exception as failure:
-            return f"it could not be made ({_told(failure)})"
-        if error <= allowed:
-            return tier
-        return _differs(call, error, allowed)
+            passing = isinstance(failure, torch.OutOfMemoryError)
+            return _Refused(f"it could not be made ({_told(failure)})", not passing, passing)
+        return tier
 
     def _warn(self, sentence: str) -> None:
         if sentence not in self._warned:
@@ -314,34 +337,12 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     return drafter.engine
 
 
-def unfit(call: Call) -> str | None:
-    """Why the target cannot run on fixed shapes in a call; None if it can."""
-    asked = [
-        (call.hidden_states is not None, "it collects hidden states"),
-        (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
-        (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
-        (len({weight.device for weight in call.model.parameters()}) > 1, "the target does not lie on one device"),
-        (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
-        (_hooked(call.model), "the target has forward hooks, which a replayed round would not call"),
-    ]
-    return next((reason for holds, reason in asked if holds), None)
-
-
-def needs_host(call: Call) -> str | None:
-    """Why the rounds of a call ask the host for something; None if they do not."""
-    rows, drafter, config = call.rows, call.drafter, call.config
-    drafts = config.nodes != 1
-    if not isinstance(drafter, DraftingModel):
-        return f"a {type(drafter).__name__} drafts with the host's help"
-    unknown = processing.key(call.processors, rows.prompt_length) is None
-    asked = [
-        (unknown, f"it has logits processors ({_names(call.processors)})"),
-        (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
-        (drafter.device != call.model.device, "target and head do not lie on one device"),
-        (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
-        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
-    ]
-    return next((reason for holds, reason in asked if holds), None)
+def _drop_first(kept: dict[tuple[Any, ...], Any]) -> None:
+    """Keep the last ones."""
+    if len(kept) > _KEPT:
+        while len(kept) > _KEPT:
+            del kept[next(iter(kept))]
+        gc.collect()
 
 
 def _differs(call: Call, error: float, allowed: float) -> str:
@@ -351,44 +352,7 @@ def _differs(call: Call, error: float, allowed: float) -> str:
     )
 
 
-def _hooked(target: Any) -> bool:
-    """Has the target hooks of the user's? Those of transformers, once installed, stay and are idle in a round."""
-    return any(
-        not str(getattr(hook, "__module__", "")).startswith("transformers.")
-        for part in target.modules()
-        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    )
-
-
-def _names(parts: Any) -> str:
-    return ", ".join(type(part).__name__ for part in parts)
-
-
 def _told(failure: Exception) -> str:
     """The beginning of an error; those of compilers name what went wrong in the second line."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return f"{type(failure).__name__}: {' '.join(lines[:2]) or 'no message'}"[:300]
-
-
-def _signature(call: Call) -> tuple[Any, ...]:
-    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters.
-
-    What the head has made of its weights and of those that it borrows differs when they are written to, too.
-    """
-    target, head = call.model, call.drafter
-    device = target.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [attention_of(target), autocast]
-    models: list[Any] = [target]
-    if isinstance(head, DraftingModel):
-        models.append(head)
-        parts += [id(head.draft_vocabulary), head.draft_rank, id(head.ngram)]
-        made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
-        parts += [state_of(weight) for weight in made_of]
-    for model in models:
-        tensors = [*model.parameters(), *model.buffers()]
-        parts += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]
-        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]  # PEFT's
-        parts += [(layer.active_adapters, layer.disable_adapters, repr(layer.merged_adapters)) for layer in layers]
-        parts += [repr(getattr(layer, "scaling", None)) for layer in layers]
-    return tuple(parts)

@@ -63,6 +63,11 @@ class FixedRound:
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
             self.keep(*self._check(self._guess()))
 
+    def as_written(self) -> None:
+        """One round of which nothing is compiled."""
+        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
+            self.keep(*self.check(self.guess()))
+
     def guess(self) -> DraftTree:
         """The trees [B, N]: what the head drafts behind the roots, none deeper than its row may still emit.
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Lock
 from typing import Any
 
 import torch
 
 _WARM_UPS = 3
 """Calls before the capture: what is compiled, tuned or allocated on first use is so by then."""
+_capturing = Lock()
 
 
 class Launch:
@@ -43,9 +46,10 @@ def memory_pool(device: torch.device) -> Any:
 
 
 def _captured(step: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
-    with torch.cuda.device(device):
-        # On a stream of its own, as PyTorch's notes on CUDA graphs ask for.
-        stream = torch.cuda.Stream()
+    with _capturing, torch.cuda.device(device), _without_cached_casts():
+        # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
+        # torch.cuda.graph would take is of whichever device was captured on first.
+        stream = torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -53,6 +57,17 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Any) -> torc
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             step()
     return graph
+
+
+@contextmanager
+def _without_cached_casts() -> Iterator[None]:
+    """Let autocast cast anew: copies that it keeps are freed with its context, and a graph would go on reading them."""
+    cached = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(cached)

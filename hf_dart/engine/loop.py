@@ -85,6 +85,9 @@ def run(
                     stats.count_idle(ran)
                 else:
                     ran = [room > 0 for room in rows.rooms]
+                    if not any(emitted):  # the row behind all others never waits: what ran was no round
+                        failure = failure or RuntimeError("a round brought no token")
+                        continue
                     _take(emitted, rows, streaming, stats, tier.shape.drafted)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:

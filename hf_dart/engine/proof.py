@@ -20,6 +20,12 @@ _DEPTH = 3
 _TRIES = 3
 
 
+def allowance(values: Tensor) -> float:
+    """How far rounding may bring any of `values` of a forward."""
+    rounding = max(32 * torch.finfo(values.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+    return rounding * float(values.abs().max())
+
+
 def difference(
     call: Call, nodes: int, vocab_size: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[float, float]:
@@ -48,8 +54,7 @@ def difference(
         found, verified = verify(tree, running)
         gap = (found.double() - wanted.double()).abs().amax(-1)
         error = float(gap.masked_fill(~(verified & running[:, None]), 0).max())
-        rounding = max(32 * torch.finfo(found.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-        allowed = rounding * float(wanted.abs().max())
+        allowed = allowance(wanted)
         if error <= allowed:
             break
     return error, allowed

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.processing import FixedProcessors
-from hf_dart.engine.proof import difference
+from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
 from hf_dart.engine.text import FixedText
 from hf_dart.generation.cache import RaggedCache
@@ -141,12 +142,27 @@ class Tier:
         path = torch.arange(self.shape.path).expand(len(counts), -1)
         return self.state.features.clone(), Accepted(path, counts)
 
-    def differs(self, call: Call) -> tuple[float, float]:
-        """Hold trees of random tokens against the eager round's verification of them, behind what is loaded.
+    def differs(self, call: Call, features: Tensor, accepted: Accepted) -> Iterator[tuple[float, float]]:
+        """Hold this tier against what it stands for, loaded with what `load` is to be given.
 
-        Returns:
-            As `proof.difference`.
+        First trees of random tokens on fixed shapes against the eager round's verification of them; then what is
+        launched, compiled and captured, against the round as it is written, by the hidden states of the roots.
+
+        Yields:
+            How far each is off, and how far it may be, as `proof.difference`.
         """
+        self.load(call, features, accepted)
+        yield self._verifies(call)
+        roots = []
+        for launch in (self.round.as_written, self.launch):
+            self.load(call, features, accepted)
+            launch()
+            roots.append(self.state.features[:, 0].clone())
+        running = torch.tensor(call.rows.rooms, device=features.device) > 0
+        gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
+        yield float(gap.max()), allowance(roots[0])
+
+    def _verifies(self, call: Call) -> tuple[float, float]:
 
         def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
             size, tree = tree.size, tree.padded(self.shape.bucket)

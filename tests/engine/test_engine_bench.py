@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, PLAIN, SAMPLED, STATIC, STOCK, copy_bandwidth
+from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, PLAIN, SAMPLED, STATIC, STOCK, memory_bandwidth
 from hf_dart.bench.simulated import build_target, forward_bytes
 from hf_dart.cli import main
 
@@ -58,7 +58,7 @@ def test_what_a_forward_reads() -> None:
     hidden, vocabulary, layer = 64, 512, 64 * (64 + 32 + 32) + 64 * 64 + 3 * 64 * 96 + 2 * 64 + 2 * 16
     weights = vocabulary * hidden + 2 * layer + hidden
     assert forward_bytes(target, batch=3, context=10) == 4 * (weights + 3 * 10 * 2 * 2 * 2 * 16)
-    assert copy_bandwidth(torch.device("cpu")) > 1e8
+    assert memory_bandwidth(torch.device("cpu")) > 1e8
 
 
 @pytest.mark.parametrize(

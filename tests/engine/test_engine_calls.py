@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
 import functools
+import gc
 import pickle
 import warnings
 from threading import Event, Thread
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -19,8 +22,9 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine import compiled as module
-from hf_dart.engine.attention import PACKED
+from hf_dart.engine.attention import PACKED, packed
 from hf_dart.engine.compiled import Engine
+from hf_dart.engine.graphs import Launch
 from hf_dart.generation.cache import RaggedCache
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -145,6 +149,46 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_identical(target, head, batch(4, "sdpa"), **options)
+
+
+@pytest.mark.parametrize("proved", [False, True])
+def test_a_launch_that_does_nothing(pair: tuple[Any, Any], proved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph does whose kernels ran somewhere else while it was captured."""
+    target, head = pair
+    made = engine(target, head)
+    monkeypatch.setattr(Launch, "__call__", lambda launch: None)
+    reason = "computes something else"
+    if proved:
+        monkeypatch.setattr(module.Tier, "differs", lambda *args: iter(()))
+        reason = "a round brought no token"
+    with pytest.warns(UserWarning, match=reason):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    assert not used(made)
+
+
+def test_what_is_released_is_gone(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    made = engine(target, head)
+    target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
+    rounds = [ref(tier.round) for tier in made._tiers.values() if tier]
+    assert rounds
+    gc.disable()
+    try:
+        made.release()
+        assert [one() for one in rounds] == [None] * len(rounds)
+    finally:
+        gc.enable()
+
+
+def test_the_last_one_inside_sets_the_attention_back(pair: tuple[Any, Any]) -> None:
+    target, _ = pair
+    first, second, other_thread = packed(target), packed(target), contextvars.copy_context()
+    first.__enter__()
+    other_thread.run(second.__enter__)
+    first.__exit__(None, None, None)
+    assert target.config._attn_implementation == PACKED
+    other_thread.run(second.__exit__, None, None, None)
+    assert target.config._attn_implementation == "sdpa"
 
 
 def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,92 @@
+"""Which calls can be captured, and when what was captured no longer holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from hf_dart.engine import processing
+from hf_dart.engine.attention import attention_of
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.verify import rotary_moves
+from hf_dart.head.drafting import DraftingModel
+from hf_dart.vocabulary import state_of
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+
+def unfit(call: Call) -> str | None:
+    """Why the target cannot run on fixed shapes in a call; None if it can."""
+    asked = [
+        (call.hidden_states is not None, "it collects hidden states"),
+        (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
+        (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
+        (len({weight.device for weight in call.model.parameters()}) > 1, "the target does not lie on one device"),
+        (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
+        (_hooked(call.model), "the target has forward hooks, which a replayed round would not call"),
+    ]
+    return next((reason for holds, reason in asked if holds), None)
+
+
+def needs_host(call: Call) -> str | None:
+    """Why the rounds of a call ask the host for something; None if they do not."""
+    rows, drafter, config = call.rows, call.drafter, call.config
+    drafts = config.nodes != 1
+    if not isinstance(drafter, DraftingModel):
+        return f"a {type(drafter).__name__} drafts with the host's help"
+    unknown = processing.key(call.processors, rows.prompt_length) is None
+    asked = [
+        (unknown, f"it has logits processors ({_names(call.processors)})"),
+        (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
+        (drafter.device != call.model.device, "target and head do not lie on one device"),
+        (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
+        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
+    ]
+    return next((reason for holds, reason in asked if holds), None)
+
+
+def signature(call: Call) -> tuple[Any, ...]:
+    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters.
+
+    What the head has made of its weights and of those that it borrows differs when they are written to, too.
+    """
+    target, head = call.model, call.drafter
+    device = target.device.type
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    parts: list[Any] = [attention_of(target), autocast, *_precision()]
+    models: list[Any] = [target]
+    if isinstance(head, DraftingModel):
+        models.append(head)
+        parts += [id(head.draft_vocabulary), head.draft_rank, id(head.ngram)]
+        made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
+        parts += [state_of(weight) for weight in made_of]
+    for model in models:
+        tensors = [*model.parameters(), *model.buffers()]
+        parts += [(tensor.data_ptr(), tensor.dtype, tensor.shape) for tensor in tensors]
+        layers: list[Any] = [layer for layer in model.modules() if hasattr(layer, "merged_adapters")]  # PEFT's
+        parts += [(layer.active_adapters, layer.disable_adapters, repr(layer.merged_adapters)) for layer in layers]
+        parts += [repr(getattr(layer, "scaling", None)) for layer in layers]
+    return tuple(parts)
+
+
+def _precision() -> list[Any]:
+    """How PyTorch was told to compute, which a captured kernel does for good."""
+    matmul, backends = torch.backends.cuda.matmul, torch.backends.cuda
+    reduced = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
+    kernels = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
+    return [torch.get_float32_matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled()]
+
+
+def _hooked(target: Any) -> bool:
+    """Has the target hooks of the user's? Those of transformers, once installed, stay and are idle in a round."""
+    return any(
+        not str(getattr(hook, "__module__", "")).startswith("transformers.")
+        for part in target.modules()
+        for hook in (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    )
+
+
+def _names(parts: Any) -> str:
+    return ", ".join(type(part).__name__ for part in parts)
