@@ -61,7 +61,7 @@ def run(
         Why a round could not be launched, if one could not; all that were launched before are read.
     """
     reports, starts = Reports(tier.state.ring), list(rows.emitted)
-    launched = read = 0
+    launched = read = idle = 0
     failure: Exception | None = None
     ran: list[bool] = []  # in the last round that did something
     try:
@@ -85,9 +85,11 @@ def run(
                     stats.count_idle(ran)
                 else:
                     ran = [room > 0 for room in rows.rooms]
-                    if not any(emitted):  # the row behind all others never waits: what ran was no round
+                    # A round that was launched before the noise of the one in front was counted may find none left; one
+                    # behind it, never.
+                    idle = 0 if any(emitted) else idle + 1
+                    if idle > lag:
                         failure = failure or RuntimeError("a round brought no token")
-                        continue
                     _take(emitted, rows, streaming, stats, tier.shape.drafted)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:
