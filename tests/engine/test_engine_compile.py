@@ -53,8 +53,7 @@ def test_sampled_without_a_break() -> None:
     target, head, made = compiled("llama", "eager")
     options = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5, "max_new_tokens": 24}
     options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=8)}
-    for seed in range(2):
-        assert_identical(target, head, batch(4, "sdpa"), seed=seed, **options)
+    assert_identical(target, head, batch(4, "sdpa"), **options)
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
     assert len(made._tiers) == 1

@@ -206,7 +206,7 @@ def test_rows_that_wait_for_slower_ones(pair: tuple[Any, Any], monkeypatch: pyte
     assert sizes(made) == {128}
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_processors_of_greedy_calls(pair: tuple[Any, Any], size: int) -> None:
     """What they read of the text is on the device: tokens of the prompt and its padding, and how long it has grown."""
     target, head = pair
@@ -222,12 +222,14 @@ def test_processors_of_greedy_calls(pair: tuple[Any, Any], size: int) -> None:
     assert_identical(target, head, prompts([12]), tree_config=TREE, min_length=14, **GREEDY, **ends)
 
 
-@pytest.mark.parametrize("vocabulary", [None, range(2, 40)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    "vocabulary", [pytest.param(None, marks=pytest.mark.matrix), range(2, 40)], ids=["all", "some"]
+)
 def test_a_penalty_is_seen_by_the_draft(vocabulary: range | None) -> None:
     """Ranked under the penalty, as the eager round's drafts are, about as many come true."""
     target = tiny_target("llama")
     head = tiny_head(target).reduce_vocabulary(vocabulary)
-    options = {**GREEDY, "max_new_tokens": 60, "repetition_penalty": 1.5, "tree_config": TreeConfig(nodes=13, lookup=0)}
+    options = {**GREEDY, "max_new_tokens": 40, "repetition_penalty": 1.5, "tree_config": TreeConfig(nodes=13, lookup=0)}
     assert_identical(target, head, batch(4, "sdpa"), **options)
     eager = head.last_stats.tau
     engine(target, head, first_tier=128)

@@ -84,7 +84,9 @@ def test_text_in_a_loop() -> None:
     assert taus[1] == pytest.approx(head.last_stats.tau, rel=0.15)
 
 
-@pytest.mark.parametrize(("scores", "backend"), [("survival", "eager"), ("paper", None)])
+@pytest.mark.parametrize(
+    ("scores", "backend"), [pytest.param("survival", "eager", marks=pytest.mark.matrix), ("paper", None)]
+)
 def test_an_ngram_table(tmp_path: Path, scores: str, backend: str | None) -> None:
     """Inside the round: one graph without a break, and drafts like the eager round's on the same device."""
     torch._dynamo.reset()
