@@ -147,7 +147,8 @@ def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> Non
             torch.default_generator.manual_seed(seed)
             inject_adapter_in_model(config, head, name)
     except ValueError as error:
-        raise ValueError(f"PEFT cannot put adapter {name!r} on this head: {' '.join(str(error).split())}") from error
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"PEFT cannot put adapter {name!r} on this head: {words}.") from error
     head._hf_peft_config_loaded = True
     head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
 
@@ -241,7 +242,7 @@ def head_of(
         head._fit(target, tokenizer, dtype=kwargs.get("dtype"))
         initialise(head, target)
         return head
-    if not base:
+    if not base or not isinstance(base, str):
         raise ValueError(f"The adapter in {path} does not say which head it stands on; pass base=, the head's path.")
     for name in ("revision", "subfolder"):  # of the adapter
         where.pop(name, None)
