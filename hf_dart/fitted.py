@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import WeakSet
 
 import torch
 from safetensors import SafetensorError
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.devices import device_of, host_by_default
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
@@ -33,6 +35,12 @@ class Shared:
     def __init__(self, target: nn.Module) -> None:
         self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
         self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
+        # Other targets that were seen to fit: deep copies and PEFT wrappers.
+        self.fitting: WeakSet[nn.Module] = WeakSet()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E], on its device."""
+        return self.embeddings(tokens.to(device_of(self.embeddings)))
 
     def rows(self, vocab_size: int) -> int:
         """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
@@ -66,6 +74,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         """None: tokens are embedded by the target. FSDP asks."""
 
     @classmethod
+    @host_by_default
     def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
         """A new, untrained drafter fitted to `target`.
 
@@ -157,9 +166,9 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         from hf_dart.generation.attach import attach
 
         self.bind(target, tokenizer)
-        lm_head_weight = target.get_output_embeddings().weight
-        floating = lm_head_weight.dtype if lm_head_weight.dtype.is_floating_point else target.dtype
-        self.to(device=lm_head_weight.device, dtype=dtype or floating)
+        lm_head = target.get_output_embeddings()
+        floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
+        self.to(device=device_of(lm_head), dtype=dtype or floating)
         attach(target)
         return self.eval()
 
@@ -176,9 +185,11 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     def check_target(self, target: nn.Module) -> None:
         shared = self.shared
         lent = (target.get_input_embeddings(), target.get_output_embeddings())  # type: ignore[operator]
-        if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
+        own = shared.embeddings is lent[0] and shared.lm_head is lent[1]
+        if not own and target not in shared.fitting:
             # A deep copy or a PEFT wrapper of the same target fits; another model does not.
             check_fit(self.config, target, None)
+            shared.fitting.add(target)
 
     def check_ngram(self, table: NgramTable) -> None:
         table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)

@@ -26,12 +26,13 @@ class SlotStore:
     """Buffers [B, heads, capacity, head_dim] that are written and compacted by slot.
 
     Buffers of one shape share one storage, so that a commit moves the entries of all layers at once.
-    The capacity doubles when it is outgrown.
+    The capacity doubles when it is outgrown, up to `most` where that is known.
     """
 
-    def __init__(self, specs: Sequence[SlotSpec], batch_size: int, capacity: int) -> None:
+    def __init__(self, specs: Sequence[SlotSpec], batch_size: int, capacity: int, most: int | None = None) -> None:
         self.batch_size = batch_size
         self.capacity = capacity
+        self._most = most
         counts: dict[SlotSpec, int] = {}
         self._place: list[tuple[SlotSpec, int]] = []
         for spec in specs:
@@ -53,7 +54,7 @@ class SlotStore:
         if capacity <= self.capacity:
             return
         old = self.capacity
-        self.capacity = max(capacity, 2 * old)
+        self.capacity = max(capacity, 2 * old if self._most is None else min(2 * old, self._most))
         for spec, storage in self._storage.items():
             grown = self._allocate(spec, storage.shape[0])
             grown[..., :old, :] = storage

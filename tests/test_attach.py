@@ -179,6 +179,38 @@ def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str) ->
         assert stock.sequences.shape[1] == 7 + 16
 
 
+@pytest.mark.parametrize("place", ["config", "criteria", "streamer"])
+def test_arguments_given_by_position(target: Any, head: DartHead, place: str) -> None:
+    ids = INPUTS["input_ids"]
+    letters = TOKENIZER.decode(run(target, INPUTS, 0, **GREEDY).sequences[0, 12:14])
+    config = GenerationConfig(**GREEDY, stop_strings=letters if place == "config" else None)
+    stops = [StopStringCriteria(TOKENIZER, letters)] if place == "criteria" else []
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        streamer = Put()
+        by_position = {"config": (config,), "criteria": (config, [], stops)}.get(
+            place, (config, [], [], None, False, None, streamer)
+        )
+        text = target.generate(ids, *by_position, tokenizer=TOKENIZER if place == "config" else None, **drafting)
+        assert streamer.tokens == (text[0].tolist() if place == "streamer" else [])
+        texts.append(text)
+    assert torch.equal(*texts)
+    assert texts[0].shape[1] == (7 + 16 if place == "streamer" else 14)
+    with pytest.raises(TypeError, match="multiple values"):
+        target.generate(ids, config, generation_config=config, assistant=head)
+
+
+class Put(BaseStreamer):
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def put(self, value: Tensor) -> None:
+        self.tokens += value.flatten().tolist()
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
 # ---- exceptions -------------------------------------------------------------------------------------------
 
 

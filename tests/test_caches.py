@@ -19,6 +19,7 @@ from hf_dart.generation.attach import attach
 from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
 from hf_dart.generation.stock_layers import is_placeholder
 from hf_dart.generation.verify import Verifier, mask_kinds
+from hf_dart.slots import SlotStore
 from hf_dart.trees.tree import DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
@@ -30,11 +31,13 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
 
-def ragged(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
-    return RaggedCache(prefilled, pads, capacity, keep)
+def ragged(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None) -> TreeCache:
+    return RaggedCache(prefilled, pads, capacity, keep, most)
 
 
-def right_aligned(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
+def right_aligned(
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+) -> TreeCache:
     return RightAlignedCache(prefilled, pads, keep)
 
 
@@ -262,6 +265,27 @@ def test_the_next_turn_may_be_drafted_or_not() -> None:
             text = run(target, inputs, 0, past_key_values=cache, **SAMPLED, **first).sequences
             texts.append(next_turn(target, text, inputs["attention_mask"], cache, **SAMPLED, **second))
     assert all(torch.equal(text, texts[0]) for text in texts)
+
+
+@pytest.mark.parametrize("tokens", [30, 600])
+def test_buffers_grow_no_larger_than_the_call(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Text and one tree; no more, however the last rounds fall."""
+    sizes = []
+    reserve = SlotStore.reserve
+
+    def noted(self: SlotStore, capacity: int) -> None:
+        before = self.capacity
+        reserve(self, capacity)
+        sizes.append((before, self.capacity))
+
+    target = attach(tiny_target("llama", max_position_embeddings=1024))
+    inputs = prompts([60])
+    options = {"do_sample": False, "max_new_tokens": tokens}
+    drafter = replay(target, inputs, misses=[0.0], draft_length=12, **options)
+    monkeypatch.setattr(SlotStore, "reserve", noted)
+    assert_identical(target, drafter, inputs, **options)
+    assert max(after for _, after in sizes) <= 60 + tokens + drafter.tree_config.nodes
+    assert sum(before != after for before, after in sizes) == (tokens > 512)
 
 
 def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:

@@ -12,7 +12,7 @@ import torch
 from peft import PromptTuningConfig, get_peft_model
 from tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
-from transformers import LogitsProcessor, LogitsProcessorList, MaxTimeCriteria, StoppingCriteriaList
+from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartCandidateGenerator, TreeConfig
@@ -325,9 +325,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "contrastive": ({"penalty_alpha": 0.6, "top_k": 4}, "penalty_alpha"),
     "ensemble": ({"assistant_ensemble_weight": 0.5}, "assistant_ensemble_weight"),
     "time": ({"max_time": 60.0}, "asks MaxTimeCriteria once a round"),
-    "criterion": ({"stopping_criteria": StoppingCriteriaList([MaxTimeCriteria(60.0)])}, "asks MaxTimeCriteria"),
+    "criterion": ({"stopping_criteria": [MaxTimeCriteria(60.0)]}, "asks MaxTimeCriteria"),
+    "length": ({"stopping_criteria": [MaxLengthCriteria(10)]}, "give max_length="),
+    "end token": ({"stopping_criteria": [EosTokenCriteria([5])], "pad_token_id": PAD}, "give .* eos_token_id="),
     "guidance": ({"guidance_scale": 1.5}, "calls UnbatchedClassifierFreeGuidanceLogitsProcessor on rejected"),
-    "processor": ({"logits_processor": LogitsProcessorList([Counting()])}, "calls Counting on rejected drafts"),
+    "processor": ({"logits_processor": [Counting()]}, "calls Counting on rejected drafts"),
     "attentions": ({"output_attentions": True, "return_dict_in_generate": True}, "output_attentions"),
     "hidden states": ({"output_hidden_states": True, "return_dict_in_generate": True}, "gives hidden states to"),
     "no cache": ({"use_cache": False}, "use_cache=False"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -14,7 +15,7 @@ from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from hf_dart import DartHead, TreeConfig
+from hf_dart import DartHead, TreeConfig, fit
 from hf_dart.generation.attach import attach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
@@ -71,7 +72,7 @@ def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
     assert_identical(target, head, prompts([7]), **GREEDY)
 
 
-def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path) -> None:
+def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 
     for name, order in (("one", "abcdefgh"), ("two", "abcdefhg")):
@@ -81,7 +82,13 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path) -> None:
     tiny_head(one, tokenizer=letters("abcdefgh")).save_pretrained(tmp_path / "head")
     with pytest.raises(ValueError, match="tokenizer"):
         DartHead.from_pretrained(str(tmp_path / "head"), target=two)
-    DartHead.from_pretrained(str(tmp_path / "head"), target=one)
+    head = DartHead.from_pretrained(str(tmp_path / "head"), target=one)
+    # A copy of the target is compared when it is first seen.
+    twin, read = copy.deepcopy(one), []
+    monkeypatch.setattr(fit, "tokenizer_beside", lambda target: read.append(target))
+    for _ in range(3):
+        twin.generate(**prompts([5]), max_new_tokens=4, assistant=head)
+    assert read == [twin]
 
 
 def test_padding_rows_of_the_vocabulary(target: Any, tmp_path: Path) -> None:

@@ -109,11 +109,47 @@ def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
     assert torch.equal(window[1], blocks[9:12, 1])
 
 
-def test_two_streams_do_not_disturb_each_other() -> None:
+def test_streams_side_by_side_draw_noise_of_their_own() -> None:
+    torch.manual_seed(5)
+    alone = NoiseStream(1, 9, CPU).exponentials([0], 4)
+    state = torch.get_rng_state()
+    first, *others = [NoiseStream(1, 9, CPU) for _ in range(3)]
+    drawn = [stream.exponentials([0], 4) for stream in (first, *others)]
+    assert torch.equal(drawn[0], alone)
+    assert not any(torch.equal(drawn[left], drawn[right]) for left in range(3) for right in range(left))
+    first.leave_as_stock(4)
+    after = torch.get_rng_state()
+    for other in others:
+        other.leave_as_stock(2)  # it does not rewind what others have drawn
+    assert torch.equal(torch.get_rng_state(), after)
+    assert not torch.equal(after, state)
+    # Nothing runs any more.
+    assert torch.equal(NoiseStream(1, 9, CPU).exponentials([0], 1)[:, 0], torch.empty(1, 9).exponential_(1))
+
+
+def test_a_stream_that_was_not_begun_leaves_the_generator_to_the_others() -> None:
     torch.manual_seed(5)
     first, second = NoiseStream(1, 9, CPU), NoiseStream(1, 9, CPU)
-    left = first.exponentials([0], 4)
-    assert torch.equal(second.exponentials([0], 4), left)
+    after = torch.get_rng_state()
+    first.leave_as_stock(0)
+    assert torch.equal(torch.get_rng_state(), after), "the next stream would be seeded as the second was"
+    assert not torch.equal(second.exponentials([0], 1), NoiseStream(1, 9, CPU).exponentials([0], 1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_noise_is_float32_whatever_the_default(dtype: torch.dtype) -> None:
+    target = attach(tiny_target("llama"))
+    inputs = prompts([7, 4])
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 40}
+    drafter = replay(target, inputs, misses=[0.1, 0.3], **options)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        assert NoiseStream(1, 9, CPU).exponential(0, 0).dtype == torch.float32
+        for seed in range(3):
+            assert_identical(target, drafter, inputs, seed=seed, **options)
+    finally:
+        torch.set_default_dtype(default)
 
 
 DEPTH = 9

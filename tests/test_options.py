@@ -6,7 +6,6 @@ All in float64 without tolerance for tokens and generator; scores, logits and hi
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Thread
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from torch import Tensor
 from transformers import (
     DynamicCache,
     MaxLengthCriteria,
+    RepetitionPenaltyLogitsProcessor,
     SynthIDTextWatermarkingConfig,
     WatermarkingConfig,
 )
@@ -268,7 +268,7 @@ def test_watermark_with_state(llama: tuple[Any, Any], size: int) -> None:
         identical(target, head, prompts([7] * size), seed, watermarking_config=config, **SAMPLED)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", [*FAMILIES, "gemma3n"])
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["1", "4"])
 def test_hidden_states(family: str, lengths: list[int]) -> None:
     target = tiny_target(family)
@@ -341,21 +341,33 @@ def test_stop_strings(llama: tuple[Any, Any], size: int) -> None:
             assert stock.sequences.shape[1] < 9 + TOKENS, "the string was to end the text early"
 
 
-def test_concurrent_calls(llama: tuple[Any, Any]) -> None:
-    """Threads share a target, and two of them a head."""
+@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
+def test_ids_of_another_width(llama: tuple[Any, Any], mode: dict[str, Any]) -> None:
     target, head = llama
-    heads = [head, head, tiny_head(target, draft_length=3)]
-    cases = [prompts(lengths, seed) for seed, lengths in enumerate([[7], [9, 4], [3, 5, 8]])]
-    options = {**GREEDY, "max_new_tokens": 60, "repetition_penalty": 1.2}
-    alone = [call(target, 0, **inputs, **options).sequences for inputs in cases]
-    together: list[Any] = [None] * len(cases)
+    inputs = prompts([9, 4])
+    stock = identical(target, head, {**inputs, "input_ids": inputs["input_ids"].int()}, **mode)
+    assert stock.sequences.dtype == torch.int64
+    identical(target, head, {**inputs, "labels": inputs["input_ids"]}, **mode)  # stock drops them
 
-    def work(index: int) -> None:
-        together[index] = target.generate(**cases[index], **options, assistant=heads[index])
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
+@pytest.mark.parametrize("known", [None, 2], ids=["stock's", "a prompt that does not count"])
+def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the whole batch for each of its rows."""
+    target, head = llama
+    seen = []
+    plain = RepetitionPenaltyLogitsProcessor.__call__
+
+    def call(self: Any, ids: Tensor, scores: Tensor) -> Tensor:
+        seen.append(len(scores))
+        return plain(self, ids, scores)
+
+    monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", call)
+    inputs = prompts([9, 3, 7, 12])
+    penalty = {"repetition_penalty": 1.3} if known is None else {
+        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]
+    }
+    for mode in (GREEDY, SAMPLED):
+        identical(target, head, inputs, **penalty, **mode)
+        seen.clear()
+        target.generate(**inputs, **penalty, **mode, assistant=head)
+        assert set(seen) == {1}

@@ -16,11 +16,13 @@ import pages
 import pytest
 import torch
 from compare import assert_identical
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
+from users import TOKENIZER
 
+from hf_dart import attach
 from hf_dart.cli import main
 from hf_dart.drawing import drafted_tokens
 from hf_dart.view import View
@@ -130,6 +132,28 @@ def test_tracing_changes_nothing() -> None:
     for name in ("draft", "grow", "verify", "walk", "commit"):
         assert sum(one.seconds[name] for one in rounds) == pytest.approx(head.last_stats.seconds[name], rel=0.2)
     assert_identical(target, head, prompts([7]), do_sample=False, max_new_tokens=8)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_rows_that_ran_ahead_of_the_end(row: int) -> None:
+    """Without end tokens every row runs on until all have stopped, and a round may pass that place."""
+    target = tiny_target("llama")
+    inputs = prompts([9, 4])
+    known = target.generate(**inputs, do_sample=False, max_new_tokens=60)
+    drafter = ReplayDrafter(known, [0, 5], VOCABULARY, misses=[0.0, 0.9])
+    stops = TOKENIZER.decode(known[0, 9 + 4 : 9 + 6]), TOKENIZER.decode(known[1, 9 + 19 : 9 + 21])
+    options = {"do_sample": False, "max_new_tokens": 60, "stop_strings": list(stops), "tokenizer": TOKENIZER}
+    options |= {"return_dict_in_generate": True, "pad_token_id": 0}
+    output = attach(target).generate(**inputs, assistant=drafter, trace=True, **options)
+    assert torch.equal(output.sequences, target.generate(**inputs, **options).sequences)
+    wrote = [1 + sum(counts[each] for counts in output.draft_stats.committed) for each in range(2)]
+    assert max(wrote) > output.sequences.shape[1] - 9, "no row was ahead"
+    view = View.of(output, TOKENIZER, row)
+    assert view.prompt == inputs["input_ids"][row].tolist()  # this tokenizer has no pad
+    assert view.tokens == output.sequences[row, 9 : 9 + len(view.tokens)].tolist()
+    assert len(view.tokens) == min(wrote[row], output.sequences.shape[1] - 9)
+    assert 1 + sum(len(one.paths[row]) for one in view.rounds) == len(view.tokens)
+    view.html()
 
 
 def test_what_cannot_be_shown_is_refused(output: Any, hostile_tokenizer: Any) -> None:

@@ -20,6 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
+from hf_dart.devices import device_of, weight_of
 from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared
@@ -153,9 +154,9 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         from hf_dart.generation.attach import attach
 
         self.bind(target, tokenizer)
-        weight = target.get_output_embeddings().weight
-        floating = weight.dtype if weight.dtype.is_floating_point else target.dtype
-        self.to(device=weight.device, dtype=dtype or floating)
+        lm_head = target.get_output_embeddings()
+        floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
+        self.to(device=device_of(lm_head), dtype=dtype or floating)
         attach(target)
         return self.eval()
 
@@ -228,7 +229,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
-        table = self._lent.embeddings.weight
+        table = weight_of(self._lent.embeddings)
         rows = F.embedding(tokens.to(table.device), table) * self.config.embedding_scale
         return rows.to(self.fc.weight)
 

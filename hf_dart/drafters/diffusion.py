@@ -134,7 +134,7 @@ class DiffusionDrafter(FittedDrafter):
         # Asking whether any is masked would make the host wait for the device.
         known = tokens.clamp(min=0).to(self._device)
         if self.config.share_embeddings:
-            embedded = self._project(self.shared.embeddings(known.to(self.shared.embeddings.weight.device)))
+            embedded = self._project(self.shared.embed(known))
         else:
             rows = self.config.vocab_size  # of which the target may have more: padding
             tokens = torch.where(tokens < rows, tokens, MASK)

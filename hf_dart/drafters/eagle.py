@@ -132,7 +132,7 @@ class EagleDrafter(FittedDrafter):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to the target's embeddings [..., E]; what is floating already is `inputs_embeds`."""
-        embeddings = tokens if tokens.is_floating_point() else self.shared.embeddings(tokens)
+        embeddings = tokens if tokens.is_floating_point() else self.shared.embed(tokens)
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:

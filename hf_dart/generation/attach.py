@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import types
 from typing import Any
 
-from transformers import StoppingCriteriaList, StopStringCriteria
+from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.generation.decode import speculative_generate
@@ -55,9 +56,6 @@ def generate(
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,
-    streamer: Any = None,
-    tokenizer: Any = None,
-    synced_gpus: bool | None = None,
     **kwargs: Any,
 ) -> Any:
     """`model.generate(*args, **kwargs)` with the keywords that `attach` adds, on a model that need not be attached.
@@ -68,14 +66,16 @@ def generate(
     stock = type(model).generate  # not a bound method kept from attach: that would follow a deep copy's original
     if assistant is None or isinstance(kwargs.get("custom_generate"), str):
         # A repository's generate takes assistant= itself, and comes here again if it is ours.
-        named = {"streamer": streamer, "tokenizer": tokenizer, "synced_gpus": synced_gpus, "tree_config": tree_config}
-        named |= {"assistant": assistant, "refine": refine, "trace": trace}
+        named = {"assistant": assistant, "tree_config": tree_config, "refine": refine, "trace": trace}
         return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(assistant).__name__}; a small language "
             "model goes to assistant_model=."
         )
+    kwargs = _by_name(stock, args, kwargs)
+    # What stock keeps from a callable.
+    streamer, tokenizer, synced_gpus = (kwargs.pop(name, None) for name in ("streamer", "tokenizer", "synced_gpus"))
     if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
         raise ValueError("assistant= excludes assistant_model= and custom_generate=; give one of them.")
     if kwargs.get("cache_implementation") == "paged":
@@ -93,7 +93,16 @@ def generate(
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
     )
-    return stock(model, *args, streamer=streamer, custom_generate=decode, **kwargs)
+    return stock(model, **{**kwargs, "streamer": streamer, "custom_generate": decode})
+
+
+def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """All arguments of `stock(model, *args, **kwargs)` by name."""
+    signature = inspect.signature(stock)
+    if any(parameter.kind is parameter.VAR_POSITIONAL for parameter in signature.parameters.values()):
+        signature = inspect.signature(GenerationMixin.generate)  # it hands them on
+    _, *named = signature.bind_partial(None, *args).arguments.items()
+    return dict(**dict(named), **kwargs)
 
 
 def _refuse_token_healing(model: Any, kwargs: dict[str, Any]) -> None:

@@ -103,7 +103,9 @@ def keeps_only_states(cache: Cache) -> bool:
     return all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(cache))
 
 
-def tree_cache(prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> TreeCache:
+def tree_cache(
+    prefilled: Cache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+) -> TreeCache:
     """Take over a prefilled stock cache.
 
     Args:
@@ -111,9 +113,10 @@ def tree_cache(prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> 
         pads: left padding per row.
         capacity: positions to make room for at first.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
+        most: positions that the call will need at most, if that is known.
     """
     if keeps_only_states(prefilled):
-        return RaggedCache(prefilled, pads, capacity, keep)
+        return RaggedCache(prefilled, pads, capacity, keep, most)
     return RightAlignedCache(prefilled, pads, keep)
 
 
@@ -152,7 +155,9 @@ class _RaggedLayer(CacheLayerMixin):
 class RaggedCache(TreeCache):
     """Static buffers in which position p of a row lies in slot p; tree nodes follow the longest row."""
 
-    def __init__(self, prefilled: Cache, pads: list[int], capacity: int, keep: bool) -> None:
+    def __init__(
+        self, prefilled: Cache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+    ) -> None:
         super().__init__(prefilled, pads, keep)
         self.longest = max(self.lengths.tolist())
         held = [held_by(layer) for layer in attention_layers(prefilled)]
@@ -161,7 +166,7 @@ class RaggedCache(TreeCache):
             for layer in held
             for states in layer
         ]
-        self.store = SlotStore(specs, len(pads), max(capacity, self.longest))
+        self.store = SlotStore(specs, len(pads), max(capacity, self.longest), most)
         for index, layer in enumerate(held):
             for part, states in enumerate(layer):
                 self._take_over(2 * index + part, states, pads)

@@ -18,6 +18,7 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator
 
+from hf_dart.devices import host_by_default
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_target
 from hf_dart.generation.stats import DraftStats
@@ -182,6 +183,7 @@ class _WithCandidates:
         return self._generator
 
 
+@host_by_default
 def _assisted_decoding(
     model: Any,
     input_ids: Tensor,
@@ -232,6 +234,9 @@ def _refuse(
     cache = refuse_cache(kwargs["past_key_values"])
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
     disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
+    lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
+    enders = {int(token) for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id}
+    eos = config._eos_token_tensor
     ends = _STOPS_AT_ONCE and config._eos_token_tensor is not None
     differs = {
         "runs one row at a time": len(input_ids) > 1,
@@ -241,6 +246,9 @@ def _refuse(
         "reads the whole prompt again behind a cached prefix": cache.get_seq_length() > 0,
         "gives hidden states to the drafter only": bool(config.output_hidden_states),
         f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),
+        "drafts past a MaxLengthCriteria or EosTokenCriteria of your own (give max_length= and eos_token_id=)": lengths
+        != {config.max_length}
+        or enders != (set() if eos is None else set(eos.tolist())),
         f"calls {', '.join(disturbed)} on rejected drafts too": bool(disturbed),
         "stops at once behind a prompt that ends in an end token, in this release": ends
         and bool(torch.isin(input_ids[0, -1:], config._eos_token_tensor.to(input_ids.device))),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.devices import host_by_default
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
@@ -44,6 +46,7 @@ class DartGenerateOutput(GenerateDecoderOnlyOutput):
     draft_stats: DraftStats | None = None
 
 
+@host_by_default
 @torch.no_grad()
 def speculative_generate(
     model: Any,
@@ -84,6 +87,7 @@ def speculative_generate(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
             "with an editor."
         )
+    input_ids = input_ids.long()  # as stock's are once a token is added
     length = length_limit(stopping_criteria, input_ids.shape[1])
     prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
@@ -91,7 +95,7 @@ def speculative_generate(
     assistant.check_target(model)
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
-    stats = DraftStats(trace=Trace() if trace else None)
+    stats = DraftStats(trace=Trace(input_ids.shape[1]) if trace else None)
     streaming = Streaming(streamer, rows)
     with stats.phase("prefill"):
         call = Call(model, assistant, tree_config, generation_config, logits_processor)
@@ -142,6 +146,13 @@ class Call:
         capacity = total + min(rows.room(0), _HEADROOM)
         refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
 
+        if self.drafter.engine is None and self.model._valid_auto_compile_criteria(model_kwargs, config):
+            warnings.warn(
+                "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "
+                "hf_dart.compile(model, head) was called.",
+                stacklevel=2,
+            )
+
         self.rows = rows
         self.pace = Pace(self.config, rows.device.type, self.drafter.draft_length > 0)
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
@@ -158,7 +169,8 @@ class Call:
             # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
             self.stock_cache = stock = refuse_cache(outputs.past_key_values)
             kinds = mask_kinds(self.model, stock)
-            self.cache = tree_cache(stock, pads, capacity, keep=self.returns_cache)
+            nodes = self.config.resolve_nodes(batch, rows.device.type)
+            self.cache = tree_cache(stock, pads, capacity + nodes, keep=self.returns_cache, most=most + nodes)
         assert feed.last is not None
         collect = bool(config.return_dict_in_generate)
         self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None
@@ -272,9 +284,11 @@ class Call:
         self.cache.commit(accepted.path, accepted.counts)
         if self.hidden_states is None:
             return
+        rows = torch.arange(len(accepted.path))
         for nodes in accepted.path.T:
+            # [..., B, N, H]: Gemma 3n has several streams in front of the rows.
             self.hidden_states.append(
-                tuple(states[torch.arange(len(nodes)), nodes][:, None] for states in self.verify.hidden_states)
+                tuple(states[..., rows, nodes, :].unsqueeze(-2) for states in self.verify.hidden_states)
             )
 
     def result(self, stats: DraftStats, features: Tensor, accepted: Accepted) -> Tensor | DartGenerateOutput:
@@ -284,6 +298,8 @@ class Call:
             features, accepted: of the last round, whose positions the drafter has not taken in.
         """
         sequences = self.rows.sequences()
+        if stats.trace is not None:
+            stats.trace.end(self.rows.steps)
         self.leave_generator(self.rows.steps)
         if self.returns_cache:
             pending = [*self.pending, self.verified(features, accepted), *self.level_rows(sequences)]
@@ -331,7 +347,9 @@ class Call:
 
     def leave_generator(self, position: int) -> None:
         """Leave the default generator as stock would have after `position` tokens per row."""
-        if self.noise is not None and not self.rows.in_step:  # in step, tokens are drawn from it as they come
+        if self.noise is not None and self.rows.in_step:  # tokens were drawn from it as they came
+            self.noise.end()
+        elif self.noise is not None:
             self.noise.leave_as_stock(position)
 
 

@@ -8,24 +8,40 @@ t + k, and the drafter may look at the same blocks (Gumbel-max coupling of draft
 
 from __future__ import annotations
 
+from threading import Lock
+from weakref import WeakValueDictionary
+
 import torch
 from torch import Tensor
 
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
 
+# By device, the stream that will put its default generator forward. Others that run meanwhile, in other threads,
+# must not draw the same noise, nor put it back.
+_leading: WeakValueDictionary[torch.device, NoiseStream] = WeakValueDictionary()
+_lock = Lock()
+
 
 class NoiseStream:
     """Blocks of Exp(1) noise [B, V] by output position, from a copy of the default generator.
 
-    The default generator itself is moved once, by `leave_as_stock`.
+    The default generator itself is moved once, by `leave_as_stock`. While another stream is alive on the device, the
+    two calls run side by side: then nobody can say what stock would have drawn in either, and this one draws from a
+    generator of its own, which a number from the default one seeds.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
         self._shape = (batch_size, vocab_size)
         self._device = device
         self._generator = torch.Generator(device)
-        self._generator.set_state(_default_state(device))
+        with _lock:
+            self._leads = device not in _leading
+            if self._leads:
+                _leading[device] = self
+                self._generator.set_state(_default_state(device))
+            else:
+                self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=device)))
         self._drawn = 0  # positions
         self._needed = 0  # the oldest position that a row still needs
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
@@ -36,7 +52,9 @@ class NoiseStream:
 
     def _draw_to(self, end: int) -> None:
         while self._drawn < end:
-            block = torch.empty(self._shape, device=self._device).exponential_(1, generator=self._generator)
+            # As float32 as the probabilities of stock, whatever torch's default is.
+            block = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            block.exponential_(1, generator=self._generator)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
             if self._drawn + 1 >= self._needed:
@@ -80,8 +98,18 @@ class NoiseStream:
 
     def leave_as_stock(self, steps: int) -> None:
         """Put the default generator where stock `generate` leaves it after `steps` output positions."""
-        self._draw_to(steps)
-        _set_default_state(self._device, self._states[steps])
+        if self._leads:
+            self._draw_to(steps)
+            if steps:  # else it was not moved, unless by others
+                _set_default_state(self._device, self._states[steps])
+        self.end()
+
+    def end(self) -> None:
+        """Let the next stream begin where the default generator is."""
+        with _lock:
+            if self._leads:
+                self._leads = False
+                del _leading[self._device]
 
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:

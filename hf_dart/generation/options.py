@@ -29,16 +29,20 @@ _OTHER_MODES = (
     "assistant_early_exit",
     "use_mtp",
 )
-# What stock hands the model at every step, and drafts are verified with too.
+# What stock hands the model at every step, and drafts are verified with too; or drops.
 _INPUTS = {
     "attention_mask",
     "inputs_embeds",
+    "labels",  # dropped
     "logits_to_keep",
+    "mm_encoder_outputs",
     "output_hidden_states",
     "past_key_values",
     "position_ids",
     "use_cache",
 }
+# With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
+_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
 
 def refuse_model(model: Any) -> None:
@@ -117,8 +121,12 @@ def refuse_options(
     for refused, option, instead in named:
         if refused:
             raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
+    multimodal = "mm_encoder_outputs" in kwargs
+    if kwargs.get("mm_encoder_outputs"):  # generate itself passes an empty one with text alone
+        raise ValueError("Drafts are not verified behind images or videos; leave them out, or leave assistant= out.")
     for name, value in kwargs.items():
-        if name not in _INPUTS and value is not None:
+        blank = multimodal and name in _KINDS_OF_TOKENS and value is not None and not bool(value.any())
+        if name not in _INPUTS and value is not None and not blank:
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
     if input_ids.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
@@ -204,7 +212,7 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
 
     Args:
         attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.
-        position_ids: [B, P] likewise.
+        position_ids: [B, P] likewise; or [R, B, P], several kinds of positions as multimodal models have them.
         total: slots of prompt and cached prefix.
 
     Raises:
@@ -223,6 +231,12 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
             raise ValueError("A row of the batch is all padding; give every row at least one token.")
     if position_ids is not None:
         last = torch.tensor([total - pad - 1 for pad in pads])
-        if position_ids.ndim != 2 or not torch.equal(position_ids[:, -1].cpu().expand(batch_size), last):
+        usual = not bool((position_ids[..., -1].cpu() != last).any())
+        if not usual and position_ids.ndim > 2:
+            raise ValueError(
+                "This prompt has positions of its own, as those with images have, which drafts do not follow; give "
+                "text alone, or leave assistant= out."
+            )
+        if not usual:
             raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
     return pads

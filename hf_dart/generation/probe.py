@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from hf_dart.devices import device_of, host_by_default
 from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import refuse_cache, refuse_model
@@ -65,6 +66,7 @@ def _explained(model: Any) -> Iterator[None]:
         ) from failure
 
 
+@host_by_default
 @torch.no_grad()
 def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     """Check once per model, attention and dtype that tree verification is right for it.
@@ -114,10 +116,11 @@ class _Trial:
 
     def __init__(self, model: Any) -> None:
         self._model = model
-        weight = model.get_input_embeddings().weight
+        embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
-        tokens = torch.randint(weight.shape[0], (1, _PROMPT + _TRIES * (len(_PARENTS) + 1)), generator=generator)
-        self._tokens = tokens.to(weight.device)
+        length = _PROMPT + _TRIES * (len(_PARENTS) + 1)
+        tokens = torch.randint(embeddings.weight.shape[0], (1, length), generator=generator)
+        self._tokens = tokens.to(device_of(embeddings))
         self.short = self._prefill(_PROMPT)
 
     def run(self, length: int) -> None:
@@ -203,4 +206,4 @@ class _Trial:
 
 
 def _difference(left: Tensor, right: Tensor) -> float:
-    return float((left.double() - right.double()).abs().max())
+    return float((left.cpu().double() - right.cpu().double()).abs().max())  # Apple GPUs have no float64

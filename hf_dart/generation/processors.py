@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -57,6 +59,7 @@ _ROW_FREE = (
     MinLengthLogitsProcessor,
     MinNewTokensLengthLogitsProcessor,
     NoRepeatNGramLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     NoBadWordsLogitsProcessor,
     ForcedBOSTokenLogitsProcessor,
@@ -66,7 +69,6 @@ _ROW_FREE = (
 )
 # These hold something per row of the batch, and see the whole batch therefore.
 _ROW_BOUND = (
-    RepetitionPenaltyLogitsProcessor,
     EncoderRepetitionPenaltyLogitsProcessor,
     EncoderNoRepeatNGramLogitsProcessor,
 )
@@ -82,9 +84,22 @@ def scores_alone(processors: LogitsProcessorList, device: torch.device) -> bool:
     return all(type(processor) in known for processor in processors)
 
 
-def row_free(processors: LogitsProcessorList) -> bool:
-    """Is what they do to a row the same, whatever other rows stand beside it?"""
-    return all(type(processor) in _ROW_FREE for processor in processors)
+def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProcessorList] | None:
+    """For each row alone, what does to it what `processors` do to it in the batch; None where that is not known."""
+    if batch_size == 1:
+        return [processors]
+    if any(type(processor) not in _ROW_FREE for processor in processors):
+        return None
+    return [LogitsProcessorList([_of_row(processor, row) for processor in processors]) for row in range(batch_size)]
+
+
+def _of_row(processor: Any, row: int) -> Any:
+    # The one of these that holds something by row: where the padding ends.
+    if type(processor) is RepetitionPenaltyLogitsProcessor and isinstance(processor.prompt_ignore_length, Tensor):
+        alone = copy.copy(processor)
+        alone.prompt_ignore_length = processor.prompt_ignore_length[row : row + 1]
+        return alone
+    return processor
 
 
 def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, generation_config: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_dart.generation.walk import Accepted
 from hf_dart.trees.tree import DraftTree
@@ -28,10 +28,28 @@ class TracedRound:
 
 @dataclass
 class Trace:
-    """The rounds of one call, in order."""
+    """The rounds of one call, in order.
 
+    Attributes:
+        prompt_length: slots of the prompt in `sequences`, padding included.
+        rounds: each once.
+    """
+
+    prompt_length: int
     rounds: list[TracedRound] = field(default_factory=list)
     _spent: dict[str, float] = field(default_factory=dict)
+
+    def end(self, tokens: int) -> None:
+        """Cut what rows committed behind `tokens` generated ones, as `sequences` are cut.
+
+        A row may be ahead when another one ends the call.
+        """
+        room = None
+        for number, one in enumerate(self.rounds):
+            room = room or [tokens - 1] * len(one.paths)  # one is the prefill's
+            paths = [path[: max(left, 0)] for path, left in zip(one.paths, room, strict=True)]
+            room = [left - len(path) for path, left in zip(paths, room, strict=True)]
+            self.rounds[number] = replace(one, paths=paths)
 
     def add(self, tree: DraftTree, accepted: Accepted, seconds: dict[str, float]) -> None:
         """Keep a round.

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
+from hf_dart.devices import device_of
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.stock_layers import is_placeholder, window_of
 from hf_dart.trees.tree import DraftTree
@@ -168,6 +169,7 @@ class Verifier:
         self.hidden_states: tuple[Tensor, ...] = ()
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
 
     def depth_room(self) -> list[int]:
@@ -206,6 +208,8 @@ class Verifier:
                 [1, M, F] then. Cache and attention have to know (`hf_dart.engine.budget`); masks are those of trees.
             more: keyword arguments for the target.
         """
+        if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
+            tree, roots = tree.to(self._device), roots.to(self._device)
         positions = at = roots[:, None] + tree.depths
         tokens = tree.tokens
         if computed is not None:

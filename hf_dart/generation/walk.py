@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.processors import row_free, scores_alone
+from hf_dart.generation.processors import of_rows, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.trees.tree import DraftTree
 
@@ -56,7 +56,7 @@ class Walker:
         self._rows = rows
         self._streaming = streaming
         self._noise = noise
-        self._row_free = len(rows) == 1 or row_free(processors)
+        self._of_rows = of_rows(processors, len(rows))
         # The most nodes on which to run the processors all at once. Sampling on a CPU, softmax over all nodes costs
         # more than a few calls for those on the path.
         self._everywhere = 0
@@ -81,7 +81,7 @@ class Walker:
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
         """The target's token behind every node, [B, N]."""
-        scores = logits.float().flatten(0, 1)
+        scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         for processor in self._processors:
             scores = processor(None, scores)  # type: ignore[arg-type]
         scores = scores.view_as(logits)
@@ -134,8 +134,8 @@ class Walker:
     def _choose(self, row: int, logits: Tensor) -> int:
         """The target's next token of a row from its logits [1, V]."""
         logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
-        if self._row_free:
-            scores = self._processors(self._rows.ids(row), logits)
+        if self._of_rows is not None:
+            scores = self._of_rows[row](self._rows.ids(row), logits)
         else:
             # Some processors take row b of what they see for row b of the batch: show them this row's text in all.
             full = logits.new_zeros(len(self._rows), logits.shape[-1])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_dart.devices import host_by_default
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.head.copied import copied_fields, initialise
 from hf_dart.head.drafting import DraftingModel
@@ -38,6 +39,7 @@ class DartHead(DraftingModel):
     name_or_path: str
 
     @classmethod
+    @host_by_default
     def from_target(
         cls,
         target: Any,

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
+from hf_dart.devices import device_of
 from hf_dart.fitted import FittedDrafter
 from hf_dart.head.copied import copied_names, fill
 from hf_dart.head.low_rank import LowRankHead
@@ -144,7 +145,7 @@ class DartModel(FittedDrafter):
 
         What is floating already is a prompt given as `inputs_embeds`.
         """
-        embeddings = tokens if tokens.is_floating_point() else self.shared.embeddings(tokens)
+        embeddings = tokens if tokens.is_floating_point() else self.shared.embed(tokens)
         return embeddings.to(device=self.device, dtype=self.dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -197,7 +198,7 @@ class DartModel(FittedDrafter):
         learned = self.mask_slot.weight[None]
         if self.config.mask_mode == "peagle":
             # Filled in where it lies: a CUDA graph takes no number from the host.
-            where = self.shared.embeddings.weight.device
+            where = device_of(self.shared.embeddings)
             assert self.config.mask_token_id is not None
             token = torch.full((1, 1), self.config.mask_token_id, dtype=torch.long, device=where)
             slot = self.inputs(learned, self.embed(token))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
+from hf_dart.devices import device_of
 from hf_dart.vocabulary import state_of
 
 
@@ -82,7 +83,7 @@ class BigramSelector(nn.Module):
         if self._tables is None or self._tables[0] != key:
             device, dtype = weights[0].device, weights[0].dtype
             parts = []
-            ids = torch.arange(embeddings.num_embeddings, device=embeddings.weight.device)
+            ids = torch.arange(embeddings.num_embeddings, device=device_of(embeddings))
             for chunk in ids.split(8192):
                 vectors = embeddings(chunk).to(device=device, dtype=dtype)
                 parts.append((self.previous(vectors), self.candidate(vectors)))

@@ -48,7 +48,9 @@ class DraftTree:
         """The same tree on `device`."""
         tensors = (self.tokens, self.parents, self.depths, self.ancestors)
         tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
-        scores = None if self.scores is None else self.scores.to(device)
+        # Apple GPUs have no float64.
+        scores = self.scores if self.scores is None or device.type != "mps" else self.scores.float()
+        scores = None if scores is None else scores.to(device)
         return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
 
     def padded(self, size: int) -> DraftTree:

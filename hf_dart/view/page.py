@@ -71,10 +71,9 @@ class View:
         if not 0 <= row < len(sequences):
             raise ValueError(f"row is {row}; give one of 0..{len(sequences) - 1}.")
         ids = sequences[row].tolist()
+        start = stats.trace.prompt_length
         # The prefill wrote one token, the rounds the others; what stands behind is padding.
-        longest = max(1 + sum(counts[each] for counts in stats.committed) for each in range(len(sequences)))
-        start = len(ids) - longest
-        written = 1 + sum(counts[row] for counts in stats.committed)
+        written = 1 + sum(len(one.paths[row]) for one in stats.trace.rounds)
         prompt = list(dropwhile(lambda token: token == tokenizer.pad_token_id, ids[:start]))
         return cls(tokenizer, prompt, ids[start : start + written], stats, row, notes)
 

@@ -1,0 +1,47 @@
+"""Where modules of a target run, which accelerate may offload, and where our own bookkeeping lies."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def host_by_default(function: Function) -> Function:
+    """What `function` makes without naming a device lies on the CPU, whatever `torch.set_default_device` says."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if torch.get_default_device().type == "cpu":  # the context costs time in every call of torch
+            return function(*args, **kwargs)
+        with torch.device("cpu"):
+            return function(*args, **kwargs)
+
+    return run  # type: ignore[return-value]
+
+
+def device_of(module: Any) -> torch.device:
+    """Where a module with a weight runs. Between calls an offloaded weight lies on "meta"."""
+    weight = module.weight
+    if not weight.is_meta or not hasattr(module, "_hf_hook"):
+        return weight.device
+    return torch.device(_hook(module).execution_device)
+
+
+def weight_of(module: Any) -> Tensor:
+    """A module's weight; an offloaded one is read from where it is kept."""
+    weight = module.weight
+    if not weight.is_meta or not hasattr(module, "_hf_hook"):
+        return weight
+    return _hook(module).weights_map["weight"]
+
+
+def _hook(module: Any) -> Any:
+    """accelerate's hook that brings the weight in; there may be others beside it."""
+    hook = module._hf_hook
+    return next(one for one in getattr(hook, "hooks", (hook,)) if hasattr(one, "execution_device"))

@@ -1,0 +1,127 @@
+"""Multimodal models on text alone: what `AutoModelForCausalLM` gives for many checkpoints of today."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical
+from tiny import VOCABULARY, WINDOW, prompts, tiny_head
+from transformers import (
+    CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+)
+
+TEXT = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+EYES = {
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 8,
+    "patch_size": 4,
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+
+
+def gemma3() -> Any:
+    text = {**TEXT, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    tokens = {"image_token_index": 47, "boi_token_index": 46, "eoi_token_index": 45}
+    return Gemma3ForConditionalGeneration(
+        Gemma3Config(text_config=text, vision_config=EYES, mm_tokens_per_image=1, **tokens)
+    )
+
+
+def qwen2_5_vl() -> Any:
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
+    tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
+    text = {**TEXT, "rope_parameters": ROPE}
+    return Qwen2_5_VLForConditionalGeneration(
+        Qwen2_5_VLConfig(text_config=text, vision_config={**eyes, "patch_size": 4}, **tokens)
+    )
+
+
+def llava() -> Any:
+    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**EYES), image_token_index=47)
+    return LlavaForConditionalGeneration(config)
+
+
+FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
+
+
+# What a processor adds to text alone.
+MARKS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+
+
+def tiny(family: str) -> Any:
+    """A random one; the global generators are not moved."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = FAMILIES[family]().double().eval()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                if weight.ndim >= 2 and "embed" not in name:
+                    weight.mul_(10.0)
+    return model
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_text_alone(family: str) -> None:
+    target = tiny(family)
+    head = tiny_head(target)
+    inputs = {name: values % 44 for name, values in prompts([9, 3, 7, 13]).items()}  # no image's tokens
+    assert_identical(target, head, inputs, **SAMPLED)
+    assert head.last_stats is not None
+    assert head.last_stats.tau > 1
+    if family in MARKS:
+        inputs[MARKS[family]] = torch.zeros_like(inputs["input_ids"])
+    assert_identical(target, head, inputs, **GREEDY)
+    first, second = (
+        target.generate(**inputs, **GREEDY, return_dict_in_generate=True, **way) for way in ({}, {"assistant": head})
+    )
+    # Cache and all go on into a second turn.
+    more = {"input_ids": torch.cat([first.sequences, first.sequences[:, :3]], dim=1)}
+    more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 23), value=1)
+    stock = target.generate(**more, **GREEDY, past_key_values=first.past_key_values)
+    ours = target.generate(**more, **GREEDY, past_key_values=second.past_key_values, assistant=head)
+    assert torch.equal(stock, ours)
+
+
+def test_images_are_refused() -> None:
+    target = tiny("llava")
+    head = tiny_head(target)
+    ids = torch.tensor([[5, 47, 47, 47, 47, 6]])
+    seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(1, 3, 8, 8).double()}
+    target.generate(**seen, **GREEDY)
+    with pytest.raises(ValueError, match=r"images.*leave assistant= out\.$"):
+        target.generate(**seen, **GREEDY, assistant=head)
+
+
+def test_positions_of_images_are_refused() -> None:
+    target = tiny("qwen2_5_vl")
+    head = tiny_head(target)
+    inputs = prompts([7])
+    positions = torch.arange(7).expand(4, 1, 7) - torch.tensor([0, 2, 2, 2])[:, None, None]
+    with pytest.raises(ValueError, match=r"positions of its own.*leave assistant= out\.$"):
+        target.generate(**inputs, **GREEDY, position_ids=positions, assistant=head)
