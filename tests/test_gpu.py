@@ -42,3 +42,19 @@ def test_families(family: str, attention: str, mode: str) -> None:
                 max_new_tokens=40,
                 **MODES[mode],
             )
+
+
+def test_prompts_on_the_host() -> None:
+    """transformers moves the ids where they are needed and draws on the host."""
+    target: Any = tiny_target("llama", dtype=torch.float32).to("cuda")
+    head = tiny_head(target)
+    for mode in ("greedy", "T=1"):
+        assert_identical_up_to_near_ties(
+            target,
+            head,
+            prompts([9, 3, 7, 13]),
+            into=tally("fp32 on a GPU"),
+            label=f"prompts on the host, {mode}",
+            max_new_tokens=40,
+            **MODES[mode],
+        )
