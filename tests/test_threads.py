@@ -40,6 +40,27 @@ def test_concurrent_calls(llama: tuple[Any, Any]) -> None:
     assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
 
 
+def test_two_targets_with_two_heads_each(llama: tuple[Any, Any]) -> None:
+    target, head = llama
+    sliding = tiny_target("gemma3")
+    pairs = [(target, head), (sliding, tiny_head(sliding)), (target, tiny_head(target)), (sliding, tiny_head(sliding))]
+    inputs = prompts([6, 3])
+    options = {**GREEDY, "max_new_tokens": 40}
+    alone = [call(each, 0, **inputs, **options).sequences for each, _ in pairs]
+    together: list[Any] = [None] * len(pairs)
+
+    def work(index: int) -> None:
+        each, its_head = pairs[index]
+        together[index] = each.generate(**inputs, **options, assistant=its_head)
+
+    threads = [Thread(target=work, args=(index,)) for index in range(len(pairs))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
+
+
 def test_concurrent_sampled_calls_draw_noise_of_their_own(llama: tuple[Any, Any]) -> None:
     """As stock's do. Afterwards a seed gives stock's text again."""
     target, head = llama
