@@ -200,7 +200,7 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--train_data", "./nothing.txt"], "There is no file or folder ./nothing.txt"),
         (["--max_length", "3"], "longer rows"),
         (["--early_stopping_patience", "0"], "early_stopping_patience is 0"),
-        (["--tree", '{"node": 8}'], "unexpected keyword argument 'node'"),
+        (["--tree", '{"node": 8}'], "tree has the field 'node'; TreeConfig has nodes"),
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
     ],

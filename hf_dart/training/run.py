@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
 from inspect import get_annotations
 from itertools import islice
 from pathlib import Path
@@ -21,7 +20,7 @@ from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
-from hf_dart.pair import load_target, sentence
+from hf_dart.pair import load_target
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.diffusion import DiffusionTrainer
 from hf_dart.training.eagle import EagleTrainer
@@ -163,8 +162,7 @@ def _head(
     if arguments.head is None:
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
-        with _told():
-            return kind.from_target(model, tokenizer=tokenizer, **config).float()
+        return kind.from_target(model, tokenizer=tokenizer, **config).float()
     fixed = [name for name in config if name not in _CHANGEABLE]
     if fixed:
         raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
@@ -175,21 +173,11 @@ def _head(
     elif rank is not None and rank != head.config.selector_rank:
         has = head.config.selector_rank
         raise ValueError(f"{arguments.head} has a selector of rank {has}; leave out selector_rank.")
-    with _told():
-        made = type(head.config)(**{**head.config.to_dict(), **config})
-        head.tree_config = TreeConfig(**made.tree)
+    made = type(head.config)(**{**head.config.to_dict(), **config})
+    head.tree_config = TreeConfig(**made.tree)
     for name in config:
         setattr(head.config, name, getattr(made, name))
     return head
-
-
-@contextmanager
-def _told() -> Iterator[None]:
-    """A field that does not exist is a user's slip here."""
-    try:
-        yield
-    except TypeError as error:
-        raise ValueError(f"The drafter's config cannot be made: {sentence(error)}; mend that option.") from error
 
 
 def _check_same_head(checkpoint: str, head: Any) -> None:
