@@ -25,10 +25,7 @@ MODES: dict[str, dict[str, Any]] = {
     "processors": {"repetition_penalty": 1.3, "no_repeat_ngram_size": 2, "min_new_tokens": 15, "eos_token_id": [3, 11]},
     "EOS": {"eos_token_id": list(range(3, VOCABULARY, 6)), "pad_token_id": PAD},
 }
-
-
-def stock_loop(drafter: Any, **options: Any) -> Any:
-    return DartCandidateGenerator.stock_loop(drafter, **options)
+stock_loop: Any = DartCandidateGenerator.stock_loop
 
 
 def padded(pads: int) -> dict[str, Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Barrier, Thread
 from typing import Any
 
@@ -12,6 +13,15 @@ from tiny import PAD, prompts, tiny_head, tiny_target
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "pad_token_id": PAD}
+
+
+def side_by_side(work: Callable[[int], None], count: int) -> None:
+    """Run `work` of 0, 1, ... in a thread each."""
+    threads = [Thread(target=work, args=(index,)) for index in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture(scope="module")
@@ -32,11 +42,7 @@ def test_concurrent_calls(llama: tuple[Any, Any]) -> None:
     def work(index: int) -> None:
         together[index] = target.generate(**cases[index], **options, assistant=heads[index])
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(cases))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, len(cases))
     assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
 
 
@@ -53,11 +59,7 @@ def test_two_targets_with_two_heads_each(llama: tuple[Any, Any]) -> None:
         each, its_head = pairs[index]
         together[index] = each.generate(**inputs, **options, assistant=its_head)
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(pairs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, len(pairs))
     assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
 
 
@@ -73,10 +75,6 @@ def test_concurrent_sampled_calls_draw_noise_of_their_own(llama: tuple[Any, Any]
         begin.wait()
         together[index] = target.generate(**inputs, **options, assistant=head)
 
-    threads = [Thread(target=work, args=(index,)) for index in range(len(together))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    side_by_side(work, len(together))
     assert len({tuple(sequence[0].tolist()) for sequence in together}) == len(together)
     identical(target, head, inputs, **options)
