@@ -20,7 +20,7 @@ from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head,
 from transformers import AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig
-from hf_dart.bench import suites
+from hf_dart.bench import drafts, suites
 from hf_dart.bench.render import table
 from hf_dart.drafters import load_drafter
 from hf_dart.drafters.configuration import DiffusionConfig
@@ -122,6 +122,18 @@ def mutated(content: dict[str, Any], entries: str, seed: int) -> str:
     place = random.randrange(len(content[entries]))
     text = changed(content[entries][place], 8 * random.randrange(2**20) + random.randrange(7))
     return json.dumps({**content, entries: [*content[entries][:place], json.loads(text)]})
+
+
+@pytest.mark.parametrize("part", seeds(40, 1200))
+def test_tables_of_drafts(tmp_path: Path, part: range) -> None:
+    content = json.loads((Path(__file__).parents[1] / "model_cards" / "drafts" / "drafts.json").read_text())
+    content["results"] = content["results"][:4]
+    file = tmp_path / "drafts.json"
+    read = 0
+    for seed in part:
+        file.write_text(mutated(content, "results", seed), encoding="latin1")
+        read += survives(lambda: drafts.earlier(file))
+    assert 0 < read < len(part)
 
 
 @pytest.mark.parametrize("part", seeds(60, 1500))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.exact import Verdict
 from hf_dart.bench.profile import Profile
-from hf_dart.bench.report import headline
+from hf_dart.bench.report import UNREADABLE, headline
 from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
 from hf_dart.head import DartHead
@@ -107,6 +109,23 @@ def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, Way]:
         raise ValueError(f"Ranks are those of a DART head's LM head; this is a {type(head).__name__}.")
     tree = TreeConfig(nodes=nodes, lookup=0, selector=False, ngram_weight=0)
     return {f"marginal tree, rank {rank}": Way(copy(head).reduce_rank(rank), tree) for rank in ranks}
+
+
+def earlier(file: Path) -> tuple[dict[str, Any], Profile | None]:
+    """What an earlier run wrote to `file`, and the costs that it measured.
+
+    Raises:
+        ValueError: something else is there.
+    """
+    try:
+        content = json.loads(file.read_text(encoding="utf8"))
+        as_table(content)
+        costs = None if content.get("costs") is None else Profile(**content["costs"])
+        if costs is not None:
+            TreeConfig(**costs.settings)
+    except (*UNREADABLE, OSError, RecursionError) as error:
+        raise ValueError(f"{file} is not what hf-dart drafts --json writes; name another file.") from error
+    return content, costs
 
 
 def known(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:

@@ -59,7 +59,11 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import drafts, profile, report, speed, suites
 
     names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
+    before: dict[str, Any] = {}
+    costs = None
     try:
+        if arguments.json is not None and arguments.json.is_file():
+            before, costs = drafts.earlier(arguments.json)
         settings = speed.Settings(**{name: getattr(arguments, name) for name in names})
         modes = {mode: speed.MODES[mode] for mode in arguments.modes}
     except ValueError as error:
@@ -71,11 +75,10 @@ def _run(arguments: argparse.Namespace) -> int:
     pair = load(arguments)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    before = _read(arguments.json)
-    costs = None
-    if arguments.profile:
-        given = before.get("costs")
-        costs = profile.measure(pair, progress=_show) if given is None else profile.Profile(**given)
+    if not arguments.profile:
+        costs = None
+    elif costs is None:
+        costs = profile.measure(pair, progress=_show)
     ways = {**drafts.ways(pair.head, arguments.nodes, costs), **drafts.of_others(others, arguments.nodes)}
     try:
         ways |= drafts.of_ranks(pair.head, arguments.ranks, arguments.nodes)
@@ -103,14 +106,3 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _show(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def _read(file: Path | None) -> dict[str, Any]:
-    """What an earlier run left there."""
-    if file is None or not file.is_file():
-        return {}
-    try:
-        content = json.loads(file.read_text(encoding="utf8"))
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{file} is no JSON file; name another one.") from error
-    return content if isinstance(content, dict) and "results" in content else {}
