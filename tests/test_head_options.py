@@ -20,8 +20,9 @@ from transformers import DynamicCache
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.generation.attach import attach
 from hf_dart.layers import take
+from hf_dart.proposal import Proposal
 from hf_dart.training.blocks import build_blocks
-from hf_dart.vocabulary import frequent_tokens, unused_token
+from hf_dart.vocabulary import frequent_tokens, spread, unused_token
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SOME = [3, 4, 7, 8, 11, 15, 19, 20, 21, 22, 26, 27, 30, 31, 40, 41, 42, 46, 47]
@@ -252,6 +253,24 @@ def test_scores_are_those_of_the_whole_vocabulary_given_the_part(target: Any) ->
     assert_identical(target, head, inputs, **options)
     assert all_ids["accepted_per_depth"] == head.last_stats.to_dict()["accepted_per_depth"]
     assert part["tokens"] == all_ids["tokens"]
+
+
+@torch.no_grad()
+def test_a_selector_weighs_logits_of_a_draft_vocabulary(target: Any) -> None:
+    """As it does those of all tokens, with noise on the scores or without."""
+    head = head_with(target, "some tokens, a selector")
+    generator = torch.Generator().manual_seed(5)
+    head.selector.log_weight.weight.normal_(generator=generator)
+    vocabulary, depth = head.draft_vocabulary, head.draft_length
+    hidden = torch.randn(2, depth, head.config.hidden_size, generator=generator, dtype=torch.float64)
+    logits = torch.randn(2, depth, len(vocabulary), generator=generator, dtype=torch.float64)
+    columns = logits.topk(5).indices
+    scores = torch.randn(columns.shape, generator=generator, dtype=torch.float64)
+    some = head.transitions(Proposal(logits, hidden, vocabulary), vocabulary[:2], vocabulary[columns], scores)
+    everywhere = Proposal(spread(logits, vocabulary, VOCABULARY), hidden)
+    assert torch.equal(some, head.transitions(everywhere, vocabulary[:2], vocabulary[columns], scores))
+    head.selector.log_weight.weight.zero_()
+    assert not torch.allclose(some, head.transitions(everywhere, vocabulary[:2], vocabulary[columns], scores))
 
 
 def test_stocks_own_loop_takes_a_draft_vocabulary(target: Any) -> None:

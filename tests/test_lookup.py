@@ -204,9 +204,10 @@ def test_tables_of_the_vocabulary_are_the_pairs() -> None:
     embeddings = target.get_input_embeddings()
     hidden = torch.randn(2, 3, head.config.hidden_size, dtype=torch.float64)
     previous, candidates = torch.randint(48, (2, 3, 5)), torch.randint(48, (2, 3, 6))
+    logits = torch.randn(2, 3, 6, dtype=torch.float64)
     for _ in range(2):
-        fast = head.selector.lookup(hidden, embeddings, previous, candidates)
-        plain = head.selector(hidden, embeddings.weight, previous, candidates)
+        fast = head.selector.lookup(hidden, logits, embeddings, previous, candidates)
+        plain = head.selector(hidden, logits, embeddings.weight, previous, candidates)
         assert fast.shape == (2, 3, 5, 6)
         torch.testing.assert_close(fast, plain, rtol=1e-12, atol=1e-12)
         for weight in head.selector.parameters():

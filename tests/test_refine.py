@@ -352,7 +352,8 @@ def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
     for depth in range(head.draft_length):
         before = tokens[:, -1:].expand(-1, 3) if depth == 0 else candidates[:, depth - 1]
         pairs = selector.previous(embeddings[before[0]]) @ selector.candidate(embeddings[candidates[0, depth]]).T
-        scored = scores[0, depth] + selector.log_scale.weight[depth].exp() * pairs
+        weight, scale = selector.log_weight.weight[depth].exp(), selector.log_scale.weight[depth].exp()
+        scored = weight * first.logits[0, depth, candidates[0, depth]] + scale * pairs
         torch.testing.assert_close(table[0, depth], scored.log_softmax(-1) + together[0, depth], rtol=1e-6, atol=0)
     with pytest.raises(ValueError, match="selector_kind is 'gru'; give 'bigram' or 'markov'"):
         tiny_head(target, selector_kind="gru")

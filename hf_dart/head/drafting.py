@@ -9,6 +9,7 @@ from hf_dart.head.model import DartModel, Entries
 from hf_dart.layers import rotation_at
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.vocabulary import columns_of
 
 
 class DraftingModel(DartModel):
@@ -80,11 +81,14 @@ class DraftingModel(DartModel):
         roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
         tokens = candidates.clamp(min=0)
         in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
-        embeddings = self.shared.embeddings
-        pairs = self.selector.lookup(proposal.hidden[:, :depth], embeddings, in_front, tokens).float()
+        columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
+        logits = proposal.logits[:, :depth].gather(-1, columns)
+        delta = self.selector.lookup(
+            proposal.hidden[:, :depth], logits, self.shared.embeddings, in_front, tokens
+        ).float()
         # The candidates share out what the draft gave them together, anew behind each predecessor.
         together = scores.logsumexp(-1, keepdim=True)[:, :, None]
-        return ((scores[:, :, None] + pairs).log_softmax(-1) + together).to(device)
+        return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)
 
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))

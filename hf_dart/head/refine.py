@@ -25,11 +25,12 @@ from hf_dart.vocabulary import state_of
 
 
 class BigramSelector(nn.Module):
-    """delta_i(a, b) = scale_i * <P h_i * phi(a), psi(b)> for candidate b behind candidate a at depth i.
+    """s_i(a, b) = weight_i * u_i(b) + scale_i * <P h_i * phi(a), psi(b)> for candidate b behind candidate a at depth i.
 
-    phi and psi read the target's frozen token embeddings, so that nothing grows with the vocabulary. A Markov head has
-    no P: delta_i(a, b) = scale_i * <phi(a), psi(b)>. With P, or psi, at zero, as it starts, delta is zero and the
-    scores are the head's own.
+    u is the head's own logit. phi and psi read the target's frozen token embeddings, so that nothing grows with the
+    vocabulary. A Markov head has no P: its second part is scale_i * <phi(a), psi(b)>. With P, or psi, at zero and all
+    weights 1, as it starts, the scores are the head's own. What is computed is delta = s - u: u may be seen through
+    processors, and with the noise of sampling, before delta is added.
     """
 
     def __init__(self, config: DartConfig) -> None:
@@ -39,18 +40,23 @@ class BigramSelector(nn.Module):
         self.previous = _projection(config.embedding_size, rank)
         self.candidate = _projection(config.embedding_size, rank)
         self.log_scale = nn.Embedding(config.draft_length, 1)
+        self.log_weight = nn.Embedding(config.draft_length, 1)
         self._tables: tuple[Any, Tensor, Tensor] | None = None
 
     def start_neutral(self) -> None:
-        """Let delta be zero, and every scale 1."""
+        """Let delta be zero, and every scale and weight 1."""
         nn.init.zeros_(self.candidate.get_parameter("2.weight") if self.context is None else self.context.weight)
         nn.init.zeros_(self.log_scale.weight)
+        nn.init.zeros_(self.log_weight.weight)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor) -> Tensor:
+    def forward(
+        self, hidden: Tensor, logits: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor
+    ) -> Tensor:
         """delta of all pairs.
 
         Args:
             hidden: [..., d, H] what the draft logits were read from.
+            logits: [..., d, K] u of the candidates.
             embeddings: [n, E] of n different tokens.
             previous: [..., d, J] which of them are in front.
             candidates: [..., d, K] which of them are the candidates at each depth.
@@ -58,9 +64,11 @@ class BigramSelector(nn.Module):
         Returns:
             [..., d, J, K]
         """
-        return self._pairs(hidden, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
+        return self._delta(hidden, logits, self.previous(embeddings)[previous], self.candidate(embeddings)[candidates])
 
-    def lookup(self, hidden: Tensor, embeddings: nn.Embedding, previous: Tensor, candidates: Tensor) -> Tensor:
+    def lookup(
+        self, hidden: Tensor, logits: Tensor, embeddings: nn.Embedding, previous: Tensor, candidates: Tensor
+    ) -> Tensor:
         """As `forward`, with token ids of the whole vocabulary.
 
         The projections of all tokens are made on first use, and again when the weights have changed.
@@ -68,13 +76,14 @@ class BigramSelector(nn.Module):
         # Traced, what has been made is up to date: `engine` makes it before, and all anew when weights change.
         known = self._tables if torch.compiler.is_compiling() else None
         phi, psi = self._vocabulary_tables(embeddings) if known is None else known[1:]
-        return self._pairs(hidden, phi[previous], psi[candidates])
+        return self._delta(hidden, logits, phi[previous], psi[candidates])
 
-    def _pairs(self, hidden: Tensor, phi: Tensor, psi: Tensor) -> Tensor:
-        scale = self.log_scale.weight[: hidden.shape[-2]].exp()  # [d, 1]
+    def _delta(self, hidden: Tensor, logits: Tensor, phi: Tensor, psi: Tensor) -> Tensor:
+        depth = hidden.shape[-2]
+        scale, weight = self.log_scale.weight[:depth].exp(), self.log_weight.weight[:depth].exp()  # [d, 1]
         context = scale if self.context is None else self.context(hidden) * scale
         context = context[..., None, :]  # [..., d, 1, r], or [d, 1, 1]
-        return (context * phi) @ psi.transpose(-1, -2)
+        return (context * phi) @ psi.transpose(-1, -2) + ((weight - 1) * logits)[..., None, :]
 
     @torch.no_grad()
     def _vocabulary_tables(self, embeddings: nn.Embedding) -> tuple[Tensor, Tensor]:

@@ -236,8 +236,9 @@ class DartTrainer(DrafterTrainer):
                 wanted.append(target_logits[goals[part : part + chunk]].gather(-1, candidates[-1]))
         # A token is projected once, however often it occurs.
         tokens, places = torch.cat([in_front[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
-        pairs = self.head.selector(hidden, self.head.embed(tokens), places[..., :1], places[..., 1:])
-        return annealed_kl(torch.cat(drafted) + pairs[..., 0, :], torch.cat(wanted), self.objective.gamma).sum()
+        own = torch.cat(drafted)
+        delta = self.head.selector(hidden, own, self.head.embed(tokens), places[..., :1], places[..., 1:])
+        return annealed_kl(own + delta[..., 0, :], torch.cat(wanted), self.objective.gamma).sum()
 
     @torch.no_grad()
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
