@@ -105,7 +105,7 @@ def attend_in_groups(
     query: Tensor,  # [B, H, Q, D]
     key: Tensor,  # [B, H / g, S, D]
     value: Tensor,  # [B, H / g, S, D']
-    mask: Tensor,  # [B or 1, 1, Q, S]
+    mask: Tensor,  # [B or 1, 1, Q, S], or `for_groups` of it
     scaling: float | None = None,
 ) -> Tensor:  # [B, H, Q, D']
     """Attention under a mask where g heads share keys and values, which are read where they lie.
@@ -114,9 +114,16 @@ def attend_in_groups(
     """
     batch, heads, queries, width = query.shape
     groups = heads // key.shape[1]
+    if mask.shape[2] == queries:
+        mask = for_groups(mask, groups)
     packed = query.reshape(batch, heads // groups, groups * queries, width)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask.repeat(1, 1, groups, 1), scale=scaling)
+    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
     return mixed.reshape(batch, heads, queries, -1)
+
+
+def for_groups(mask: Tensor, groups: int) -> Tensor:
+    """A mask [B or 1, 1, Q, S] of queries as one of groups of g queries [B or 1, 1, g Q, S]."""
+    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 class DartMLP(nn.Module):

@@ -2,13 +2,13 @@
 
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
-side by side instead (`layers.attend_in_groups`), and keys and values are read where they lie. Each tier's cache is no
-longer than the text needs, so that the cost follows the text.
+side by side instead (`layers.attend_in_groups`), and keys and values are read where they lie. Their mask is made once
+for all layers of a kind. Each tier's cache is no longer than the text needs, so that the cost follows the text.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from threading import Lock
@@ -20,13 +20,17 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_dart.layers import attend_in_groups
+from hf_dart.generation.verify import Verifier
+from hf_dart.layers import attend_in_groups, for_groups
 
 PACKED = "hf_dart_packed"
 """The name under which transformers knows it."""
 
 NODES = "hf_dart_nodes"
 """The argument that targets hand down to it when nodes of several rows are run as one (`budget`)."""
+
+MASKS = "hf_dart_masks"
+"""The argument that targets hand down to it with pairs of a mask and itself as groups of queries need it."""
 
 # The name stands in the target's config, where calls of other threads find it, too; they are to compute as ever.
 _here: ContextVar[bool] = ContextVar("_here", default=False)
@@ -46,10 +50,10 @@ def packed_attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, N, H, D']
     """As transformers' `sdpa_attention_forward`, which also takes all but a round's masked queries in groups."""
-    nodes = kwargs.pop(NODES, None)
+    nodes, groups = kwargs.pop(NODES, None), query.shape[1] // key.shape[1]
+    for_all = _made_before(attention_mask, kwargs.pop(MASKS, ()), groups)
     if nodes is not None:
-        return _of_shared_trees(query, key, value, attention_mask, nodes, scaling), None
-    groups = query.shape[1] // key.shape[1]
+        return _of_shared_trees(query, key, value, attention_mask, for_all, nodes, scaling), None
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
     # What is compiled is a round of ours.
     ours = torch.compiler.is_compiling() or _here.get()
@@ -57,8 +61,16 @@ def packed_attention(
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
-    assert attention_mask is not None
-    return attend_in_groups(query, key, value, attention_mask, scaling).transpose(1, 2).contiguous(), None
+    assert for_all is not None
+    return attend_in_groups(query, key, value, for_all, scaling).transpose(1, 2).contiguous(), None
+
+
+def _made_before(mask: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], groups: int) -> Tensor | None:
+    """A layer's mask as its groups need it, if it was made for all layers; else as it is."""
+    for own, grouped in pairs:
+        if own is mask and grouped.shape[2] == groups * own.shape[2]:
+            return grouped
+    return mask
 
 
 def _of_shared_trees(
@@ -66,20 +78,45 @@ def _of_shared_trees(
     key: Tensor,  # [B, H / g, S, D]
     value: Tensor,  # [B, H / g, S, D']
     mask: Tensor | None,  # [B, 1, N, S]
+    for_all: Tensor | None,  # the same, or for groups
     nodes: Tensor,  # [M] of B N
     scaling: float | None,
 ) -> Tensor:  # [1, M, H, D']
     """Queries of nodes here and there in B trees (`budget`), which go back into their trees for this."""
     assert mask is not None
+    assert for_all is not None
     batch, size = mask.shape[0], mask.shape[2]
     heads, width = query.shape[1], query.shape[3]
     trees = query.new_zeros(batch * size, heads, width).index_copy(0, nodes, query[0].transpose(0, 1))
-    mixed = attend_in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, mask, scaling)
+    mixed = attend_in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, for_all, scaling)
     return mixed.transpose(1, 2).flatten(0, 1)[nodes][None]
 
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, sdpa_mask)
+
+
+class PackedVerifier(Verifier):
+    """A verifier on fixed shapes, which tells `packed_attention` what that need not find out in every layer.
+
+    Args:
+        hands_down: does the target hand arguments that it does not know down to its attention?
+        more: as for `Verifier`.
+    """
+
+    def __init__(self, *more: Any, hands_down: bool) -> None:
+        super().__init__(*more)
+        self._hands_down = hands_down
+
+    def told(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+        if not self._hands_down:
+            return {}
+        heads = self.target.config.get_text_config(decoder=True).num_attention_heads
+        pairs = []
+        for kind, mask in zip(self.kinds, masks.values() if isinstance(masks, dict) else [masks], strict=True):
+            groups = heads // self.cache.cache.layers[kind.layer].keys.shape[1]
+            pairs.append((mask, for_groups(mask, groups)))
+        return {MASKS: pairs} if computed is None else {MASKS: pairs, NODES: computed}
 
 
 def attention_of(target: Any) -> str:

@@ -108,7 +108,7 @@ class Engine:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._made_for: tuple[Any, ...] = ()
         self._clear()
-        self._shares = self.config.share > 1  # do the rows of a batch share their nodes, as far as is known?
+        self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
         self._pool: Any = None
 
     def _clear(self) -> None:
@@ -148,7 +148,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for, self._pool = made_for, memory_pool(features.device)
-                self._shares = self._shares and attention_of(call.model) == "sdpa"
+                self._hands_down = attention_of(call.model) == "sdpa"
             reason = needs_host(call)
             if reason is not None:
                 self._warn(f"Of this call the target's forward alone is captured, not the round: {reason}.")
@@ -194,16 +194,19 @@ class Engine:
         return key, forward
 
     def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
+        options = self.config.backend, self._pool, self._hands_down
         try:
-            forward = self._made(lambda: Forward(call, slots, nodes, self.config.backend, self._pool))
+            forward = self._made(lambda: Forward(call, slots, nodes, *options))
             forward.load(call)
             error, allowed = forward.differs(call)
         except Exception as failure:
-            reason = f"it could not be made ({_told(failure)})"
+            reason, short = f"it could not be made ({_told(failure)})", isinstance(failure, torch.OutOfMemoryError)
         else:
             if error <= allowed:
                 return forward
-            reason = _differs(call, error, allowed)
+            reason, short = _differs(call, error, allowed), False
+        if not short and self._keeps_to_itself(reason):
+            return self._made_forward(call, slots, nodes)
         self._warn(f"This call runs the eager round, not the captured one: {reason}.")
         return None
 
@@ -235,9 +238,7 @@ class Engine:
         if key not in self._tiers:
             made = self._make(shape, call, features, accepted)
             if isinstance(made, _Refused):
-                if shape.budget is not None and made.computes_otherwise:
-                    self._progress(f"hf_dart: the rows of a batch do not share their nodes: {made.reason}")
-                    self._shares = False
+                if made.computes_otherwise and self._keeps_to_itself(made.reason):
                     return self._tier(call, features, accepted)
                 self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
                 if made.passing:
@@ -248,6 +249,14 @@ class Engine:
         if tier is not None:
             tier.load(call, features, accepted)
         return tier
+
+    def _keeps_to_itself(self, reason: str) -> bool:
+        """May it be that the target does not hand down what its attention is told? It is told nothing from here on."""
+        if self._hands_down:
+            self._progress(f"hf_dart: rows of a batch do not share their nodes, nor layers their masks: {reason}")
+            self._hands_down = False
+            return True
+        return False
 
     def _shape(self, call: Call, cache: RaggedCache) -> Shape:
         """Of the rounds that a call needs next."""
@@ -261,7 +270,7 @@ class Engine:
         nodes = min(nodes, most)
         running = [length for length, room in zip(cache.lengths.tolist(), rows.rooms, strict=True) if room > 0]
         budget, paid, widest = None, batch, nodes
-        if batch > 1 and nodes > 1 and self._shares:
+        if batch > 1 and nodes > 1 and self.config.share > 1 and self._hands_down:
             paid, widest = rows_paid_for(len(running), batch), min(self.config.share * nodes, most)
             budget = min(-(-paid * nodes // 8) * 8, batch * filled_up(widest))
         sampled = call.noise is not None
@@ -283,7 +292,8 @@ class Engine:
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            tier = self._made(lambda: Tier(shape, call, features, self.config.backend, self._pool))
+            options = self.config.backend, self._pool, self._hands_down
+            tier = self._made(lambda: Tier(shape, call, features, *options))
             for error, allowed in tier.differs(call, features, accepted):
                 if not error <= allowed:
                     return _Refused(_differs(call, error, allowed), computes_otherwise=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dart.engine.attention import NODES, packed
+from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.compiling import compiled
@@ -204,7 +204,7 @@ class FixedRound:
             places = torch.arange(tree.tokens.numel(), device=device)
         else:
             nodes = self.cache.computed.copy_(computed(tree, self._left() > 0, len(self.cache.computed)))
-            logits, features = self.verifier.run(tree, roots, nodes, **{NODES: nodes})
+            logits, features = self.verifier.run(tree, roots, nodes)
             places = torch.zeros(tree.tokens.numel(), dtype=torch.long, device=device)
             places = places.index_copy(0, nodes, torch.arange(len(nodes), device=device))
         return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_dart.engine.attention import packed
+from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.proof import difference
 from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -34,12 +33,12 @@ class Forward:
     Args:
         call: a prefilled call; others like it may come.
         slots, nodes: T and N.
-        backend, pool: as for `tier.Tier`.
+        backend, pool, hands_down: as for `tier.Tier`.
     """
 
-    def __init__(self, call: Call, slots: int, nodes: int, backend: str | None, pool: Any) -> None:
+    def __init__(self, call: Call, slots: int, nodes: int, backend: str | None, pool: Any, hands_down: bool) -> None:
         assert isinstance(call.cache, RaggedCache)
-        self.nodes, self._backend, self._pool = nodes, backend, pool
+        self.nodes, self._backend, self._pool, self._hands_down = nodes, backend, pool, hands_down
         self._kinds = call.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
             self._whole = FixedCache(call.cache, slots, nodes, call.rows.device)
@@ -92,7 +91,8 @@ class Forward:
         if size not in self._sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(like, size)
-                verifier = Verifier(call.model, cache, self._kinds, call.drafter.feature_layers)
+                layers, hands_down = call.drafter.feature_layers, self._hands_down
+                verifier = PackedVerifier(call.model, cache, self._kinds, layers, hands_down=hands_down)
                 self._sizes[size] = _Sized(verifier, cache, size, self._backend, self._pool)
         return self._sizes[size]
 
@@ -104,7 +104,7 @@ class Forward:
 class _Sized:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
-    def __init__(self, verifier: Verifier, cache: FixedCache, nodes: int, backend: str | None, pool: Any) -> None:
+    def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, backend: str | None, pool: Any) -> None:
         self.cache, self._target, device = cache, verifier.target, cache.lengths.device
         batch = len(cache.lengths)
         none = torch.zeros(batch, nodes, dtype=torch.long, device=device)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_dart.engine.attention import packed
+from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import rows_paid_for, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
@@ -20,7 +20,6 @@ from hf_dart.engine.text import FixedText
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.rows import Rows
-from hf_dart.generation.verify import Verifier
 from hf_dart.generation.walk import Accepted
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.trees.tree import DraftTree
@@ -40,9 +39,12 @@ class Tier:
         call: a call that has been prefilled.
         features: [B, A, F] of what it verified.
         backend, pool: of `FixedRound` and `graphs.Launch`.
+        hands_down: of `attention.PackedVerifier`.
     """
 
-    def __init__(self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Any) -> None:
+    def __init__(
+        self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Any, hands_down: bool
+    ) -> None:
         assert isinstance(call.cache, RaggedCache)
         assert isinstance(call.drafter, DraftingModel)
         device = features.device
@@ -52,7 +54,9 @@ class Tier:
             self.cache = FixedCache(call.cache, shape.slots, shape.bucket, device, shape.budget)
             self.draft = FixedDraft.of(call.draft.state, shape.draft_slots)
             self.state = State.empty(shape, features)
-        verifier = Verifier(call.model, self.cache, call.verify.kinds, call.drafter.feature_layers)
+        verifier = PackedVerifier(
+            call.model, self.cache, call.verify.kinds, call.drafter.feature_layers, hands_down=hands_down
+        )
         self._supplied = 0  # positions whose noise was handed on
         processors = FixedProcessors(call.processors, shape.vocab_size, device)
         ngram = call.drafter.ngram if shape.tree.ngram_weight else None

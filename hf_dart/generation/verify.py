@@ -198,15 +198,12 @@ class Verifier:
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
         return self.run(tree, roots.to(tree.tokens.device))
 
-    def run(
-        self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None, **more: Any
-    ) -> tuple[Tensor, Tensor]:
+    def run(self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """As a call, on fixed shapes: the cache has room for the tree, whose roots stand at positions `roots` [B].
 
         Args:
             computed: [M] of the B N nodes, those to be run, as one row of tokens: logits are [1, M, V] and features
                 [1, M, F] then. Cache and attention have to know (`hf_dart.engine.budget`); masks are those of trees.
-            more: keyword arguments for the target.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
@@ -214,12 +211,15 @@ class Verifier:
         tokens = tree.tokens
         if computed is not None:
             tokens, at = tokens.flatten()[computed][None], positions.flatten()[computed][None]
-        inputs: dict[str, Any] = {"position_ids": at, **more} if self._takes_positions else more
+        masks = self.masks(tree, positions)
+        inputs = self.told(masks, computed)
+        if self._takes_positions:
+            inputs["position_ids"] = at
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
         outputs = self.target(
             input_ids=tokens,
-            attention_mask=self.masks(tree, positions),
+            attention_mask=masks,
             past_key_values=self.cache.cache,
             use_cache=True,
             return_dict=True,
@@ -228,6 +228,10 @@ class Verifier:
         if keep:
             self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tokens)
+
+    def told(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+        """Keyword arguments for the target beside the usual ones."""
+        return {}
 
     def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.

@@ -17,6 +17,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.engine import tier
+from hf_dart.engine.attention import MASKS, NODES
 from hf_dart.engine.budget import computed, rows_paid_for, shared
 from hf_dart.proposal import Proposal
 from hf_dart.trees.tree import DraftTree, grow_tree
@@ -145,7 +146,8 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
             forward = layer.forward
 
             def deaf(self: Any, *args: Any, forward: Any = forward, **kwargs: Any) -> Any:
-                kwargs.pop("hf_dart_nodes", None)
+                for name in (NODES, MASKS):
+                    kwargs.pop(name, None)
                 return forward(self, *args, **kwargs)
 
             monkeypatch.setattr(layer, "forward", deaf)

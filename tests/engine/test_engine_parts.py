@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Thread
 from types import SimpleNamespace
+from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from compare import assert_identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import tiny_target
+from tiny import prompts, tiny_head, tiny_target
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+import hf_dart
+from hf_dart import TreeConfig
 from hf_dart.engine import attention
-from hf_dart.engine.attention import PACKED, packed, packed_attention
+from hf_dart.engine.attention import NODES, PACKED, PackedVerifier, packed, packed_attention
 from hf_dart.engine.topk import largest
 from hf_dart.trees.tree import DraftTree
 
@@ -71,6 +79,48 @@ def test_only_the_thread_of_the_round_is_packed() -> None:
         other.join()
     attend()
     assert packs == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("family", "types", "size"),
+    [("qwen3", ["full_attention"] * 4, 1), ("gemma3", ["sliding_attention", "full_attention"] * 2, 3)],
+    ids=["qwen3", "gemma3"],
+)
+def test_masks_are_made_once_for_all_layers(
+    family: str, types: list[str], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not anew in each of four; by a target that hands nothing down, they are."""
+    target = tiny_target(family, num_hidden_layers=4, layer_types=types)
+    head = tiny_head(target)
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
+    options = {"do_sample": False, "max_new_tokens": 8, "tree_config": TreeConfig(nodes=8)}
+    assert_identical(target, head, prompts([7, 3, 5][:size]), **options)
+    (tier,) = made._tiers.values()
+    assert tier is not None
+    with counted() as operations:
+        tier.round.as_written()
+    assert operations["aten.repeat.default"] == len(set(types))
+    monkeypatch.setattr(PackedVerifier, "told", lambda *args: {NODES: args[2]} if size > 1 else {})
+    with counted() as operations:
+        tier.round.as_written()
+    assert operations["aten.repeat.default"] == 4
+
+
+class _Counter(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """How often each operation is called meanwhile."""
+    with _Counter() as counter:
+        yield counter.operations
 
 
 @settings(max_examples=60, deadline=None)
