@@ -73,11 +73,19 @@ class SlotStore:
             for spec, storage in self._storage.items()
         )
 
-    def copy_from(self, other: SlotStore, slots: int) -> None:
-        """Take over the first `slots` slots of a store of the same shapes; room is made for them."""
+    def copy_from(self, other: SlotStore, slots: int, rows: Sequence[tuple[int, int]] | None = None) -> None:
+        """Take over the first `slots` slots of a store of the same shapes; room is made for them.
+
+        Args:
+            rows: pairs of a row here and of the one there that goes into it; left out, all go into their own.
+        """
         self.reserve(slots)
         for spec, storage in self._storage.items():
-            storage[..., :slots, :] = other._storage[spec][..., :slots, :]
+            source = other._storage[spec]
+            if rows is None:
+                storage[..., :slots, :] = source[..., :slots, :]
+            for here, there in rows or ():
+                storage[:, here, :, :slots] = source[:, there, :, :slots]
 
     def clear_from(self, slot: int) -> None:
         """Put zeros into all slots from `slot` on: masked ones count for nothing, but NaN times nothing is NaN."""
@@ -166,11 +174,12 @@ class SlotState:
         self.counted = self.counted + counts.cpu()
         self.lengths = self.lengths + counts.to(self.lengths.device)
 
-    def take_in(self, other: SlotState) -> None:
-        """Hold what another state of the same shapes does."""
-        self.counted = other.lengths.cpu()
-        self.lengths = other.lengths.clone()
-        self.store.copy_from(other.store, self.longest)
+    def take_in(self, other: SlotState, rows: list[int]) -> None:
+        """Hold what another state of the same shapes does, in its row i of this one's row `rows[i]`."""
+        counted = self.counted.clone()
+        counted[rows] = other.lengths.cpu()
+        self.counted, self.lengths = counted, counted.to(self.lengths.device)
+        self.store.copy_from(other.store, int(counted[rows].max()), list(zip(rows, range(len(rows)), strict=True)))
 
     def cut(self, lengths: Tensor) -> bool:
         """Drop what lies behind `lengths` [B]; False, and nothing is changed, where there is less than that."""

@@ -5,6 +5,9 @@ Here trees may grow larger than their share; of all nodes of all rows the M like
 admits drafts, arXiv 2607.05147, by survival), rows that have ended or stand still get none, and the target runs
 over those M alone, side by side as one row of tokens. Attention alone knows rows: there, queries go back to their trees
 (`attention.packed_attention`), and keys and values to the slots of their rows (`cache.FixedCache`).
+
+Attention itself reads the keys and values of ended rows too, as far as the tier goes. So once rounds for half as many
+rows will do (`batch_sizes`), those go on with the rows that run, and the others are no part of them.
 """
 
 from __future__ import annotations
@@ -53,6 +56,7 @@ def computed(tree: DraftTree, running: Tensor, budget: int) -> Tensor:
     return real.flatten().to(torch.uint8).sort(descending=True, stable=True).indices[:budget]
 
 
-def rows_paid_for(running: int, batch: int) -> int:
-    """How many rows a budget is made for, of `batch`, while so many are running: half as many whenever that will do."""
-    return min(batch, 1 << (running - 1).bit_length())
+def batch_sizes(running: int, batch: int) -> list[int]:
+    """How many rows, the fewest first, rounds may have while so many of `batch` are running: powers of two, or all."""
+    fewest = (running - 1).bit_length()
+    return [1 << power for power in range(fewest, batch.bit_length()) if 1 << power < batch] + [batch]

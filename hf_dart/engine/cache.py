@@ -58,6 +58,7 @@ class FixedCache:
 
     Args:
         like: the eager round's cache, whose layers it has.
+        batch: B.
         slots: T.
         nodes: N.
         budget: M, if the target runs over so many nodes of all rows.
@@ -69,9 +70,8 @@ class FixedCache:
     """
 
     def __init__(
-        self, like: RaggedCache, slots: int, nodes: int, device: torch.device, budget: int | None = None
+        self, like: RaggedCache, batch: int, slots: int, nodes: int, device: torch.device, budget: int | None = None
     ) -> None:
-        batch = like.store.batch_size
         self.store = SlotStore(like.store.specs, batch, slots + nodes)
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.computed = None if budget is None else torch.arange(budget, device=device)
@@ -122,11 +122,12 @@ class FixedDraft(SlotState):
     buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: SlotState, slots: int) -> FixedDraft:
-        """An empty one for heads whose state is like `state`."""
-        store = SlotStore(state.store.specs, state.store.batch_size, slots)
+    def of(cls, state: SlotState, batch: int, slots: int) -> FixedDraft:
+        """An empty one of B rows for heads whose state is like `state`."""
+        store = SlotStore(state.store.specs, batch, slots)
         buffers = [store.buffer(index) for index in range(len(state.store.specs))]
-        return cls(store, torch.zeros_like(state.lengths), state.counted, buffers)
+        none = torch.zeros(batch, dtype=torch.long)
+        return cls(store, none.to(state.lengths.device), none, buffers)
 
     def ahead(self) -> FixedDraft:
         """The same entries for a draft that may yet be dropped: what it takes in is not counted here."""

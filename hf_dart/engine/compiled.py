@@ -6,7 +6,7 @@ import gc
 import logging
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from weakref import ref
@@ -14,26 +14,26 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hf_dart.configuration import TreeConfig
-from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
-from hf_dart.engine.budget import rows_paid_for
+from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import memory_pool
 from hf_dart.engine.loop import run
-from hf_dart.engine.state import Shape, filled_up, most_nodes
+from hf_dart.engine.shapes import shape_of
+from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.rows import Streaming
 from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.walk import Accepted
-from hf_dart.head.drafting import DraftingModel
 
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
 
 _LOGGER = logging.getLogger(__name__)
+_WORTH_A_MOVE = 64
+"""Tokens that a row has left to emit when its batch moves to rounds for fewer rows."""
 _KEPT = 16
 """Tiers that an engine keeps; the one that has not been used for longest goes first."""
 
@@ -114,6 +114,8 @@ class Engine:
     def _clear(self) -> None:
         self._tiers: dict[tuple[Any, ...], Tier | None] = {}
         self._forwards: dict[tuple[Any, ...], Forward | None] = {}
+        self._wanted: set[Shape] = set()  # by earlier calls, which went on without
+        self._missed: set[Shape] = set()  # by calls so far
         gc.collect()  # rounds refer to themselves, by what was compiled of them
 
     def _made(self, make: Callable[[], _Kept]) -> _Kept:
@@ -158,6 +160,7 @@ class Engine:
                 if tier is None:
                     break
                 features, accepted = self._run(tier, call, features, accepted, streaming, stats)
+            self._wanted |= self._missed
             return features, accepted
         finally:
             self._busy.release()
@@ -216,11 +219,11 @@ class Engine:
         """As `decode`, in one tier. One that fails is not used again; the call goes on without it."""
         assert isinstance(call.cache, RaggedCache)
         lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
-        lengths = call.cache.lengths.tolist()
+        lengths, leaves = call.cache.lengths.tolist(), self._leaves(tier, call, features)
         call.cache.let_go()  # what the tier holds now need not be held twice
         try:
             with stats.phase("round"):
-                failure = run(tier, call.rows, streaming, stats, lengths, lag, call.noise)
+                failure = run(tier, call.rows, streaming, stats, lengths, lag, leaves, call.noise)
         finally:
             if call.returns_cache or not call.rows.finished:
                 features, accepted = tier.unload(call)
@@ -231,10 +234,10 @@ class Engine:
 
     def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
         """The tier that the call goes on in, loaded; None if there is none."""
-        cache = call.cache
-        assert isinstance(cache, RaggedCache)
-        shape = self._shape(call, cache)
-        key = (shape, features.shape[-1], features.dtype, *cache.store.specs)
+        assert isinstance(call.cache, RaggedCache)
+        rooms = zip(call.cache.lengths.tolist(), call.rows.rooms, strict=True)
+        shape = self._shape(call, [(length, room) for length, room in rooms if room > 0], features)
+        key = _key(shape, call, features)
         if key not in self._tiers:
             made = self._make(shape, call, features, accepted)
             if isinstance(made, _Refused):
@@ -258,34 +261,38 @@ class Engine:
             return True
         return False
 
-    def _shape(self, call: Call, cache: RaggedCache) -> Shape:
-        """Of the rounds that a call needs next."""
-        config, rows, drafter = call.config, call.rows, call.drafter
-        assert isinstance(drafter, DraftingModel)
-        batch, words = len(rows), drafter.draft_vocabulary
-        nodes = config.resolve_nodes(batch, rows.device.type)
-        depth = call.grower.depth if nodes > 1 else 0
-        copied = min(config.lookup, depth)
-        most = most_nodes(depth, config, call.vocab_size if words is None else len(words))
-        nodes = min(nodes, most)
-        running = [length for length, room in zip(cache.lengths.tolist(), rows.rooms, strict=True) if room > 0]
-        budget, paid, widest = None, batch, nodes
-        if batch > 1 and nodes > 1 and self.config.share > 1 and self._hands_down:
-            paid, widest = rows_paid_for(len(running), batch), min(self.config.share * nodes, most)
-            budget = min(-(-paid * nodes // 8) * 8, batch * filled_up(widest))
-        sampled = call.noise is not None
-        # What the round does not read is as in every other call.
-        read = {name: getattr(config, name) for name in ("top_k", "beam", "selector", "scores")}
-        shared_noise = sampled and config.shared_noise
-        weight = config.ngram_weight if drafter.ngram is not None and depth else 0
-        tree = TreeConfig(nodes=widest, lookup=copied, ngram_weight=weight, shared_noise=shared_noise, **read)
-        processors = processing.key(call.processors, rows.prompt_length)
-        assert processors is not None
-        first = self.config.first_tier
-        shape = Shape(batch, first, tree, call.vocab_size, depth, processors, sampled, budget, paid)
-        while max(cache.longest, max(running) + 2 * shape.path) > shape.slots:
-            shape = replace(shape, slots=2 * shape.slots)
-        return shape
+    def _leaves(self, tier: Tier, call: Call, features: Tensor) -> Callable[[list[tuple[int, int]]], bool]:
+        """Is it time to leave a tier, as rows have ended and fewer will do? As `loop.run` asks it, round by round."""
+        looked_at = 0
+
+        def leaves(running: list[tuple[int, int]]) -> bool:
+            nonlocal looked_at
+            if len(running) == looked_at or max(room for _, room in running) < _WORTH_A_MOVE:
+                return False
+            looked_at = len(running)
+            return self._shape(call, running, features).batch < tier.shape.batch
+
+        return leaves
+
+    def _shape(self, call: Call, running: list[tuple[int, int]], features: Tensor) -> Shape:
+        """Of the rounds that a call goes on with.
+
+        For as few rows as will do; but what has to be made first, and would only be of use to the end of the text, is
+        made in a later call that wants it too.
+
+        Args:
+            running: committed tokens of the rows that run, and how many more they may emit.
+        """
+        batch, share = len(call.rows), self.config.share if self._hands_down else 1
+        sizes = [batch] if call.returns_cache else batch_sizes(len(running), batch)
+        shapes = [shape_of(call, size, running, self.config.first_tier, share) for size in sizes]
+        possible = [shape for shape in shapes if self._tiers.get(_key(shape, call, features), True) is not None]
+        made = [shape for shape in possible if _key(shape, call, features) in self._tiers]
+        if not made or possible[0] in self._wanted:
+            return (possible or shapes)[0]
+        if possible[0] != made[0]:
+            self._missed.add(possible[0])
+        return made[0]
 
     def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | _Refused:
         """A tier, or why there is none."""
@@ -345,6 +352,12 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     drafter.check_target(target)
     drafter.engine = Engine(target, EngineConfig(**options), progress or _LOGGER.info)
     return drafter.engine
+
+
+def _key(shape: Shape, call: Call, features: Tensor) -> tuple[Any, ...]:
+    """Calls of one target and head for which this is the same go into one tier."""
+    assert isinstance(call.cache, RaggedCache)
+    return shape, features.shape[-1], features.dtype, *call.cache.store.specs
 
 
 def _drop_first(kept: dict[tuple[Any, ...], Any]) -> None:

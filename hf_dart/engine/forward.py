@@ -41,7 +41,7 @@ class Forward:
         self.nodes, self._backend, self._pool, self._hands_down = nodes, backend, pool, hands_down
         self._kinds = call.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
-            self._whole = FixedCache(call.cache, slots, nodes, call.rows.device)
+            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.rows.device)
         self._sizes: dict[int, _Sized] = {}
 
     def fits(self, longest: int) -> bool:
@@ -64,7 +64,7 @@ class Forward:
             logits, _ = self.sized(call, call.cache, tree.size)(tree, self._whole.lengths - (~running).long())
             return logits, torch.ones_like(tree.tokens, dtype=torch.bool)
 
-        return difference(call, self.nodes, call.vocab_size, verify)
+        return difference(call, list(range(len(call.rows))), self.nodes, verify)
 
     @contextmanager
     def lent_to(self, call: Call) -> Iterator[Lent]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -46,13 +48,15 @@ def run(
     stats: DraftStats,
     lengths: list[int],
     lag: int,
+    leaves: Callable[[list[tuple[int, int]]], bool],
     noise: NoiseStream | None = None,
 ) -> Exception | None:
-    """Rounds in one tier, until all rows have ended, one of them might outgrow it, or fewer rows need less.
+    """Rounds in one tier, until all rows have ended, one of them might outgrow it, or another one is better.
 
     Args:
         tier: loaded.
         lengths: committed entries of each row.
+        leaves: is another tier better for running rows of such lengths, which may emit so many tokens more?
         lag: rounds that are launched before the first of them is read. With 1, a device is never idle while the host
             reads; the last round then is one that changes nothing.
         noise: that tokens are drawn with.
@@ -67,8 +71,9 @@ def run(
     try:
         while True:
             waiting = launched - read
-            goes_on = failure is None and not rows.finished
-            if goes_on and waiting <= lag and tier.suits(_running(rows, lengths), waiting + 1):
+            running = _running(rows, lengths)
+            goes_on = failure is None and bool(running)
+            if goes_on and waiting <= lag and tier.suits(running, waiting + 1) and not leaves(running):
                 if noise is not None:
                     tier.supply(noise, rows)
                 try:
@@ -79,7 +84,7 @@ def run(
                 reports.send(launched)
                 launched += 1
             elif waiting:
-                emitted = reports.receive(read)
+                emitted = tier.of_call(reports.receive(read), len(rows))
                 read += 1
                 if rows.finished:
                     stats.count_idle(ran)
@@ -100,6 +105,8 @@ def run(
 
 def _running(rows: Rows, lengths: list[int]) -> list[tuple[int, int]]:
     """Committed entries and room of the rows that may still emit something; others may stand behind the tier's end."""
+    if rows.finished:
+        return []
     return [(length, room) for length, room in zip(lengths, rows.rooms, strict=True) if room > 0]
 
 

@@ -92,12 +92,13 @@ class FixedProcessors:
             places = torch.arange(vocab_size)
             self._masks.append(None if tokens is None else torch.isin(places, tokens.cpu()).to(device))
 
-    def load(self, processors: LogitsProcessorList, rows: Rows, seen: Tensor) -> None:
+    def load(self, processors: LogitsProcessorList, rows: Rows, seats: list[int], seen: Tensor) -> None:
         """Take over what differs between calls.
 
         Args:
             processors: of the call, of the same `key`.
             rows: its texts.
+            seats: B of them, those that take part.
             seen: [B, V] is filled in with the tokens that they hold; [B, 0] where `sees_text` is false.
         """
         least = [0] * len(processors)
@@ -109,9 +110,9 @@ class FixedProcessors:
             elif type(processor) is RepetitionPenaltyLogitsProcessor:
                 seen.zero_()
                 ignored = _ignored(processor)
-                for row, first in enumerate(ignored * (len(rows) // len(ignored))):
-                    known = rows.ids(row)[0, first:]
-                    seen[row, known[known < seen.shape[1]]] = True
+                for seat, row in enumerate(seats):
+                    known = rows.ids(row)[0, ignored[row % len(ignored)] :]
+                    seen[seat, known[known < seen.shape[1]]] = True
         self._least.copy_(torch.tensor(least, dtype=torch.long))
 
     def __call__(self, scores: Tensor, seen: Tensor, emitted: Tensor) -> Tensor:

@@ -27,14 +27,14 @@ def allowance(values: Tensor) -> float:
 
 
 def difference(
-    call: Call, nodes: int, vocab_size: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
+    call: Call, seats: list[int], nodes: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[float, float]:
     """How far logits of fixed shapes are from the eager round's, of trees behind what a call has committed.
 
     Args:
         call: whose `verify` is the reference.
+        seats: B of its rows, those that `verify` is for.
         nodes: that a tree may have.
-        vocab_size: V.
         verify: of a tree and the rows [B] that run: logits [B, N, V], and which of the nodes [B, N] they are for.
 
     Returns:
@@ -48,12 +48,13 @@ def difference(
     generator = torch.Generator().manual_seed(0)
     error = allowed = 0.0
     for _ in range(_TRIES):
-        tokens = torch.randint(vocab_size, parents.shape, generator=generator)
+        tokens = torch.randint(call.vocab_size, parents.shape, generator=generator)
         tree = DraftTree.from_parents(tokens, parents, _DEPTH, scores).to(running.device)
-        wanted = call.verify(tree, limits)[0]
-        found, verified = verify(tree, running)
+        wanted = call.verify(tree, limits)[0][seats]
+        some = DraftTree.from_parents(tokens[seats], parents[seats], _DEPTH, scores[seats]).to(running.device)
+        found, verified = verify(some, running[seats])
         gap = (found.double() - wanted.double()).abs().amax(-1)
-        error = float(gap.masked_fill(~(verified & running[:, None]), 0).max())
+        error = float(gap.masked_fill(~(verified & running[seats, None]), 0).max())
         allowed = allowance(wanted)
         if error <= allowed:
             break

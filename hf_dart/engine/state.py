@@ -30,7 +30,6 @@ class Shape:
         processors: `processing.key` of the logits processors, which are part of the round.
         sampled: are tokens drawn?
         budget: M, the nodes that all rows share (`budget`); None gives each row N of its own.
-        rows: how many running rows the budget is for.
     """
 
     batch: int
@@ -41,7 +40,6 @@ class Shape:
     processors: tuple[Any, ...] = ()
     sampled: bool = False
     budget: int | None = None
-    rows: int = 1
 
     @property
     def bucket(self) -> int:
@@ -51,7 +49,7 @@ class Shape:
     @property
     def drafted(self) -> int:
         """Nodes per row, the root included, that are verified on average."""
-        return self.tree.nodes or 1 if self.budget is None else self.budget // self.rows
+        return self.tree.nodes or 1 if self.budget is None else self.budget // self.batch
 
     @property
     def path(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.attention import PackedVerifier, packed
-from hf_dart.engine.budget import rows_paid_for, shared
+from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
@@ -27,12 +27,12 @@ from hf_dart.trees.tree import DraftTree
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
 
-# Tokens that a row has left to emit when its batch moves to rounds for fewer rows, which may have to be made first.
-_WORTH_A_MOVE = 64
-
 
 class Tier:
     """A `FixedRound` with its state, made for calls like `call`.
+
+    Attributes:
+        seats: which rows of the call that is loaded its rows are, ascending.
 
     Args:
         shape: of the round.
@@ -48,11 +48,11 @@ class Tier:
         assert isinstance(call.cache, RaggedCache)
         assert isinstance(call.drafter, DraftingModel)
         device = features.device
-        self.shape = shape
+        self.shape, self.seats = shape, list(range(shape.batch))
         # Also for calls in inference mode: what is made there could not be written outside of it later.
         with torch.inference_mode(False), torch.no_grad():
-            self.cache = FixedCache(call.cache, shape.slots, shape.bucket, device, shape.budget)
-            self.draft = FixedDraft.of(call.draft.state, shape.draft_slots)
+            self.cache = FixedCache(call.cache, shape.batch, shape.slots, shape.bucket, device, shape.budget)
+            self.draft = FixedDraft.of(call.draft.state, shape.batch, shape.draft_slots)
             self.state = State.empty(shape, features)
         verifier = PackedVerifier(
             call.model, self.cache, call.verify.kinds, call.drafter.feature_layers, hands_down=hands_down
@@ -75,49 +75,46 @@ class Tier:
         Args:
             running: committed tokens of each row that still runs, and how many more it may emit.
         """
-        shape, longest = self.shape, max(length for length, _ in running)
-        if longest + rounds * shape.path > shape.slots:
-            return False
-        # Rows have ended, and a smaller budget will do.
-        smaller = shape.budget is not None and rows_paid_for(len(running), shape.batch) < shape.rows
-        return not smaller or max(room for _, room in running) < _WORTH_A_MOVE
+        return max(length for length, _ in running) + rounds * self.shape.path <= self.shape.slots
 
     def load(self, call: Call, features: Tensor, accepted: Accepted) -> None:
-        """Take over where the eager round stands.
+        """Take over where the eager round stands, of the rows that run and as many others as there are seats for.
 
         Args:
-            features: [B, N, F] of the last tree.
+            features: [B, N, F] of the last tree, of all rows of the call.
             accepted: what was accepted of it, not yet drafted from.
         """
         state, rows, cache = self.state, call.rows, call.cache
         assert isinstance(cache, RaggedCache)
-        # What another call left here might be NaN.
-        self.cache.store.copy_from(cache.store, cache.longest)
-        self.cache.store.clear_from(cache.longest)
-        self.cache.lengths.copy_(cache.lengths)
-        draft = call.draft.state
-        self.draft.store.copy_from(draft.store, draft.longest)
-        self.draft.store.clear_from(draft.longest)
-        self.draft.lengths.copy_(draft.lengths)
-        taken, next_tokens, counts = call.verified(features, accepted)
+        runs = [room > 0 for room in rows.rooms]
+        seats = self.seats = sorted(sorted(range(len(rows)), key=lambda row: not runs[row])[: self.shape.batch])
+        held = torch.tensor([runs[row] or call.returns_cache for row in seats])
+        for mine, given in ((self.cache, cache), (self.draft, call.draft.state)):
+            # Of rows that have ended one entry is left, which their roots stand behind.
+            lengths = torch.where(held, given.lengths.cpu()[seats], 1)
+            mine.store.clear_from(0)  # what another call left here might be NaN
+            pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
+            mine.store.copy_from(given.store, int(lengths.max()), pairs)
+            mine.lengths.copy_(lengths)
+        taken, next_tokens, counts = (part[seats] for part in call.verified(features, accepted))
         width = taken.shape[1]
         state.features.zero_()
         state.features[:, :width] = taken
-        last = torch.tensor([text[-1] for text in rows.tokens])
+        last = torch.tensor([rows.tokens[row][-1] for row in seats])
         state.roots.copy_(last)
         state.next_tokens.copy_(last[:, None].expand_as(state.next_tokens))
         state.next_tokens[:, :width] = next_tokens
         state.counts.copy_(counts)
-        state.emitted.copy_(torch.tensor(rows.emitted))
+        state.emitted.copy_(torch.tensor([rows.emitted[row] for row in seats]))
         state.limits.fill_(rows.max_length - rows.prompt_length)
-        state.ended.copy_(torch.tensor(rows.rooms) <= 0)
+        state.ended.copy_(torch.tensor([not runs[row] for row in seats]))
         state.ends.zero_()
         ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
         state.turn.zero_()
-        self.round.processors.load(call.processors, rows, state.seen)
+        self.round.processors.load(call.processors, rows, seats, state.seen)
         if self.text is not None:
-            self.text.load(rows.tokens)
+            self.text.load([rows.tokens[row] for row in seats])
         self._supplied = rows.slowest()
         state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
 
@@ -129,7 +126,7 @@ class Tier:
         if end <= self._supplied:
             return
         for position in range(self._supplied, end):
-            self.state.noise[position % self.shape.noise_rows].copy_(noise.block(position))
+            self.state.noise[position % self.shape.noise_rows].copy_(noise.block(position)[self.seats])
         self.state.ready.fill_(end)
         self._supplied = end
 
@@ -139,12 +136,18 @@ class Tier:
         Waits for the device.
         """
         assert isinstance(call.cache, RaggedCache)
-        call.cache.take_in(self.cache.store, self.cache.lengths)
+        call.cache.take_in(self.cache.store, self.cache.lengths, self.seats)
         if self.shape.depth:
-            call.draft.state.take_in(self.draft)
-        counts = self.state.counts.tolist()
-        path = torch.arange(self.shape.path).expand(len(counts), -1)
-        return self.state.features.clone(), Accepted(path, counts)
+            call.draft.state.take_in(self.draft, self.seats)
+        taken, batch = self.state.features, len(call.rows)
+        features, counts = taken.new_zeros(batch, *taken.shape[1:]), torch.zeros(batch, dtype=torch.long)
+        features[self.seats], counts[self.seats] = taken, self.state.counts.cpu()
+        return features, Accepted(torch.arange(self.shape.path).expand(batch, -1), counts.tolist())
+
+    def of_call(self, emitted: list[list[int]], batch: int) -> list[list[int]]:
+        """What a round brought each of a call's rows, from what it brought those that have a seat."""
+        brought = dict(zip(self.seats, emitted, strict=True))
+        return [brought.get(row, []) for row in range(batch)]
 
     def differs(self, call: Call, features: Tensor, accepted: Accepted) -> Iterator[tuple[float, float]]:
         """Hold this tier against what it stands for, loaded with what `load` is to be given.
@@ -162,7 +165,7 @@ class Tier:
             self.load(call, features, accepted)
             launch()
             roots.append(self.state.features[:, 0].clone())
-        running = torch.tensor(call.rows.rooms, device=features.device) > 0
+        running = torch.tensor(call.rows.rooms, device=features.device)[self.seats] > 0
         gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
         yield float(gap.max()), allowance(roots[0])
 
@@ -177,4 +180,4 @@ class Tier:
             assert tree.scores is not None
             return logits[places[:, :size]], tree.scores[:, :size] > -torch.inf
 
-        return difference(call, self.shape.bucket, self.shape.vocab_size, verify)
+        return difference(call, self.seats, self.shape.bucket, verify)

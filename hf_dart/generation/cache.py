@@ -187,15 +187,20 @@ class RaggedCache(TreeCache):
     def let_go(self) -> None:
         """Free all entries, which another store holds until it hands them back (`take_in`)."""
         self.store.release()
-        self.lengths = torch.zeros_like(self.lengths)
-        self.longest = 0
 
-    def take_in(self, store: SlotStore, lengths: Tensor) -> None:
-        """Hold what another store of the same shapes has in slots 0 .. lengths[b] - 1 of each row."""
-        lengths = lengths.cpu()
-        longest = int(lengths.max())
-        self.store.copy_from(store, longest)
-        self.lengths, self.longest = lengths, longest
+    def take_in(self, store: SlotStore, lengths: Tensor, rows: list[int] | None = None) -> None:
+        """Hold what another store of the same shapes has in slots 0 .. lengths[b] - 1 of each row.
+
+        Args:
+            lengths: [B], or of the other store's rows.
+            rows: which rows here those are; all where left out. What others held is gone.
+        """
+        rows = list(range(len(self.lengths))) if rows is None else rows
+        merged = self.lengths.clone()
+        merged[rows] = lengths.cpu()
+        self.lengths, self.longest = merged, int(merged.max())
+        self.store.reserve(self.longest)
+        self.store.copy_from(store, int(merged[rows].max()), list(zip(rows, range(len(rows)), strict=True)))
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         slots = self._positions[: self.longest]

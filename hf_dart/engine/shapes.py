@@ -1,0 +1,55 @@
+"""What shape the rounds of a call have."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.engine import processing
+from hf_dart.engine.state import Shape, filled_up, most_nodes
+from hf_dart.generation.cache import RaggedCache
+from hf_dart.head.drafting import DraftingModel
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+
+def shape_of(call: Call, batch: int, running: list[tuple[int, int]], first_tier: int, share: int) -> Shape:
+    """The shape of rounds of `batch` rows, among them all that run, in the shortest tier that they fit into.
+
+    Args:
+        call: that `calls.needs_host` says nothing of.
+        running: committed tokens of the rows that run, and how many more they may emit.
+        first_tier, share: of `EngineConfig`; with a share of 1 each row has nodes of its own.
+    """
+    config, rows, drafter = call.config, call.rows, call.drafter
+    assert isinstance(drafter, DraftingModel)
+    assert isinstance(call.cache, RaggedCache)
+    words = drafter.draft_vocabulary
+    nodes = config.resolve_nodes(batch, rows.device.type)
+    depth = call.grower.depth if nodes > 1 else 0
+    most = most_nodes(depth, config, call.vocab_size if words is None else len(words))
+    nodes = widest = min(nodes, most)
+    budget = None
+    if batch > 1 and nodes > 1 and share > 1:
+        widest = min(share * nodes, most)
+        budget = min(-(-batch * nodes // 8) * 8, batch * filled_up(widest))
+    sampled = call.noise is not None
+    # What the round does not read is as in every other call.
+    read = {name: getattr(config, name) for name in ("top_k", "beam", "selector", "scores")}
+    tree = TreeConfig(
+        nodes=widest,
+        lookup=min(config.lookup, depth),
+        ngram_weight=config.ngram_weight if drafter.ngram is not None and depth else 0,
+        shared_noise=sampled and config.shared_noise,
+        **read,
+    )
+    processors = processing.key(call.processors, rows.prompt_length)
+    assert processors is not None
+    shape = Shape(batch, first_tier, tree, call.vocab_size, depth, processors, sampled, budget)
+    # Of rows that have ended nothing is kept, unless the cache is handed back.
+    longest = max(call.cache.lengths.tolist()) if call.returns_cache else 0
+    while max(longest, max(length for length, _ in running) + 2 * shape.path) > shape.slots:
+        shape = replace(shape, slots=2 * shape.slots)
+    return shape
