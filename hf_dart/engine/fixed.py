@@ -137,7 +137,7 @@ class FixedRound:
         """
         state, shape = self.state, self.shape
         logits, features, places = self.verify(tree)
-        path, tokens, reached = self._walk(tree, logits, places)
+        path, tokens, reached = self.walk(tree, logits, places)
         steps = torch.arange(shape.path, device=path.device)
         # A text ends with its first end token; what the tree holds behind it was accepted for nothing.
         is_end = state.ends[tokens] & (steps < reached[:, None])
@@ -146,7 +146,7 @@ class FixedRound:
         ended = state.ended | (to_end <= counts) | (state.limits <= state.emitted + counts)
         return path, tokens, counts, ended, features[places.gather(1, path)]
 
-    def _walk(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def walk(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The path of each row that the target's own tokens take through the tree, as `walk.follow` has it.
 
         Args:
@@ -155,15 +155,46 @@ class FixedRound:
         Returns:
             path [B, A], tokens [B, A], lengths [B]; a token is -1 where there is none to draw.
         """
-        if not self.shape.sampled and not self.processors.processors:
+        if not self._chooses_everywhere(len(logits)):
+            return self.walk_by_token(tree, logits, places)
+        if self.shape.sampled or self.processors.processors:
+            choices = self._choices(tree, logits)
+        else:
             # Stock compares logits as float32, which narrower ones are in the same order.
             choices = (logits.float() if logits.dtype == torch.float64 else logits).argmax(-1)
-            path, tokens, lengths = follow(tree, choices[places])
-            return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
-        return self._walk_by_token(tree, logits, places)
+        path, tokens, lengths = follow(tree, choices[places])
+        return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
 
-    def _walk_by_token(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `_walk`, where scores are processed, in stock's shapes: node after node, and no others."""
+    def _chooses_everywhere(self, nodes: int) -> bool:
+        """Is a token chosen behind all R nodes at once, instead of node after node along the paths?
+
+        That is no more than a few operations, on more scores. On a GPU it is the quicker way, unless whole vocabularies
+        are sorted for it: then, as on a CPU, the fewer scores the better.
+        """
+        if not self.shape.sampled and not self.processors.processors:
+            return True
+        fewer = nodes <= self.shape.path * self.shape.batch
+        return fewer or (self.state.roots.is_cuda and not self.processors.sorts)
+
+    def _choices(self, tree: DraftTree, logits: Tensor) -> Tensor:
+        """The target's token [R] behind each of R nodes, from its logits [R, V]; -1 where there is none to draw."""
+        state, size = self.state, tree.size
+        nodes = self.cache.computed
+        nodes = torch.arange(len(logits), device=logits.device) if nodes is None else nodes
+        rows = nodes // size
+        positions = state.emitted[rows] + tree.depths.flatten()[nodes]
+        seen = state.seen[rows]
+        if self._rank.needs_history:
+            passed = torch.where(tree.ancestors.flatten(0, 1)[nodes], tree.tokens[rows], state.roots[rows, None])
+            # What is no token of the target's, no path comes to.
+            seen = seen.scatter(1, passed.clamp(min=0, max=seen.shape[1] - 1), True)
+        scores = self.processors(logits.float(), seen, positions)
+        if not self.shape.sampled:
+            return scores.argmax(-1)
+        return drawn(scores.softmax(-1) / state.noise[positions % self.shape.noise_rows, rows])
+
+    def walk_by_token(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """As `walk`, in stock's shapes: node after node, and no others."""
         state, shape = self.state, self.shape
         seen, going_on = state.seen, torch.ones_like(state.ended)
         node = lengths = torch.zeros_like(state.roots)

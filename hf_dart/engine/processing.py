@@ -92,6 +92,11 @@ class FixedProcessors:
             places = torch.arange(vocab_size)
             self._masks.append(None if tokens is None else torch.isin(places, tokens.cpu()).to(device))
 
+    @property
+    def sorts(self) -> bool:
+        """Does one of them sort all scores?"""
+        return any(type(processor) is TopPLogitsWarper for processor in self.processors)
+
     def load(self, processors: LogitsProcessorList, rows: Rows, seats: list[int], seen: Tensor) -> None:
         """Take over what differs between calls.
 
@@ -116,12 +121,12 @@ class FixedProcessors:
         self._least.copy_(torch.tensor(least, dtype=torch.long))
 
     def __call__(self, scores: Tensor, seen: Tensor, emitted: Tensor) -> Tensor:
-        """Scores [B, V] as stock's processors leave them.
+        """Scores [R, V] as stock's processors leave them.
 
         Args:
-            scores: [B, V] float32.
-            seen: [B, V] which tokens each row holds; not looked at where `sees_text` is false.
-            emitted: [B] how many tokens it has generated.
+            scores: [R, V] float32.
+            seen: [R, V] which tokens stand in front of each; not looked at where `sees_text` is false.
+            emitted: [R] how many of them were generated.
         """
         for place, (processor, mask) in enumerate(zip(self.processors, self._masks, strict=True)):
             if type(processor) is RepetitionPenaltyLogitsProcessor:

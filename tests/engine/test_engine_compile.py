@@ -49,10 +49,12 @@ def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
     assert counters["stats"]["unique_graphs"] == 4
 
 
-def test_sampled_without_a_break() -> None:
+@pytest.mark.parametrize("nodes", [6, pytest.param(8, marks=pytest.mark.matrix)])
+def test_sampled_without_a_break(nodes: int) -> None:
+    """Tokens are chosen behind all nodes of the smaller trees, and node after node in the larger ones."""
     target, head, made = compiled("llama", "eager")
     options = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5, "max_new_tokens": 24}
-    options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=8)}
+    options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=nodes)}
     assert_identical(target, head, batch(4, "sdpa"), **options)
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
