@@ -26,7 +26,7 @@ from hf_dart.engine.tier import Tier
 from hf_dart.machine import hardware, versions
 from hf_dart.proposal import Proposal
 
-STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED = (
+STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
     "stock generate",
     "stock, static cache",
     "captured, N = 1",
@@ -34,6 +34,7 @@ STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED = (
     "captured forward",
     "captured round",
     "captured round, T = 1",
+    "captured round, top-p",
 )
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
 _TIMED = {"cuda": 20, "cpu": 3}  # calls, for a phase
@@ -169,6 +170,8 @@ def _methods(head: SimulatedHead, static: StaticCache, settings: Settings) -> li
         Measurement(CAPTURED, {"assistant": head, "tree_config": tree}),
         # The text is the same, since the target is sure of every token.
         Measurement(SAMPLED, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0}),
+        # All scores are sorted for it, in every row that is sampled from.
+        Measurement(NUCLEUS, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0, "top_p": 0.95}),
     ]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, PLAIN, SAMPLED, STATIC, STOCK, memory_bandwidth
+from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, NUCLEUS, PLAIN, SAMPLED, STATIC, STOCK, memory_bandwidth
 from hf_dart.bench.simulated import build_target, forward_bytes
 from hf_dart.cli import main
 
@@ -35,10 +35,10 @@ def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main([*_TINY, *words, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     results = {one["method"]: one for one in report["results"]}
-    assert list(results) == [STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED]
+    assert list(results) == [STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS]
     assert all(one["same_tokens"] for one in results.values())
     assert all(one["tokens_per_second"] > 0 and one["roofline"] > 0 for one in results.values())
-    for method in (EAGER, FORWARD, CAPTURED, SAMPLED):
+    for method in (EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS):
         assert results[method]["tau"] == pytest.approx(3.5, abs=0.5)
     assert results[CAPTURED]["rounds"] == results[EAGER]["rounds"]
     assert results[PLAIN]["tau"] == 1
