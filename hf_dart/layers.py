@@ -85,20 +85,30 @@ class DartAttention(nn.Module):
                 known_key, known_value = remember(known_key, known_value, injected=True)
             key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
         if isinstance(mask, Tensor):
-            # On CUDA, groups and a mask together are left to a kernel that writes keys and values out for every head.
-            if self.grouped and query.is_cuda and not torch.is_grad_enabled():
-                mixed = attend_in_groups(query, key, value, mask)
-            else:
-                mixed = F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=self.grouped)
+            mixed = attend(query, key, value, mask)
         else:
             # Under autocast rotation has made these fp32; not every torch casts them back for FlexAttention.
             query, key = query.to(value.dtype), key.to(value.dtype)
-            attend = _flex_attention(query.device.type)
-            mixed = attend(query, key, value, block_mask=mask, enable_gqa=self.grouped)
+            flex = _flex_attention(query.device.type)
+            mixed = flex(query, key, value, block_mask=mask, enable_gqa=self.grouped)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def attend(
+    query: Tensor,  # [B, H, Q, D]
+    key: Tensor,  # [B, H / g, S, D]
+    value: Tensor,  # [B, H / g, S, D']
+    mask: Tensor,  # [B or 1, 1, Q, S] bool
+) -> Tensor:  # [B, H, Q, D']
+    """Attention under a mask, as is best for the device."""
+    grouped = query.shape[1] != key.shape[1]
+    # On CUDA, groups and a mask together are left to a kernel that writes keys and values out for every head.
+    if grouped and query.is_cuda and not torch.is_grad_enabled():
+        return attend_in_groups(query, key, value, mask)
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 
 def attend_in_groups(

@@ -25,6 +25,7 @@ from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared
 from hf_dart.hub.checkpoint import read_config, read_tensors
+from hf_dart.layers import attend
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotDrafter, SlotSpec, SlotState
 
@@ -46,7 +47,6 @@ class DFlashAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, hidden, bias=bias)
         self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
         self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.grouped = query_size != key_size
 
     def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
         """Of features or entries [B, Q, H]: twice [B, kv heads, Q, head_dim]."""
@@ -61,7 +61,7 @@ class DFlashAttention(nn.Module):
         mask: Tensor,  # [B, 1, Q, S] bool
     ) -> Tensor:  # [B, Q, H]
         query = _rotated(self.q_norm(self._heads(self.q_proj(x))), rotation)
-        mixed = F.scaled_dot_product_attention(query, keys, values, attn_mask=mask, enable_gqa=self.grouped)
+        mixed = attend(query, keys, values, mask)
         return self.o_proj(mixed.transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]

@@ -24,6 +24,7 @@ from hf_dart import TreeConfig
 from hf_dart.engine import attention
 from hf_dart.engine.attention import NODES, PACKED, PackedVerifier, packed, packed_attention
 from hf_dart.engine.topk import largest
+from hf_dart.layers import attend, attend_in_groups, for_groups
 from hf_dart.trees.tree import DraftTree
 
 
@@ -46,6 +47,19 @@ def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
     wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted)
     assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("groups", [1, 3])
+def test_attention_in_groups_is_pytorchs(groups: int) -> None:
+    """Under the masks of heads and DFlash drafters, whether made for groups before or not."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 2 * groups, 5, 8, generator=generator, dtype=torch.float64)
+    key, value = (torch.randn(2, 2, 11, 8, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(2, 1, 5, 11, generator=generator) < 0.6
+    mask[..., 0] = True
+    wanted = attend(query, key, value, mask)
+    for masks in (mask, for_groups(mask, groups)):
+        torch.testing.assert_close(attend_in_groups(query, key, value, masks), wanted)
 
 
 def test_a_target_is_packed_for_a_while_only() -> None:
