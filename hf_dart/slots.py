@@ -60,6 +60,11 @@ class SlotStore:
             grown[..., :old, :] = storage
             self._storage[spec] = grown
 
+    def drop(self, count: int, filled: int) -> None:
+        """Move what lies in slots count .. filled - 1 to the front."""
+        for storage in self._storage.values():
+            storage[..., : filled - count, :] = storage[..., count:filled, :].clone()  # they may overlap
+
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow anew when room is asked for."""
         self.capacity = 0

@@ -13,11 +13,13 @@ from test_exact import replay
 from tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.generation import BaseStreamer
 
-from hf_dart.generation import decode
+from hf_dart.checks import MAX_DRAFT_LENGTH
+from hf_dart.generation import buffers, decode
 from hf_dart.generation.attach import attach
 from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
-from hf_dart.generation.stock_layers import is_placeholder
+from hf_dart.generation.stock_layers import attention_layers, is_placeholder, window_of
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.slots import SlotStore
 from hf_dart.trees.tree import DraftTree
@@ -31,19 +33,39 @@ CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
 
-def ragged(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None) -> TreeCache:
+def ragged(
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
+) -> TreeCache:
     return RaggedCache(prefilled, pads, capacity, keep, most)
 
 
+def windowed(
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
+) -> TreeCache:
+    """Sliding layers that keep their window and next to nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "SPARE", 0)
+        windows = [window_of(layer) for layer in attention_layers(prefilled)]
+        return RaggedCache(prefilled, pads, capacity, keep, most, windows)
+
+
 def right_aligned(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
 ) -> TreeCache:
     return RightAlignedCache(prefilled, pads, keep)
 
 
 def kinds_of_cache(family: str) -> list[Callable[..., TreeCache]]:
     """A family whose layers keep more than keys and values has only the right-aligned one."""
-    return [right_aligned] if family == "deepseek_v32" else [ragged, right_aligned]
+    if family == "deepseek_v32":
+        return [right_aligned]
+    return [ragged, *([windowed] if family in ("gemma3", "mistral") else []), right_aligned]
+
+
+@pytest.fixture(autouse=True)
+def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No slack: short texts move windows, and what is dropped too soon is missed."""
+    monkeypatch.setattr(buffers, "SLACK", 0)
 
 
 def representative(*case: Any) -> Any:
@@ -297,3 +319,68 @@ def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:
     prefilled = prefill(target, prompts([12]))
     tree_cache(prefilled, [0], 64, keep=True)
     assert all(layer.keys.shape[2] == 12 for layer in prefilled.layers)
+
+
+class Broken(Exception):
+    """Raised by a streamer."""
+
+
+class Breaking(BaseStreamer):
+    """Takes so many tokens, and no more."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens
+
+    def put(self, value: Tensor) -> None:
+        self.left -= 1
+        if self.left < 0:
+            raise Broken
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("lengths", [[7], [9, 3, 60]])
+@pytest.mark.parametrize("family", ["gemma3", pytest.param("mistral", marks=pytest.mark.matrix)])
+def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Long texts, whole and broken off; the cache that comes back is stock's."""
+    monkeypatch.setattr(buffers, "SLACK", 2 * (MAX_DRAFT_LENGTH + 1))
+    monkeypatch.setattr(buffers, "SPARE", 24)
+    made: list[Any] = []
+
+    def noted(*args: Any, **kwargs: Any) -> TreeCache:
+        made.append(tree_cache(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(decode, "tree_cache", noted)
+    target = attach(tiny_target(family))
+    inputs = prompts(lengths)
+    options = {"do_sample": False, "max_new_tokens": 220}
+    drafter = replay(target, inputs, misses=[0.1, 0.2, 0.15][: len(lengths)], **options)
+    caches, texts = [], []
+    for drafting in ({}, {"assistant": drafter}):
+        caches.append(DynamicCache(config=target.config))
+        texts.append(run(target, inputs, 0, past_key_values=caches[-1], **options, **drafting).sequences)
+    assert torch.equal(*texts)
+    assert_same_cache(caches[1], caches[0], [max(lengths) - length for length in lengths], texts[0])
+    assert drafter.last_stats.accepted > 50
+    check_windows(made[-1])
+    if len(lengths) > 1:
+        return  # streamers take one row
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(Broken):
+        target.generate(**inputs, **options, assistant=drafter, streamer=Breaking(150), past_key_values=cache)
+    check_windows(made[-1])
+    held = cache.get_seq_length()
+    assert 100 < held <= 7 + 150
+    stock = DynamicCache(config=target.config)
+    text = target.generate(**inputs, **{**options, "max_new_tokens": held + 1 - 7}, past_key_values=stock)
+    assert_same_cache(cache, stock, [0], text)
+
+
+def check_windows(cache: TreeCache) -> None:
+    """The buffers of sliding layers have moved on, and are of their window's size."""
+    windowed = cache._buffers[WINDOW]
+    spread = int(cache.lengths.max() - cache.lengths.min())
+    assert windowed.first > 60
+    assert windowed.store.capacity <= (2 if spread else 1) * (WINDOW + buffers.SLACK + buffers.SPARE + spread)

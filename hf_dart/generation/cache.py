@@ -1,8 +1,8 @@
 """The target's cache during tree decoding: where nodes are written, what they may see, what stays.
 
 A round writes the N nodes of a tree behind the committed entries of all rows and then keeps only the
-accepted path. `RaggedCache` holds position p of a row in slot p, so that rows of different lengths need no
-padding and a commit moves accepted entries only. `RightAlignedCache` does the same on a stock
+accepted path. `RaggedCache` holds the same position of all rows in the same slot, so that rows of different lengths
+need no padding and a commit moves accepted entries only. `RightAlignedCache` does the same on a stock
 `DynamicCache` for layer kinds that have further state per position.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import copy
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
+from hf_dart.generation.buffers import LayerBuffers, pays
 from hf_dart.generation.stock_layers import (
     SIMPLE_LAYERS,
     DynamicIndexedLayer,
@@ -104,7 +106,12 @@ def keeps_only_states(cache: Cache) -> bool:
 
 
 def tree_cache(
-    prefilled: Cache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+    prefilled: Cache,
+    pads: list[int],
+    capacity: int,
+    keep: bool,
+    most: int | None = None,
+    windows: Sequence[int | None] | None = None,
 ) -> TreeCache:
     """Take over a prefilled stock cache.
 
@@ -114,9 +121,10 @@ def tree_cache(
         capacity: positions to make room for at first.
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
         most: positions that the call will need at most, if that is known.
+        windows: as for `RaggedCache`.
     """
     if keeps_only_states(prefilled):
-        return RaggedCache(prefilled, pads, capacity, keep, most)
+        return RaggedCache(prefilled, pads, capacity, keep, most, windows)
     return RightAlignedCache(prefilled, pads, keep)
 
 
@@ -126,9 +134,10 @@ class _RaggedLayer(CacheLayerMixin):
     is_compileable = False
     is_sliding = False
 
-    def __init__(self, owner: RaggedCache, index: int) -> None:
+    def __init__(self, owner: RaggedCache, buffers: LayerBuffers, index: int) -> None:
         super().__init__()
         self.owner = owner
+        self.buffers = buffers
         self.index = index
         self.is_initialized = True
 
@@ -137,52 +146,68 @@ class _RaggedLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         start = self.owner.longest
-        end = start + key_states.shape[2]
-        keys = self.owner.store.write(2 * self.index, key_states, start)
-        values = self.owner.store.write(2 * self.index + 1, value_states, start)
-        return keys[:, :, :end], values[:, :, :end]
+        keys = self.buffers.write(2 * self.index, key_states, start)
+        return keys, self.buffers.write(2 * self.index + 1, value_states, start)
 
     def get_seq_length(self) -> int:
         return self.owner.longest
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.owner.longest + query_length, 0
+        return self.owner.longest - self.buffers.shown + query_length, self.buffers.shown
 
     def get_max_length(self) -> int:
         return -1
 
 
 class RaggedCache(TreeCache):
-    """Static buffers in which position p of a row lies in slot p; tree nodes follow the longest row."""
+    """Buffers in which rows of different lengths need no padding; tree nodes follow the longest row.
+
+    Args:
+        windows: how many positions the queries of each attention layer see, as far as that need not be all.
+    """
 
     def __init__(
-        self, prefilled: Cache, pads: list[int], capacity: int, keep: bool, most: int | None = None
+        self,
+        prefilled: Cache,
+        pads: list[int],
+        capacity: int,
+        keep: bool,
+        most: int | None = None,
+        windows: Sequence[int | None] | None = None,
     ) -> None:
         super().__init__(prefilled, pads, keep)
         self.longest = max(self.lengths.tolist())
-        held = [held_by(layer) for layer in attention_layers(prefilled)]
-        specs = [
-            SlotSpec(states.shape[1], states.shape[3], states.dtype, states.device)
-            for layer in held
-            for states in layer
-        ]
-        self.store = SlotStore(specs, len(pads), max(capacity, self.longest), most)
-        for index, layer in enumerate(held):
-            for part, states in enumerate(layer):
-                self._take_over(2 * index + part, states, pads)
-        places: list[Any] = []
-        for layer in prefilled.layers:
-            places.append(layer if is_placeholder(layer) else _RaggedLayer(self, _count_ragged(places)))
-        self.cache = Cache(layers=places)
-        self._positions = torch.arange(self.store.capacity)
+        layers = attention_layers(prefilled)
+        self._buffers: dict[int | None, LayerBuffers] = {}
+        seen = [self._window(*part, most) for part in zip(layers, windows or [None] * len(layers), strict=True)]
+        for window in dict.fromkeys(seen):
+            held = [held_by(layer) for layer, its in zip(layers, seen, strict=True) if its == window]
+            specs = [
+                SlotSpec(states.shape[1], states.shape[3], states.dtype, states.device)
+                for layer in held
+                for states in layer
+            ]
+            buffers = self._buffers[window] = LayerBuffers(specs, self.lengths, capacity, most, window)
+            for index, states in enumerate(states for layer in held for states in layer):
+                buffers.take_over(index, states, pads, self._prompt_slots)
+        own = iter([_RaggedLayer(self, self._buffers[its], seen[:place].count(its)) for place, its in enumerate(seen)])
+        self.cache = Cache(layers=[layer if is_placeholder(layer) else next(own) for layer in prefilled.layers])
         self._release_stock()
 
-    def _take_over(self, index: int, states: Tensor, pads: list[int]) -> None:
-        """Copy a stock layer's entries, the last ones of the prompt, to the slots of their positions."""
-        buffer, kept, total = self.store.buffer(index), states.shape[2], self._prompt_slots
-        for row, pad in enumerate(pads):
-            first = max(total - kept, pad)
-            buffer[row, :, first - pad : total - pad] = states[row, :, kept - (total - first) :]
+    def _window(self, layer: Any, window: int | None, most: int | None) -> int | None:
+        """The `window` of a layer, if it is worth a buffer of its own, and what lies in front is never needed."""
+        if window is None or not pays(window, most):
+            return None
+        # What is given back to stock's other sliding layers is the whole text.
+        ends_in_window = type(layer) is DynamicSlidingWindowLayer and not layer.record_past
+        return window if ends_in_window or not self._keep_stock else None
+
+    @property
+    def store(self) -> SlotStore:
+        """Where no layer has a window, the buffers of all."""
+        (buffers,) = self._buffers.values()
+        assert buffers.window is None
+        return buffers.store
 
     def let_go(self) -> None:
         """Free all entries, which another store holds until it hands them back (`take_in`)."""
@@ -203,22 +228,21 @@ class RaggedCache(TreeCache):
         self.store.copy_from(store, int(merged[rows].max()), list(zip(rows, range(len(rows)), strict=True)))
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
-        slots = self._positions[: self.longest]
-        return torch.where(slots < self.lengths[:, None], slots, -1)
+        buffers: LayerBuffers = self.cache.layers[layer].buffers
+        return buffers.past_positions(self.lengths, self.longest)
 
     def prepare(self, nodes: int) -> None:
-        self.store.reserve(self.longest + nodes)
-        if len(self._positions) < self.store.capacity:
-            self._positions = torch.arange(self.store.capacity)
+        for buffers in self._buffers.values():
+            buffers.prepare(self.lengths, self.longest, nodes)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        taken = torch.tensor(counts)
         source = self.longest + path
         target = self.lengths[:, None] + torch.arange(path.shape[1])
         # Padding of the path is copied too, behind a row's last entry, where nothing is looked at; room for
         # it is there because the tree itself lay behind the longest row.
-        self.store.move(source, target)
-        self.lengths = self.lengths + taken
+        for buffers in self._buffers.values():
+            buffers.move(source, target)
+        self.lengths = self.lengths + torch.tensor(counts)
         self.longest = int(self.lengths.max())
 
     def truncate(self, lengths: Tensor) -> None:
@@ -226,16 +250,13 @@ class RaggedCache(TreeCache):
         self.longest = int(self.lengths.max())
 
     def _append(self, index: int, layer: Any, grown: int) -> None:
-        slots = self.prompt_lengths[:, None] + torch.arange(grown)
-        new = []
-        for buffer in (self.store.buffer(2 * index), self.store.buffer(2 * index + 1)):
-            where = slots.to(buffer.device)[:, None, :, None]
-            new.append(buffer.gather(2, where.expand(-1, buffer.shape[1], -1, buffer.shape[3])))
-        layer.update(*new)
-
-
-def _count_ragged(layers: list[Any]) -> int:
-    return sum(isinstance(layer, _RaggedLayer) for layer in layers)
+        own = attention_layers(self.cache)[index]
+        window = own.buffers.window
+        count = grown if window is None else min(grown, window)
+        starts = self.prompt_lengths + grown - count
+        layer.update(*(own.buffers.read(2 * own.index + part, starts, count) for part in range(2)))
+        if count < grown:
+            layer.cumulative_length += grown - count  # of which it would have kept nothing
 
 
 class RightAlignedCache(TreeCache):

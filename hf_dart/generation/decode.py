@@ -28,7 +28,7 @@ from hf_dart.generation.stats import DraftStats
 from hf_dart.generation.stock_layers import undone_on_failure
 from hf_dart.generation.trace import Trace
 from hf_dart.generation.turns import Draft, leave, take_up
-from hf_dart.generation.verify import Verifier, mask_kinds, refuse_crossing
+from hf_dart.generation.verify import Verifier, layer_windows, mask_kinds, refuse_crossing
 from hf_dart.generation.walk import Accepted, Walker
 from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.trees.tree import DraftTree
@@ -170,7 +170,10 @@ class Call:
             self.stock_cache = stock = refuse_cache(outputs.past_key_values)
             kinds = mask_kinds(self.model, stock)
             nodes = self.config.resolve_nodes(batch, rows.device.type)
-            self.cache = tree_cache(stock, pads, capacity + nodes, keep=self.returns_cache, most=most + nodes)
+            # Shapes of the engine are those of the whole text.
+            windowed = layer_windows(self.model, stock) if self.drafter.engine is None else None
+            keep = self.returns_cache
+            self.cache = tree_cache(stock, pads, capacity + nodes, keep, most + nodes, windowed)
         assert feed.last is not None
         collect = bool(config.return_dict_in_generate)
         self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None

@@ -26,7 +26,7 @@ from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import refuse_cache, refuse_model
 from hf_dart.generation.stock_layers import attention_layers, window_of
-from hf_dart.generation.verify import Verifier, mask_kinds, position_limit
+from hf_dart.generation.verify import Verifier, layer_windows, mask_kinds, position_limit
 from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12
@@ -174,7 +174,8 @@ class _Trial:
     def _tree_against_plain(self, length: int, tokens: Tensor) -> tuple[float, float]:
         """The largest difference of a logit, and what is allowed; of `tokens` [1, 9] 8 are nodes, one comes after."""
         nodes, after = tokens.split([len(_PARENTS), 1], dim=1)
-        trees = tree_cache(self._prefix(length), [0], length + 2 * len(_PARENTS), keep=False)
+        prefix, room = self._prefix(length), length + 2 * len(_PARENTS)
+        trees = tree_cache(prefix, [0], room, keep=False, windows=layer_windows(self._model, prefix))
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [])
         parents = torch.tensor([_PARENTS], device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))

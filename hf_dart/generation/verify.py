@@ -41,20 +41,26 @@ class MaskKind:
         return positions - self.window
 
 
-def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
-    """The kinds of attention layer of a prefilled cache, each once.
+def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
+    """How many positions the queries of each attention layer of a prefilled cache see; None for all.
 
-    Windows are those that stock's own cache has: one that a user made without a config knows of none, while the
-    model's masks do.
+    It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
+    masks do.
     """
-    text = target.config.get_text_config(decoder=True)
-    layer_types = getattr(text, "layer_types", None)
-    stocks = DynamicCache(config=text).layers
+    stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
+    return [
+        window_of(stocks[index] if index < len(stocks) else layer)
+        for index, layer in enumerate(prefilled.layers)
+        if not is_placeholder(layer)
+    ]
+
+
+def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
+    """The kinds of attention layer of a prefilled cache, each once."""
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     kinds: dict[str, MaskKind] = {}
-    for index, layer in enumerate(prefilled.layers):
-        if is_placeholder(layer):
-            continue
-        window = window_of(stocks[index] if index < len(stocks) else layer)
+    places = [index for index, layer in enumerate(prefilled.layers) if not is_placeholder(layer)]
+    for index, window in zip(places, layer_windows(target, prefilled), strict=True):
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
