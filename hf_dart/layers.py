@@ -12,7 +12,7 @@ entries' own keys hold the features already; deeper layers would see them only t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -217,7 +217,7 @@ def _frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, dev
     return _made_frequencies(head_dim, theta, own, device)
 
 
-@lru_cache(maxsize=16)
+@cache  # a captured round goes on reading them where they are
 def _made_frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
     """Rotary frequencies [head_dim], each twice."""
     if own is not None:

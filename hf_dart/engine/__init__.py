@@ -16,7 +16,8 @@ of them might outgrow T, the call goes on in the tier twice as long: what attent
 might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
 
 Rows of a batch share one budget of nodes, and those that have ended get none (`budget`): the target runs over the
-likeliest nodes of all trees as over one row of tokens, and attention alone knows which row a node belongs to.
+likeliest nodes of all trees as over one row of tokens, and attention alone knows which row a node belongs to. Once half
+of the rows have ended, the others move to rounds of fewer rows (`tier.Tier.seats`).
 
 Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.generation.noise`). The host draws it,
 outside of the graph, for as many positions as the rounds under way may reach, into rows that the graph reads by
@@ -30,7 +31,7 @@ Trees grow as on any device, n-grams included; the texts lie on the device for t
 earlier text are looked up too, as deep as the head drafts.
 
 What only the host can do (other processors, stopping criteria, calibration, edit passes, other drafters) is done in
-eager rounds around a captured forward of the target (`forward.Forward`).
+eager rounds around a captured forward of the target (`forward.Forward`) and a captured pass of the head (`draft`).
 
 `compile` turns it on for a pair of target and head; `compiled.Engine` says what each call takes, and leaves it to the
 eager round where the target cannot run on fixed shapes, or a round fails. All give the same tokens.

@@ -34,7 +34,8 @@ class _FixedLayer(CacheLayerMixin):
         assert self.keys is not None
         assert self.values is not None
         first = self.keys.shape[2] - self._nodes
-        for buffer, states in ((self.keys, key_states), (self.values, value_states)):
+        for buffer, given in ((self.keys, key_states), (self.values, value_states)):
+            states = given.to(buffer.dtype)  # under autocast they may have another
             if self._computed is None:
                 buffer[:, :, first:] = states
             else:  # [1, heads, M, head_dim] of nodes here and there
@@ -143,7 +144,7 @@ class FixedDraft(SlotState):
     def write(self, index: int, values: Tensor, positions: Tensor) -> Tensor:
         # Not scatter_, for which compiled code copies the whole buffer.
         places, rows = positions[:, : values.shape[2]], torch.arange(len(values), device=values.device)
-        self.buffers[index][rows[:, None], :, places] = values.transpose(1, 2)
+        self.buffers[index][rows[:, None], :, places] = values.transpose(1, 2).to(self.buffers[index].dtype)
         return self.buffers[index]
 
     def advance(self, counts: Tensor) -> None:

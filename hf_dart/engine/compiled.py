@@ -18,7 +18,7 @@ from hf_dart.engine.attention import attention_of
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
-from hf_dart.engine.graphs import memory_pool
+from hf_dart.engine.graphs import Pool, memory_pool
 from hf_dart.engine.loop import run
 from hf_dart.engine.shapes import shape_of
 from hf_dart.engine.state import Shape, filled_up
@@ -109,13 +109,13 @@ class Engine:
         self._made_for: tuple[Any, ...] = ()
         self._clear()
         self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
-        self._pool: Any = None
 
     def _clear(self) -> None:
         self._tiers: dict[tuple[Any, ...], Tier | None] = {}
         self._forwards: dict[tuple[Any, ...], Forward | None] = {}
         self._wanted: set[Shape] = set()  # by earlier calls, which went on without
         self._missed: set[Shape] = set()  # by calls so far
+        self._pool: Pool | None = None  # a new one with the next graph: a pool ends with its last graph
         gc.collect()  # rounds refer to themselves, by what was compiled of them
 
     def _made(self, make: Callable[[], _Kept]) -> _Kept:
@@ -126,6 +126,11 @@ class Engine:
             pass  # the error holds what was made so far, and is gone behind this line
         self._clear()
         return make()
+
+    def _options(self, call: Call) -> tuple[str | None, Pool | None, bool]:
+        """Of tiers and forwards."""
+        self._pool = self._pool or memory_pool(call.model.device)
+        return self.config.backend, self._pool, self._hands_down
 
     def decode(
         self, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
@@ -149,7 +154,7 @@ class Engine:
             made_for = signature(call)
             if made_for != self._made_for:
                 self.release()
-                self._made_for, self._pool = made_for, memory_pool(features.device)
+                self._made_for = made_for
                 self._hands_down = attention_of(call.model) == "sdpa"
             reason = needs_host(call)
             if reason is not None:
@@ -197,9 +202,8 @@ class Engine:
         return key, forward
 
     def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
-        options = self.config.backend, self._pool, self._hands_down
         try:
-            forward = self._made(lambda: Forward(call, slots, nodes, *options))
+            forward = self._made(lambda: Forward(call, slots, nodes, *self._options(call)))
             forward.load(call)
             error, allowed = forward.differs(call)
         except Exception as failure:
@@ -299,8 +303,7 @@ class Engine:
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            options = self.config.backend, self._pool, self._hands_down
-            tier = self._made(lambda: Tier(shape, call, features, *options))
+            tier = self._made(lambda: Tier(shape, call, features, *self._options(call)))
             for error, allowed in tier.differs(call, features, accepted):
                 if not error <= allowed:
                     return _Refused(_differs(call, error, allowed), computes_otherwise=True)
@@ -325,10 +328,13 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     and suppressed tokens, no stopping criteria of the user's own, no collected scores. Trees have the size that
     `TreeConfig.nodes` says, or the device's, and copies in them (`TreeConfig.lookup`) are no longer than a draft.
 
+    As rows of a batch end, rounds of fewer rows take over: 4, 2 or 1 of them in the place of 8. A call that has to do
+    without goes on in those that there are, and the next one that wants them makes them.
+
     Of other calls, also those of other drafters, edit passes (`TreeConfig.refine`) and calibration, the forward of the
-    target alone is captured. Where that cannot be (caches of more than keys and values, rotary frequencies that follow
-    the text, several devices, forward hooks, collected hidden states), they run as if nothing had been compiled. The
-    first of each kind warns and says why.
+    target alone is captured, and a head's pass. Where that cannot be (caches of more than keys and values, rotary
+    frequencies that follow the text, several devices, forward hooks, collected hidden states), they run as if nothing
+    had been compiled. The first of each kind warns and says why.
 
     Args:
         model: the target, or a PEFT wrapper of it.

@@ -1,15 +1,16 @@
-"""The target's forward alone on fixed shapes, for calls whose rounds ask the host: all else is eager.
-
+"""The forwards of target and head on fixed shapes, for calls whose rounds ask the host: all else is eager.
 
 What a call asks of the host (processors that may do anything, trees that follow copied text, n-gram tables or a
 calibration, drafters of every kind) runs as in the eager round. Of a round that is bound by launches the target's
-forward is by far the most; it is what is lent to a call here (`Forward.lent_to`), in place of its own.
+forward is by far the most, and the head's pass the next; they are what is lent to a call here (`Forward.lent_to`), in
+place of its own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,9 +19,11 @@ from torch import Tensor
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.graphs import Launch
+from hf_dart.engine.draft import Drafting
+from hf_dart.engine.graphs import Launch, Pool
 from hf_dart.engine.proof import difference
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.proposal import Proposal, Score
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
@@ -36,13 +39,16 @@ class Forward:
         backend, pool, hands_down: as for `tier.Tier`.
     """
 
-    def __init__(self, call: Call, slots: int, nodes: int, backend: str | None, pool: Any, hands_down: bool) -> None:
+    def __init__(
+        self, call: Call, slots: int, nodes: int, backend: str | None, pool: Pool | None, hands_down: bool
+    ) -> None:
         assert isinstance(call.cache, RaggedCache)
         self.nodes, self._backend, self._pool, self._hands_down = nodes, backend, pool, hands_down
         self._kinds = call.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
-            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.rows.device)
+            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.model.device)
         self._sizes: dict[int, _Sized] = {}
+        self.drafting = Drafting(call, slots, nodes, backend, pool) if Drafting.possible(call) else None
 
     def fits(self, longest: int) -> bool:
         """Is there room for one more round behind `longest` committed tokens?"""
@@ -55,6 +61,8 @@ class Forward:
         self._whole.store.copy_from(cache.store, cache.longest)
         self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
         self._whole.lengths.copy_(cache.lengths)
+        if self.drafting is not None:
+            self.drafting.load(call)
 
     def differs(self, call: Call) -> tuple[float, float]:
         """As `Tier.differs`."""
@@ -104,7 +112,9 @@ class Forward:
 class _Sized:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
-    def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, backend: str | None, pool: Any) -> None:
+    def __init__(
+        self, verifier: PackedVerifier, cache: FixedCache, nodes: int, backend: str | None, pool: Pool | None
+    ) -> None:
         self.cache, self._target, device = cache, verifier.target, cache.lengths.device
         batch = len(cache.lengths)
         none = torch.zeros(batch, nodes, dtype=torch.long, device=device)
@@ -112,11 +122,11 @@ class _Sized:
         self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
         self._roots = torch.zeros_like(cache.lengths)
         self._run = compiled(verifier.run, backend)
-        self._launch = Launch(self._step, device, pool)
+        self._launch = Launch(partial(self._step, self._run), device, pool, partial(self._step, verifier.run))
 
-    def _step(self) -> None:
+    def _step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
         with torch.inference_mode(False), torch.no_grad(), packed(self._target):
-            self._found = self._run(self._tree, self._roots)
+            self._found = run(self._tree, self._roots)
 
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of a tree whose roots stand at `roots` [B].
@@ -138,7 +148,7 @@ class _Sized:
 
 
 class Lent:
-    """What stands in a call in place of its `verify` and its `cache`, as far as rounds ask for them.
+    """What stands in a call in place of its `verify`, `cache` and `ask`, as far as rounds ask for them.
 
     Attributes:
         failure: why the forward could not be launched, if it could not; the call then has its own back.
@@ -156,6 +166,10 @@ class Lent:
         self.lengths, self.prompt_lengths = call.cache.lengths, call.cache.prompt_lengths
         call.cache = call.verify = self  # type: ignore[assignment]
         self._cache.let_go()
+        self._draft, self._ask = call.draft.state, call.ask
+        self._drafting = forward.drafting
+        if self._drafting is not None:
+            call.draft.state, call.ask = self._drafting.state, self.ask
 
     @property
     def longest(self) -> int:
@@ -177,6 +191,25 @@ class Lent:
             self.hand_back()
             return self._call.verify(tree, limits)
 
+    def ask(
+        self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal | None:
+        """As `Drafter.propose_ranked`; the call's own behind more positions than fit here, or if this fails."""
+        assert self._drafting is not None
+        if next_tokens.shape[1] <= self._drafting.most:
+            try:
+                return self._drafting(features, next_tokens, counts, depth or self._call.drafter.draft_length)
+            except Exception as failure:
+                self.failure = failure
+        self._hand_back_draft()
+        return self._call.ask(self._call.draft.state, features, next_tokens, counts, depth, score)
+
+    def _hand_back_draft(self) -> None:
+        if self._drafting is not None:
+            self._call.draft.state, self._call.ask = self._draft, self._ask
+            self._draft.take_in(self._drafting.state, list(range(len(self.lengths))))
+            self._drafting = None
+
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """As `TreeCache.commit`."""
         assert self._sized is not None
@@ -191,3 +224,4 @@ class Lent:
             self._call.cache, self._call.verify = self._cache, self._verify
             if self._call.returns_cache or not self._call.rows.finished:
                 self._forward.hand_to(self._cache, self.lengths)
+            self._hand_back_draft()

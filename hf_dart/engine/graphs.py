@@ -5,13 +5,21 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 _WARM_UPS = 3
 """Calls before the capture: what is compiled, tuned or allocated on first use is so by then."""
 _capturing = Lock()
+
+
+class Pool(NamedTuple):
+    """Memory that graphs share. What one stream gave back is given to no other, so they are captured on one."""
+
+    handle: Any
+    stream: torch.cuda.Stream
 
 
 class Launch:
@@ -24,14 +32,30 @@ class Launch:
     Args:
         step: the function. It reads nothing back to the host.
         device: where it computes.
-        pool: memory that graphs share, of `memory_pool`; they never run at the same time, and nothing that one leaves
-            there is read by another.
+        pool: of `memory_pool`; its graphs never run at the same time, and nothing that one leaves there is read by
+            another.
+        as_written: the same function, of which nothing is compiled. It is tried first, so that what cannot be captured
+            is told before a capture is begun, which would leave PyTorch's generators and its allocator in the middle of
+            one.
+
+    Raises:
+        RuntimeError: it asks the host for something.
     """
 
-    def __init__(self, step: Callable[[], None], device: torch.device, pool: Any = None) -> None:
+    def __init__(
+        self,
+        step: Callable[[], None],
+        device: torch.device,
+        pool: Pool | None = None,
+        as_written: Callable[[], None] | None = None,
+    ) -> None:
         self._launch = step
         if device.type == "cuda":
-            self._launch = _captured(step, device, pool).replay
+            if as_written is not None:
+                as_written()  # what is made on first use may come from the host
+                with NoHost():
+                    as_written()
+            self._launch = _captured(step, device, pool or _pool(device)).replay
         else:
             step()
 
@@ -40,16 +64,40 @@ class Launch:
         self._launch()
 
 
-def memory_pool(device: torch.device) -> Any:
+class NoHost(TorchDispatchMode):
+    """Inside, an operation that reads a number back to the host, or brings one from there, raises a RuntimeError.
+
+    As `torch.cuda.set_sync_debug_mode("error")`, but for this thread alone, and on a CPU too.
+    """
+
+    _READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name, found = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        reads = name in self._READ
+        if name in ("index", "index_put", "index_put_"):  # how many are True?
+            reads = any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+        if name in ("_to_copy", "copy_"):
+            reads = found.device != (args[0] if name == "_to_copy" else args[1]).device
+        if reads:
+            raise RuntimeError(f"{func} asks the host for something, which a graph cannot")
+        return found
+
+
+def memory_pool(device: torch.device) -> Pool | None:
     """A pool for several `Launch`es; None where there are no graphs."""
-    return torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    return _pool(device) if device.type == "cuda" else None
 
 
-def _captured(step: Callable[[], None], device: torch.device, pool: Any) -> torch.cuda.CUDAGraph:
+def _pool(device: torch.device) -> Pool:
+    return Pool(torch.cuda.graph_pool_handle(), torch.cuda.Stream(device))
+
+
+def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> torch.cuda.CUDAGraph:
     with _capturing, torch.cuda.device(device), _without_cached_casts():
         # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
         # torch.cuda.graph would take is of whichever device was captured on first.
-        stream = torch.cuda.Stream(device)
+        stream = pool.stream
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
@@ -57,7 +105,7 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Any) -> torc
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
             step()
     return graph
 

@@ -43,7 +43,7 @@ def difference(
     limits = call.limits()
     deep = min(call.verify.depth_room()) >= _DEPTH and nodes >= len(_PARENTS)
     parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * len(limits))
-    running = torch.tensor([limit > 0 for limit in limits], device=call.rows.device)
+    running = torch.tensor([limit > 0 for limit in limits], device=call.model.device)
     scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
     generator = torch.Generator().manual_seed(0)
     error = allowed = 0.0

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
-from hf_dart.engine.graphs import Launch
+from hf_dart.engine.graphs import Launch, Pool
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
@@ -43,7 +43,7 @@ class Tier:
     """
 
     def __init__(
-        self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Any, hands_down: bool
+        self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Pool | None, hands_down: bool
     ) -> None:
         assert isinstance(call.cache, RaggedCache)
         assert isinstance(call.drafter, DraftingModel)
@@ -58,6 +58,7 @@ class Tier:
             call.model, self.cache, call.verify.kinds, call.drafter.feature_layers, hands_down=hands_down
         )
         self._supplied = 0  # positions whose noise was handed on
+        self._places: Tensor | None = None  # of the seats in blocks of noise; None where all rows have one
         processors = FixedProcessors(call.processors, shape.vocab_size, device)
         ngram = call.drafter.ngram if shape.tree.ngram_weight else None
         self.text = None
@@ -67,7 +68,7 @@ class Tier:
             shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
         )
         self.round.guess()  # what the head makes on first use is there before anything is traced
-        self.launch = Launch(self.round, device, pool)
+        self.launch = Launch(self.round, device, pool, self.round.as_written)
 
     def suits(self, running: list[tuple[int, int]], rounds: int) -> bool:
         """May so many more rounds be run here?
@@ -116,6 +117,8 @@ class Tier:
         if self.text is not None:
             self.text.load([rows.tokens[row] for row in seats])
         self._supplied = rows.slowest()
+        # Not a list, which would be brought to the device for every position.
+        self._places = None if len(seats) == len(rows) else torch.tensor(seats, device=rows.device)
         state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
 
     def supply(self, noise: NoiseStream, rows: Rows) -> None:
@@ -126,7 +129,10 @@ class Tier:
         if end <= self._supplied:
             return
         for position in range(self._supplied, end):
-            self.state.noise[position % self.shape.noise_rows].copy_(noise.block(position)[self.seats])
+            block = noise.block(position)
+            if self._places is not None:
+                block = block.index_select(0, self._places)
+            self.state.noise[position % self.shape.noise_rows].copy_(block)
         self.state.ready.fill_(end)
         self._supplied = end
 

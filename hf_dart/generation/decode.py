@@ -128,6 +128,7 @@ class Call:
         self.noise: NoiseStream | None = None
         self.proposal: Proposal | None = None
         self.pending: list[Verified] = []  # while drafting pauses
+        self.ask = drafter.propose_ranked  # an engine may lend another way to the same
 
     def prefill(
         self, input_ids: Tensor, rows: Rows, streaming: Streaming, model_kwargs: dict[str, Any]
@@ -230,9 +231,7 @@ class Call:
             return None
         taken, next_tokens, counts = _joined(self.pending)
         self.pending = []
-        proposal = self.drafter.propose_ranked(
-            self.draft.state, taken, next_tokens, counts, self.grower.depth, self.score
-        )
+        proposal = self.ask(self.draft.state, taken, next_tokens, counts, self.grower.depth, self.score)
         if proposal is not None and self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
             proposal = proposal.where(counts > 0, self.proposal)

@@ -16,6 +16,7 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.engine.compiled import Engine
+from hf_dart.engine.draft import Drafting
 from hf_dart.engine.forward import Forward, _Sized
 
 FORWARDS = tally("float64, captured forwards")
@@ -122,6 +123,56 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.filterwarnings("ignore:Of this call")
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On buffers of its own, from tier to tier: as good as the eager round's, and as many."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0), "no_repeat_ngram_size": 9}
+    assert_identical(target, head, batch(size, "sdpa"), **options)
+    eager, rounds = head.last_stats.committed, head.last_stats.rounds
+    made = engine(target, head)
+    drafts = []
+    draft = Drafting.__call__
+    monkeypatch.setattr(Drafting, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
+    assert_identical(target, head, batch(size, "sdpa"), into=FORWARDS, **options)
+    assert len(made._forwards) > 1
+    assert head.last_stats.committed == eager
+    assert len(drafts) == rounds
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
+@pytest.mark.parametrize("fails", [True, False])
+def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where its pass fails in the middle of a text, or there are more positions than it has room for."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0), "no_repeat_ngram_size": 9}
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+    eager = head.last_stats.committed
+    made = engine(target, head, first_tier=64)
+    drafts = []
+    draft = Drafting.__call__
+
+    def third(self: Any, *args: Any) -> Any:
+        drafts.append(1)
+        if len(drafts) == 2 and not fails:
+            self.most = 0
+        if len(drafts) == 3:
+            raise torch.OutOfMemoryError("no room left")
+        return draft(self, *args)
+
+    monkeypatch.setattr(Drafting, "__call__", third)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert any("it failed (OutOfMemoryError" in str(one.message) for one in told) == fails
+    assert head.last_stats.committed == eager
+    assert len(drafts) == 2 + fails
+    assert all(made._forwards.values()) != fails
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
 def test_interrupted() -> None:
     """What was committed in the forward's own cache is in the one that was passed in."""
     target = tiny_target("llama")
@@ -147,7 +198,7 @@ def test_interrupted() -> None:
 
 
 def test_without_a_break() -> None:
-    """One graph per size of trees."""
+    """One graph per size of trees, and per number of positions to draft behind."""
     torch._dynamo.reset()
     counters.clear()
     target = tiny_target("llama")
@@ -156,5 +207,6 @@ def test_without_a_break() -> None:
     identical(target, head, made, batch(4, "sdpa"), "NoRepeat", no_repeat_ngram_size=3, **GREEDY)
     (forward,) = made._forwards.values()
     assert isinstance(forward, Forward)
-    assert counters["stats"]["unique_graphs"] == len(forward._sizes)
+    assert forward.drafting is not None
+    assert counters["stats"]["unique_graphs"] == len(forward._sizes) + len(forward.drafting._sizes)
     assert not counters["graph_break"]

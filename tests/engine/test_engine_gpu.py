@@ -14,6 +14,7 @@ from tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
+from hf_dart.engine import compiled
 from hf_dart.engine.compiled import Engine
 
 pytestmark = [
@@ -152,7 +153,56 @@ def test_a_captured_forward(backend: str | None) -> None:
                 **{"max_new_tokens": 40, **options},
             )
     assert made._forwards
-    assert all(made._forwards.values())
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for forward in made._forwards.values():
+            assert forward is not None
+            assert forward.drafting is not None
+            for sized in (*forward._sizes.values(), *forward.drafting._sizes.values()):
+                sized._launch()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of fewer rows, once they are there; nothing is read back in them."""
+    monkeypatch.setattr(compiled, "_WORTH_A_MOVE", 1)
+    target, head, made = on_gpu("qwen3", None)
+    ids = {name: part.to("cuda") for name, part in prompts([9, 3, 7, 13, 5], seed=2).items()}
+    options = {"do_sample": sampled, "max_new_tokens": 60, **ENDS}
+    head.tree_config = TreeConfig(nodes=6)
+    for _ in range(3):
+        into = tally("fp32, captured")
+        assert_identical_up_to_near_ties(target, head, ids, into=into, label="fewer rows", **options)
+    assert {tier.shape.batch for tier in made._tiers.values() if tier is not None} > {5}
+    assert_host_is_not_asked(made)
+
+
+@pytest.mark.parametrize("warpers", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}, {"top_k": 0, "top_p": 0.9}], ids=str)
+def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
+    """Behind all nodes at once, unless scores are sorted for it; either way the same."""
+    target, head, made = on_gpu("qwen3", None)
+    into = tally("fp32, captured")
+    for size in (1, 4):
+        options = {"do_sample": True, "max_new_tokens": 30, "temperature": 0.7, **warpers}
+        assert_identical_up_to_near_ties(target, head, inputs(size), into=into, label=str(warpers), **options)
+    chosen = [
+        tier.round._chooses_everywhere(tier.shape.budget or tier.shape.bucket)
+        for tier in made._tiers.values()
+        if tier is not None
+    ]
+    assert all(chosen) == ("top_p" not in warpers)
+
+
+def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
+    """Experts in a loop ask the host: that is told in front of a capture, and the generators go on as they were."""
+    target, head, made = on_gpu("qwen3_moe", None)
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "into": tally("fp32, captured")}
+    with pytest.warns(UserWarning, match="asks the host"):
+        assert_identical_up_to_near_ties(target, head, inputs(1), label="experts", **options)
+    assert not any(made._tiers.values())
+    torch.randn(3, device="cuda")
 
 
 def test_rows_that_share_their_nodes() -> None:

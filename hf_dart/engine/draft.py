@@ -1,0 +1,120 @@
+"""The head's pass alone on fixed shapes, for calls whose rounds ask the host (`hf_dart.engine.forward`)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from hf_dart.checks import MAX_DRAFT_LENGTH
+from hf_dart.engine.cache import FixedDraft
+from hf_dart.engine.compiling import compiled
+from hf_dart.engine.graphs import Launch, Pool
+from hf_dart.head.drafting import DraftingModel
+from hf_dart.proposal import Drafter, Proposal
+
+if TYPE_CHECKING:
+    from hf_dart.generation.decode import Call
+
+
+class Drafting:
+    """A head's drafts behind texts of up to T tokens, of up to A new positions at once.
+
+    Args:
+        call: a prefilled call; others like it may come.
+        slots, most: T and A.
+        backend, pool: as for `tier.Tier`.
+
+    Attributes:
+        state: the head's cache.
+    """
+
+    def __init__(self, call: Call, slots: int, most: int, backend: str | None, pool: Pool | None) -> None:
+        assert isinstance(call.drafter, DraftingModel)
+        self._head, self._backend, self._pool = call.drafter, backend, pool
+        self.most = _width(most)
+        room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
+        with torch.inference_mode(False), torch.no_grad():
+            self.state = FixedDraft.of(call.draft.state, len(call.rows), room)
+        self._sizes: dict[tuple[int, int], _Sized] = {}
+
+    @classmethod
+    def possible(cls, call: Call) -> bool:
+        """Is the drafter a head that drafts in one pass, where the target is?"""
+        drafter = call.drafter
+        if not isinstance(drafter, DraftingModel) or drafter.device != call.model.device:
+            return False
+        return type(drafter).propose_ranked is Drafter.propose_ranked and call.config.nodes != 1
+
+    def load(self, call: Call) -> None:
+        """Take over what a call's head has taken in."""
+        given = call.draft.state
+        self.state.store.clear_from(0)  # what another call left might be NaN
+        self.state.store.copy_from(given.store, given.longest)
+        self.state.lengths.copy_(given.lengths)
+
+    def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int) -> Proposal:
+        """As `Drafter.propose`, of no more than A positions.
+
+        On a GPU the next launch writes its own in the same place, but for batches, whose rows may keep theirs.
+        """
+        key = _width(next_tokens.shape[1]), depth
+        if key not in self._sizes:
+            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._backend, self._pool)
+        proposal = self._sizes[key](features, next_tokens, counts)
+        self.state.lengths.add_(counts.to(self.state.lengths.device))
+        if len(counts) > 1:
+            proposal = Proposal(proposal.logits.clone(), proposal.hidden.clone(), proposal.vocabulary)
+        return proposal
+
+
+class _Sized:
+    """Drafts of one depth behind A new positions, launched on buffers that are filled in before."""
+
+    def __init__(
+        self,
+        head: DraftingModel,
+        state: FixedDraft,
+        width: int,
+        depth: int,
+        like: Tensor,
+        backend: str | None,
+        pool: Pool | None,
+    ) -> None:
+        self._head, self._state, self._depth = head, state, depth
+        device, batch = state.lengths.device, len(state.lengths)
+        with torch.inference_mode(False), torch.no_grad():
+            self._features = torch.zeros(batch, width, like.shape[-1], dtype=like.dtype, device=device)
+            self._next_tokens = torch.zeros(batch, width, dtype=torch.long, device=device)
+            self._counts = torch.zeros(batch, dtype=torch.long, device=device)
+            self._propose()  # what the head makes on first use is there before anything is traced
+        run = compiled(self._propose, backend)
+        self._launch = Launch(partial(self._step, run), device, pool, partial(self._step, self._propose))
+
+    def _propose(self) -> tuple[Tensor, Tensor]:
+        # What it takes in is written behind the entries that count, and counts when the draft has been made.
+        found = self._head.propose(self._state.ahead(), self._features, self._next_tokens, self._counts, self._depth)
+        return found.logits, found.hidden
+
+    def _step(self, run: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        with torch.inference_mode(False), torch.no_grad():
+            self._found = run()
+
+    def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
+        width = next_tokens.shape[1]
+        # Behind a row's last position anything will do that is a token.
+        self._features.zero_()
+        self._next_tokens.zero_()
+        self._features[:, :width] = features
+        self._next_tokens[:, :width] = next_tokens
+        self._counts.copy_(counts)
+        self._launch()
+        return Proposal(*self._found, self._head.draft_vocabulary)
+
+
+def _width(positions: int) -> int:
+    """So many, filled up to a power of two."""
+    return 1 << (positions - 1).bit_length()

@@ -1,0 +1,76 @@
+"""What cannot be captured is told before a capture is begun; and nothing of a round is of that kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from cases import batch
+from test_ngram_scorer import random_table
+from tiny import tiny_head, tiny_target
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine.graphs import NoHost
+
+pytestmark = pytest.mark.filterwarnings("error::UserWarning")
+
+
+@pytest.mark.parametrize(
+    "asks",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.nonzero(),
+        lambda x: x[x > 0],
+        lambda x: x.__setitem__(x > 0, 1.0),
+        lambda x: torch.equal(x, x),
+        lambda x: bool((x > 0).any()),
+        lambda x: torch.unique(x),
+    ],
+    ids=["item", "nonzero", "mask", "masked", "equal", "bool", "unique"],
+)
+def test_what_asks_the_host(asks: Callable[[Any], Any]) -> None:
+    with pytest.raises(RuntimeError, match="asks the host"), NoHost():
+        asks(torch.arange(4.0))
+
+
+def test_what_does_not() -> None:
+    x, places = torch.arange(12.0).view(3, 4), torch.tensor([2, 0])
+    with NoHost():
+        x[places, places] = x[places, places] + 1
+        x[:, 0] = 2
+        found = torch.where(x > 3, x, -1.0).sort(-1).values.cumsum(-1)
+        x.copy_(found)
+    assert x[0, 0] == -3 or x.isfinite().all()
+
+
+@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_rounds(size: int, sampled: bool, tmp_path: Path) -> None:
+    """With all that a draft may ask for, as they are written."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target, selector_rank=4)
+    head.ngram = random_table(tmp_path / "words.ngram")
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
+    options = {"top_k": 8, "top_p": 0.9, "temperature": 0.7} if sampled else {}
+    options |= {"repetition_penalty": 1.2, "min_new_tokens": 3, "do_sample": sampled, "max_new_tokens": 8}
+    target.generate(**batch(size, "sdpa"), assistant=head, tree_config=TreeConfig(nodes=8, lookup=8), **options)
+    (tier,) = made._tiers.values()
+    assert tier is not None
+    with NoHost():
+        tier.round.as_written()
+
+
+def test_a_target_that_asks() -> None:
+    """Experts in a loop are looked for by the host, which reads how many tokens each has."""
+    target = tiny_target("qwen3_moe")
+    head = tiny_head(target)
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
+    target.generate(**batch(1, "sdpa"), assistant=head, do_sample=False, max_new_tokens=4)
+    (tier,) = made._tiers.values()
+    assert tier is not None
+    with pytest.raises(RuntimeError, match="asks the host"), NoHost():
+        tier.round.as_written()
