@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import WeakSet
@@ -27,6 +29,20 @@ if TYPE_CHECKING:
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> Any:
+    """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if dtype in (None, "auto") or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; give one of torch's, such as torch.bfloat16, its name, or 'auto'.")
+    return found
 
 
 class Shared:
@@ -62,12 +78,15 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     draft_vocabulary: Tensor | None
     """[M] ids of the tokens that its logits are about, ascending; None for all."""
     _shared: Shared | None
+    _place: dict[str, Any]
+    """With `name_or_path`: in which revision and subfolder its weights lie."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.tree_config = TreeConfig(**config.tree)
         self.last_stats = None
         self._shared = None
+        self._place = {}
         self.register_buffer("draft_vocabulary", None)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
@@ -117,6 +136,8 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
                 message says what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
+        if "dtype" in kwargs:
+            kwargs["dtype"] = as_dtype(kwargs["dtype"])
         if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
             raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
         if "config" not in kwargs:
@@ -125,7 +146,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
             if commit is not None:
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
             if content.get("model_type") != cls.config_class.model_type:
-                return cls._from_published(path, content, target, tokenizer, **kwargs)
+                return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
         where = {name: kwargs.get(name) for name in ("token", "revision")}
         where["otherwise"] = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
         # A weight of another shape is reported below, in our words.
@@ -153,14 +174,34 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
                 f"The weights in {path} are not those of the {cls.described_as} that its config.json describes (first "
                 f"difference: {wrong[0]}); both files have to come from one save_pretrained."
             )
+        if target is not None:
+            drafter._fit(target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
+        return drafter.eval()._with_table(ngram)
+
+    def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
+        """As `from_pretrained` was told, whichever way it went."""
         if ngram is not None:
-            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
-        return drafter.eval() if target is None else drafter._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+            self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
+        return self
 
     @classmethod
     def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
         """As `from_pretrained`, of a checkpoint in another format, by what its config.json holds."""
         raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
+
+    def lies_in(self, name: str, **place: Any) -> None:
+        """Its weights have been written to this folder or repository; an adapter alone says nothing of its head."""
+        if not self.adapted:
+            self.name_or_path, self._place = name, place
+
+    @contextmanager
+    def keeping_name(self) -> Iterator[None]:
+        """What is written meanwhile lies in a folder that will not be there under that name."""
+        name, place = self.name_or_path, self._place
+        try:
+            yield
+        finally:
+            self.name_or_path, self._place = name, place
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
         from hf_dart.generation.attach import attach

@@ -23,7 +23,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.devices import device_of, weight_of
 from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
-from hf_dart.fitted import Shared
+from hf_dart.fitted import Shared, as_dtype
 from hf_dart.hub.checkpoint import read_config, read_tensors
 from hf_dart.layers import attend
 from hf_dart.proposal import Proposal
@@ -113,6 +113,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.tree_config = TreeConfig()
         self.last_stats = None
+        self.name_or_path = ""
         self._shared = None
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
@@ -121,7 +122,13 @@ class DFlashDrafter(SlotDrafter, nn.Module):
 
     @classmethod
     def from_pretrained(
-        cls, path: str, *, target: Any = None, tokenizer: Any = None, dtype: torch.dtype | None = None, **where: Any
+        cls,
+        path: str,
+        *,
+        target: Any = None,
+        tokenizer: Any = None,
+        dtype: torch.dtype | str | None = None,
+        **where: Any,
     ) -> DFlashDrafter:
         """Load a drafter; with `target=` also check that it fits, move it there and attach it.
 
@@ -130,7 +137,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
             target: the model to draft for; without it `bind` has to be called before drafting.
             tokenizer: the target's tokenizer, to be asked whether the mask token is in use. Left out, it is looked up
                 beside the target's weights, if they lie on this machine.
-            dtype: of the drafter; the target's if left out.
+            dtype: of the drafter; the target's if left out, "auto" is that of the files.
             where: revision, token, cache_dir, ... as for `PreTrainedModel.from_pretrained`.
 
         Raises:
@@ -138,6 +145,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
                 what differs.
             OSError: there are no such files, or the Hub does not give them.
         """
+        wanted = as_dtype(dtype)
         config = DFlashConfig.read(read_config(path, **where))
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
@@ -146,9 +154,10 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         tensors = read_tensors(path, shapes, **where)
         drafter.load_state_dict({name: tensors[theirs[name]] for name in theirs}, assign=True)
         drafter.requires_grad_(False)
-        if target is not None:
-            return drafter._fit(target, tokenizer, dtype)
-        return drafter.to(dtype=dtype or next(iter(tensors.values())).dtype).eval()
+        drafter.name_or_path = path
+        saved = next(iter(tensors.values())).dtype
+        wanted = saved if wanted == "auto" else wanted
+        return drafter.to(dtype=wanted or saved).eval() if target is None else drafter._fit(target, tokenizer, wanted)
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
         from hf_dart.generation.attach import attach

@@ -26,11 +26,12 @@ from peft import (
 )
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_dart.fitted import HUB_OPTIONS
+from hf_dart.configuration import TreeConfig
+from hf_dart.fitted import HUB_OPTIONS, as_dtype
 from hf_dart.head.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
 
@@ -43,6 +44,8 @@ _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor",
 _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
+# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
+_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 # What PEFT raises for fields that are not what it writes.
 _NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
@@ -108,11 +111,7 @@ def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
 def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
     copied = head.config.copied_layer is not None
-    if not copied and not head.name_or_path:
-        raise ValueError(
-            "This head lies in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
-            "head first (LoRA on an untrained one learns little), or make it with copy_layer=."
-        )
+    base, revision = (None, None) if copied else _base_of(head)
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     if config.target_modules is None:
@@ -127,10 +126,49 @@ def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
         raise ValueError(
             f"This head has no module {unknown[0]!r}; those that take LoRA are {', '.join(LAYERS)} and fc."
         )
-    base = head.name_or_path
-    config.base_model_name_or_path = None if copied else str(Path(base).resolve()) if Path(base).is_dir() else base
+    config.base_model_name_or_path, config.revision = base, revision
     _inject(head, config, name, seed)
     head.set_adapter(name)
+
+
+def _base_of(head: DartHead) -> tuple[str, str | None]:
+    """Where the head lies, as its adapters will name it, and in which revision.
+
+    Raises:
+        ValueError: it does not lie there as it is now, or adapters cannot name the place.
+    """
+    name, subfolder = head.name_or_path, head._place.get("subfolder") or ""
+    if not name:
+        raise ValueError(
+            "This head lies in no folder, so an adapter alone could never be loaded again; save_pretrained the trained "
+            "head first (LoRA on an untrained one learns little), or make it with copy_layer=."
+        )
+    folder = Path(name, subfolder)
+    if not folder.is_dir():
+        if Path(name).is_absolute() or name.startswith("."):
+            raise ValueError(f"The folder of this head, {folder}, is not there any more; save_pretrained it again.")
+        if subfolder:
+            raise ValueError(
+                f"This head lies in the subfolder {subfolder} of {name}, which an adapter cannot name; save_pretrained "
+                "it to a folder of its own first."
+            )
+        return name, head._place.get("revision")
+    if not peft_configs(head) and not same_fingerprint(base_fingerprint(head), _fingerprint_in(folder, head)):
+        raise ValueError(
+            f"This head has other weights than the one in {folder}, where its adapter would look for it; "
+            "save_pretrained it first."
+        )
+    return str(folder.resolve()), None
+
+
+def _fingerprint_in(folder: Path, head: DartHead) -> list[float]:
+    """As `base_fingerprint(head)`, of the weights in a folder; of a part of them, should others be missing."""
+    names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
+    found: dict[str, Tensor] = {}
+    for file in folder.glob("model*.safetensors"):
+        with safe_open(file, "pt") as weights:
+            found |= {name: weights.get_tensor(name) for name in {*names} & {*weights.keys()}}
+    return fingerprint(found[name] for name in names if name in found)
 
 
 def _matches(head: DartHead, name: str) -> bool:
@@ -229,9 +267,18 @@ def save(head: DartHead, folder: Path) -> None:
 
 
 def head_of(
-    cls: type[DartHead], path: str, base: str | None, target: Any, tokenizer: Any, **kwargs: Any
+    cls: type[DartHead],
+    path: str,
+    base: str | None,
+    adapter: dict[str, Any],
+    target: Any,
+    tokenizer: Any,
+    **kwargs: Any,
 ) -> DartHead:
-    """The head that the adapter in `path` stands on, without the adapter."""
+    """The head that the adapter in `path` stands on, without the adapter.
+
+    `base` is where the user says it lies, `adapter` what its adapter_config.json says.
+    """
     where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     content = optional_json(path, "config.json", **where) or {}
     if content.get("copied_layer") is not None:
@@ -239,15 +286,19 @@ def head_of(
             raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
         with torch.random.fork_rng(devices=[]):
             head = cls(cls.config_class.from_dict(content))
-        head._fit(target, tokenizer, dtype=kwargs.get("dtype"))
+        dtype = as_dtype(kwargs.get("dtype"))
+        head._fit(target, tokenizer, dtype=None if dtype == "auto" else dtype)
         initialise(head, target)
         return head
+    base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
     if not base or not isinstance(base, str):
         raise ValueError(f"The adapter in {path} does not say which head it stands on; pass base=, the head's path.")
     for name in ("revision", "subfolder"):  # of the adapter
         where.pop(name, None)
     if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".")):
         raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
+    if isinstance(revision, str):
+        where["revision"] = revision
     return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
 
 
@@ -294,9 +345,24 @@ def reread(head: DartHead, folder: str) -> None:
     read(head, _state(folder), folder, head.active_adapters()[0])
 
 
-def take_vocabulary(head: DartHead, path: str, **where: Any) -> None:
-    """Draft what the adapter in `path` was trained to draft."""
-    if (optional_json(path, "config.json", **where) or {}).get("draft_vocab_size") is not None:
+def take_settings(head: DartHead, path: str, **where: Any) -> None:
+    """Draft what the adapter in `path` was trained to draft, and as its config.json says.
+
+    Raises:
+        ValueError: the file is none of a head.
+    """
+    content = optional_json(path, "config.json", **where)
+    if content is None:  # PEFT alone wrote the adapter
+        return
+    try:
+        config = type(head.config).from_dict({**head.config.to_dict(), **content})
+        head.tree_config = TreeConfig(**config.tree)
+    except (ValueError, *_NO_ADAPTER) as error:
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
+    for name in _SETTINGS:
+        setattr(head.config, name, getattr(config, name))
+    if config.draft_vocab_size is not None:
         head.reduce_vocabulary(_state(path, _VOCABULARY, **where)["draft_vocabulary"])
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
     from hf_dart.configuration import DartConfig
+    from hf_dart.ngram.table import NgramTable
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -80,17 +81,25 @@ class DartHead(DraftingModel):
         if not is_original(content):
             return super()._from_published(path, content, target, tokenizer, **kwargs)
         dtype = kwargs.pop("dtype", None)
-        return read_original(cls, path, content, target, tokenizer, **kwargs)._fit(target, tokenizer, dtype=dtype)
+        head = read_original(cls, path, content, target, tokenizer, **kwargs)
+        return head._fit(target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
-        cls, path: str, *, target: Any = None, tokenizer: Any = None, base: str | None = None, **kwargs: Any
+        cls,
+        path: str,
+        *,
+        target: Any = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | Path | None = None,
+        base: str | None = None,
+        **kwargs: Any,
     ) -> Self:
         """As `FittedDrafter.from_pretrained`; `path` may also be that of an adapter, which brings its head with it.
 
         Args:
             path: what `save_pretrained` wrote, of a head or of its adapter.
-            target, tokenizer, kwargs: as for heads.
+            target, tokenizer, ngram, kwargs: as for heads.
             base: the head that the adapter stands on, where it lies elsewhere than in training.
 
         Raises:
@@ -103,13 +112,15 @@ class DartHead(DraftingModel):
         if adapter is None:
             if base is not None:
                 raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
-            return super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
+            head = super().from_pretrained(path, target=target, tokenizer=tokenizer, ngram=ngram, **kwargs)
+            head._place = {name: where.get(name) for name in ("revision", "subfolder")}
+            return head
         from hf_dart.head import adapters  # PEFT takes a second to import
 
-        head = adapters.head_of(cls, path, base or adapter.get("base_model_name_or_path"), target, tokenizer, **kwargs)
+        head = adapters.head_of(cls, path, base, adapter, target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
-        adapters.take_vocabulary(head, path, **where)
-        return head.eval()
+        adapters.take_settings(head, path, **where)
+        return head.eval()._with_table(ngram)
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
@@ -119,8 +130,8 @@ class DartHead(DraftingModel):
 
             if kwargs.get("is_main_process", True):
                 adapters.save(self, Path(save_directory))
-        elif not self.name_or_path:
-            self.name_or_path = str(save_directory)  # adapters can name it from now on
+        else:
+            self.lies_in(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
     # ---- adapters -----------------------------------------------------------------------------------
 
@@ -135,7 +146,8 @@ class DartHead(DraftingModel):
             seed: of its initial weights; the global generators are not moved.
 
         Raises:
-            ValueError: the head was never saved, has such an adapter already, or lacks the modules that are named.
+            ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
+                are named.
         """
         from hf_dart.head import adapters
 

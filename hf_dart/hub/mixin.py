@@ -12,6 +12,8 @@ class PushWithCard:
     """In front of `PreTrainedModel`, whose `push_to_hub` would write an empty card."""
 
     save_pretrained: Any
+    keeping_name: Any
+    lies_in: Any
 
     def push_to_hub(
         self,
@@ -36,8 +38,9 @@ class PushWithCard:
         from hf_dart.hub.push import push_folder
 
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, max_shard_size=max_shard_size)
-            return push_folder(
+            with self.keeping_name():
+                self.save_pretrained(folder, max_shard_size=max_shard_size)
+            commit = push_folder(
                 folder,
                 repo_id,
                 commit_message=commit_message,
@@ -49,3 +52,6 @@ class PushWithCard:
                 tags=tuple(tags or ()),
                 **known,
             )
+        if not create_pr:
+            self.lies_in(commit.repo_url.repo_id, revision=revision)
+        return commit

@@ -238,7 +238,8 @@ class DrafterTrainer(Trainer):
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
-            yield written
+            with self.drafter.keeping_name():
+                yield written
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
                 publish(written, final)
@@ -251,6 +252,7 @@ class DrafterTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
+        self.drafter.lies_in(str(final.absolute()))
 
 
 def seeded(*numbers: int) -> torch.Generator:

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 
 from hf_dart.head import DartHead
@@ -84,7 +85,7 @@ class EditTrainer(DartTrainer):
         target, args, kwargs: as for [`DartTrainer`].
 
     Raises:
-        ValueError: the head has no editor.
+        ValueError: the head has no editor, or one that would not be saved.
     """
 
     args: EditTrainingArguments
@@ -92,6 +93,8 @@ class EditTrainer(DartTrainer):
     def __init__(self, head: DartHead, target: Any, args: EditTrainingArguments, **kwargs: Any) -> None:
         if head.editor is None:
             raise ValueError("This head has no editor to train; call head.add_editor() first.")
+        if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
+            raise ValueError("An adapter would be saved without the editor; merge it into its head first.")
         if args.editor_only:
             head.requires_grad_(False)
         super().__init__(head, target, args, **kwargs)

@@ -1,0 +1,83 @@
+"""Options of `from_pretrained` mean the same in whatever form a drafter was saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from guests import ZLAB, dflash_config, dflash_tensors, save
+from peft import LoraConfig
+from test_fit import one_sentence
+from tiny import VOCABULARY, tiny_head, tiny_target
+
+from hf_dart import DartHead, DFlashDrafter, NgramTable
+from hf_dart.bench.rivals import methods
+from hf_dart.configuration import TreeConfig
+from hf_dart.hub.original_dart import write_original
+from hf_dart.ngram.build import build
+from hf_dart.pair import Pair
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
+
+
+@pytest.fixture(scope="module")
+def table(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("table") / "x.ngram"
+    build([np.arange(500) % VOCABULARY], file, vocab_size=VOCABULARY)
+    return file
+
+
+def plain(target: Any, folder: Path) -> None:
+    tiny_head(target).half().save_pretrained(folder)
+
+
+def adapter(target: Any, folder: Path) -> None:
+    head = tiny_head(target).half()
+    head.save_pretrained(folder.with_name("base"))
+    head.add_adapter(LoraConfig(r=2))
+    head.save_pretrained(folder)
+
+
+def copied(target: Any, folder: Path) -> None:
+    head = DartHead.from_target(target, copy_layer="last")
+    head.add_adapter(LoraConfig(r=2))
+    head.save_pretrained(folder)
+
+
+def original(target: Any, folder: Path) -> None:
+    write_original(DartHead.from_target(target).half(), folder)
+
+
+@pytest.mark.parametrize("form", [plain, adapter, copied, original])
+def test_table_and_dtype(target: Any, table: Path, tmp_path: Path, form: Any) -> None:
+    path = str(tmp_path / "head")
+    form(target, Path(path))
+    assert isinstance(DartHead.from_pretrained(path, target=target, ngram=table).ngram, NgramTable)
+    with pytest.raises((ValueError, OSError), match="gone"):
+        DartHead.from_pretrained(path, target=target, ngram=tmp_path / "gone")
+    saved = torch.float32 if form is copied else torch.float16
+    wanted = {None: torch.float32, "auto": saved, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
+    for dtype, found in wanted.items():
+        assert DartHead.from_pretrained(path, target=target, dtype=dtype).dtype == found
+    with pytest.raises(ValueError, match="dtype is 'bf17'") as error:
+        DartHead.from_pretrained(path, target=target, dtype="bf17")
+    one_sentence(error)
+
+
+def test_a_published_dflash_drafter(tmp_path: Path) -> None:
+    target = tiny_target("qwen3", dtype=torch.float32)
+    config = dflash_config(target, ZLAB)
+    tensors = {name: tensor.half() for name, tensor in dflash_tensors(config).items()}
+    path = str(save(tmp_path / "published", config, tensors))
+    wanted = {None: torch.float32, "auto": torch.float16, "bfloat16": torch.bfloat16, torch.float64: torch.float64}
+    for dtype, found in wanted.items():
+        drafter = DFlashDrafter.from_pretrained(path, target=target, dtype=dtype)
+        assert next(drafter.parameters()).dtype == found
+    pair = Pair(target, tiny_head(target), None, "target", "head")
+    assert "hf_dart, published" in methods(pair, TreeConfig(), (), drafters=[drafter])
