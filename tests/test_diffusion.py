@@ -97,7 +97,8 @@ def test_drafts_are_the_reverse_process(target: Any, kind: str, unmasking: str, 
         assert state.lengths.tolist() == [len(row) for row in tokens]
         for row, count in enumerate(counts):
             if count:
-                expected, _ = reverse_process(drafter, features[row], tokens[row], depth or 5)
+                # A shorter draft is the beginning of the whole block, whose slots see each other.
+                expected = reverse_process(drafter, features[row], tokens[row], 5)[0][:depth]
                 torch.testing.assert_close(proposal.logits[row], expected, **CLOSE)
                 torch.testing.assert_close(drafter.logits(proposal.hidden[row]), expected, **CLOSE)
 

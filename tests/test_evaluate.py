@@ -290,12 +290,16 @@ def test_prompts_are_taken_from_the_evaluation_rows(tmp_path: Path) -> None:
     tokens = rounds = 0
     for row in ROWS[:2]:
         prompt = row["input_ids"][None, :6]
-        tree = replace(head.tree_config, lookup=0)
+        tree = replace(head.tree_config, lookup=0, nodes=32)
         trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=12)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == logged
     assert first_prompts([{"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}], 3, 4)[
         0
     ].tolist() == [0, 1]
+    chat = {"input_ids": torch.arange(9), "documents": torch.zeros(9)}
+    chat["loss_mask"] = torch.tensor([0, 0, 0, 0, 1, 1, 0, 0, 1]).bool()
+    text = {**chat, "loss_mask": torch.tensor([0] + [1] * 8).bool()}
+    assert [prompt.tolist() for prompt in first_prompts([chat, text], 2, 3)] == [[1, 2, 3], [0, 1, 2]]
     with pytest.raises(ValueError, match="give an eval_dataset"):
         tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)

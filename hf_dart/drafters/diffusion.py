@@ -221,19 +221,21 @@ class DiffusionDrafter(FittedDrafter):
                 "'left_to_right', and 1 or more."
             )
         batch, known = next_tokens.shape
-        depth = depth or self.draft_length
+        # Slots see each other in both directions: a shorter block is not the beginning of the trained one.
+        block = max(depth or 0, self.draft_length)
         taken = counts.to(self._device)
-        slots = self.embed(next_tokens.new_full((batch, depth - 1), MASK, dtype=torch.long))
+        slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
         x = torch.cat([self._text(next_tokens, features), slots], dim=1)
         if batch > 1:
             # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
-            entry = torch.arange(known + depth - 1, device=self._device)
+            entry = torch.arange(known + block - 1, device=self._device)
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
-        places = (taken - 1).clamp(min=0)[:, None] + torch.arange(depth, device=self._device)
-        hidden = self._run(state, x, self._view(state, known + depth - 1, depth - 1, taken), places)
+        places = (taken - 1).clamp(min=0)[:, None] + torch.arange(block, device=self._device)
+        hidden = self._run(state, x, self._view(state, known + block - 1, block - 1, taken), places)
         state.advance(counts)
-        return self._denoise(state, Proposal(self.logits(hidden), hidden))
+        draft = self._denoise(state, Proposal(self.logits(hidden), hidden))
+        return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
 
     def _denoise(self, state: SlotState, proposal: Proposal) -> Proposal:
         """The reverse steps behind the first, whose reading of the masked block is `proposal`.

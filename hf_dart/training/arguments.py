@@ -140,8 +140,8 @@ class DartTrainingArguments(TrainingArguments):
         selector_candidates: K, tokens per depth that the selector learns to rank.
         early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
             None goes on to the end.
-        decode_prompts: at every evaluation also decode so many prompts, the beginnings of the first evaluation rows
-            (`evaluate.DecodingCallback`); 0 for none.
+        decode_prompts: at every evaluation also decode so many prompts (`evaluate.DecodingCallback`), the beginnings of
+            the first evaluation rows, or of conversations what stands in front of the first reply; 0 for none.
         decode_prompt_tokens, decode_new_tokens: length of each, and of what is written behind it.
         loss_chunk: blocks whose logits are held at a time (`chunks.chunked`); 0 holds all.
         attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, Trainer
+from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
@@ -24,6 +24,17 @@ from hf_dart.training.checkpoints import STAGING, publish
 from hf_dart.training.evaluate import DecodingCallback, first_prompts
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
+_DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
+
+
+class Patience(EarlyStoppingCallback):
+    """Stops early, in a resumed run where the run would have."""
+
+    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        stored = (state.stateful_callbacks or {}).get(type(self).__name__)  # type: ignore[union-attr]
+        if isinstance(stored, dict):
+            self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
 
 
 class DrafterTrainer(Trainer):
@@ -64,14 +75,18 @@ class DrafterTrainer(Trainer):
         self.model_accepts_loss_kwargs = True
         self._staging = False  # while a checkpoint is written
         self._empty_steps = 0
+        self._evaluated = np.zeros(2)  # the sum of the losses of an evaluation, and its items
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
             prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
-            tree = replace(drafter.tree_config, lookup=0)  # copied text would hide what the drafter knows
+            # Copied text would hide what the drafter knows. Trees of a given size are drafted in every round, on every
+            # machine.
+            nodes = drafter.tree_config.nodes or _DECODED_NODES
+            tree = replace(drafter.tree_config, lookup=0, nodes=nodes)
             self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens, tree))
         if args.early_stopping_patience is not None:
-            self.add_callback(EarlyStoppingCallback(args.early_stopping_patience))
+            self.add_callback(Patience(args.early_stopping_patience))
 
     @abstractmethod
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
@@ -171,7 +186,20 @@ class DrafterTrainer(Trainer):
         inputs = self._prepare_inputs(inputs)
         self.draw(inputs, seeded(self.args.seed))  # the same at every evaluation
         with torch.no_grad(), self.compute_loss_context_manager():
-            return self.compute_loss(model, inputs).detach(), None, None
+            loss, outputs = self.compute_loss(model, inputs, return_outputs=True)
+        items, rows = len(outputs["hidden"]), len(inputs["input_ids"])
+        # By row, so that rows which only fill up the last batch of several processes can be left out.
+        shares = torch.stack([loss.float() * items, torch.full_like(loss, items, dtype=torch.float32)]) / rows
+        self._evaluated += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu().numpy()
+        return loss.detach(), None, None
+
+    def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
+        """As `Trainer`; the loss is the mean over all items, as that of a training step."""
+        self._evaluated = np.zeros(2)
+        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        total, items = self._evaluated.tolist()
+        output.metrics[f"{metric_key_prefix}_loss"] = total / max(items, 1)
+        return output
 
     # ---- whole checkpoints --------------------------------------------------------------------------
 

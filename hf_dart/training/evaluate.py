@@ -85,11 +85,19 @@ class DraftQuality:
 
 
 def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:
-    """Token ids [length or less] with which the first `count` rows begin, each within one document."""
+    """What the target is to go on from, of the first `count` rows: token ids [length or less] of their first documents.
+
+    Of a text its beginning; of a conversation what stands in front of the first token that is learned, the
+    assistant's.
+    """
     prompts = []
     for row in itertools.islice(rows, count):
         ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
-        prompts.append(ids[documents == documents[0]][:length])
+        first = documents == documents[0]
+        ids, learned = ids[first], torch.as_tensor(row.get("loss_mask", torch.ones(len(ids))))[first].bool()
+        given = int((~learned).cumprod(0).sum())
+        # A token alone that is not learned begins a text.
+        prompts.append(ids[:given][-length:] if 1 < given < len(ids) else ids[:length])
     return prompts
 
 
@@ -103,7 +111,8 @@ class DecodingCallback(TrainerCallback):
         trainer: the `DrafterTrainer` that the callback is added to.
         prompts: token ids [T] of each prompt.
         max_new_tokens: per prompt.
-        tree_config: of the draft trees; None is the head's own.
+        tree_config: of the draft trees; None is the head's own. Where it gives no number of nodes, drafting may pause,
+            and what is measured depends on the machine.
     """
 
     def __init__(

@@ -181,6 +181,8 @@ class EditTrainer(DartTrainer):
         """The head's own draft, some of its wrong tokens put right: [N, d - 1]."""
         present = inputs["anchors"] >= 0
         generator = seeded(inputs["seed"])  # the same noise in every pass
+        # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
+        noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
         drafted, confidence = [], []
         chunk = self.args.loss_chunk or max(len(hidden), 1)
         parts = (hidden, goals, truth, inputs["sampled"][present])
@@ -188,9 +190,10 @@ class EditTrainer(DartTrainer):
             logits = self.head.logits(states)
             columns = logits.argmax(-1)
             if bool(sampled.any()):
-                wanted, label = restricted(target_logits[where], label, self.head.draft_vocabulary, NO_LABEL)
-                coupled = coupled_draft(logits, wanted, label, generator)
-                columns = torch.where(sampled[:, None] & (label != NO_LABEL), coupled, columns)
+                goal, vocabulary = target_logits[where[sampled]], self.head.draft_vocabulary
+                wanted, label = restricted(goal, label[sampled], vocabulary, NO_LABEL)
+                coupled = coupled_draft(logits[sampled], wanted, label, noise)
+                columns[sampled] = torch.where(label != NO_LABEL, coupled, columns[sampled])
             drafted.append(token_ids(columns, self.head.draft_vocabulary))
             confidence.append(logits.softmax(-1).gather(-1, columns[..., None])[..., 0])
         chance = torch.rand(truth.shape, generator=generator).to(truth.device)
@@ -326,10 +329,10 @@ def coupled_draft(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, g
     Args:
         draft_logits, target_logits: [n, m, V].
         labels: [n, m] what the target took; where there is none, the result means nothing.
-        generator: of random numbers on the CPU.
+        generator: of random numbers, on the device of the logits.
     """
     target = log_probabilities(target_logits).exp()
-    own = torch.empty(labels.shape).exponential_(generator=generator).to(target)[..., None]
-    noise = torch.empty(target.shape).exponential_(generator=generator).to(target)
+    own = torch.empty_like(target[..., :1]).exponential_(generator=generator)
+    noise = torch.empty_like(target).exponential_(generator=generator)
     noise.scatter_(-1, labels.clamp(min=0)[..., None], 0.0)
     return (log_probabilities(draft_logits) - (noise + own * target).log()).argmax(-1)
