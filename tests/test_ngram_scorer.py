@@ -79,9 +79,6 @@ def test_many_at_once_give_the_same_probabilities(tmp_path: Path, order: int, ma
             assert found.tolist() == one.probabilities(contexts, candidates).tolist()
             same = np.tile(candidates[0], (len(contexts), 1))
             assert host.probabilities(contexts, candidates[0]).tolist() == one.probabilities(contexts, same).tolist()
-            known, wanted = host.known(contexts), host.known(candidates)
-            shorter = host.probabilities(contexts[:, -1:], candidates) if width else host.alone(wanted)
-            assert host.behind(known, wanted, shorter, shortest=2).tolist() == found.tolist()
 
 
 @pytest.mark.gpu
@@ -143,9 +140,12 @@ def test_host_and_device_grow_the_same_trees(
 ) -> None:
     """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
     head = head_with(random_table(tmp_path / "table", order), rank)
+    for nodes, beam in ((25, 10**6), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies behind
+        config = TreeConfig(nodes=nodes, depth=4, top_k=5, beam=beam, lookup=7, scores=scores)
+        found = [trees(head, config, way, noisy, [9, 3, 9]) for way in ("_on_host", "_on_device")]
+        assert found[0] == found[1]
     config = TreeConfig(nodes=25, depth=4, top_k=5, beam=10**6, lookup=7, scores=scores)
-    found = [trees(head, config, way, noisy, [9, 3, 9]) for way in ("_on_host", "_on_device")]
-    assert found[0] == found[1]
+    found = [trees(head, config, "_on_host", noisy, [9, 3, 9])]
     alone = trees(head, TreeConfig(nodes=25, depth=4, top_k=5, lookup=7, ngram_weight=0), "_on_host", noisy, [9, 3, 9])
     assert alone != found[0], "the table counts"
 

@@ -30,70 +30,76 @@ class HostNgrams:
 
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
         """As `NgramTable.probabilities`, of contexts [..., C] and candidates [..., K] that broadcast; [..., K]."""
+        shape = np.broadcast_shapes(contexts.shape[:-1], candidates.shape[:-1])
         contexts, candidates = self.known(contexts), self.known(candidates)
-        return self.behind(contexts, candidates, self.alone(candidates))
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rows = np.broadcast_to(contexts, (*shape, contexts.shape[-1]))
+            found = self.behind(rows, candidates, self.alone(candidates))
+        return np.broadcast_to(found, (*shape, candidates.shape[-1]))
 
     def known(self, tokens: Array) -> Array:
-        """The same ids, with -1 in place of those that the table does not know."""
-        return np.where((tokens >= 0) & (tokens < self._table.spec.vocab_size), tokens, -1)
+        """The same int64 ids, with -1 in place of those that the table does not know."""
+        # As unsigned numbers, negative ones are large.
+        return np.where(tokens.view(np.uint64) < self._table.spec.vocab_size, tokens, -1)
 
     def alone(self, candidates: Array) -> Array:
         """The share of each of the `known` candidates [..., K] in all tokens."""
         table = self._table
         return np.where(candidates >= 0, table.unigrams[candidates] / max(table.tokens, 1), 0.0)
 
-    def behind(self, contexts: Array, candidates: Array, shorter: Array, shortest: int = 1) -> Array:
-        """Probabilities [..., K] of candidates, of which what shorter contexts say is known.
+    def behind(self, contexts: Array, candidates: Array, alone: Array) -> Array:
+        """Probabilities [..., K] of candidates behind contexts.
+
+        NumPy may warn of divisions by zero, of which nothing is left.
 
         Args:
-            contexts: [..., C] tokens in front, of those `known`.
-            candidates: [..., K] token ids, likewise. Neighbours in memory are quickest found, so they best ascend.
-            shorter: [..., K] what contexts of less than `shortest` tokens say.
-            shortest: 1 or more.
+            contexts: [..., C] tokens in front, of those `known`; with C = 0, `alone` comes back as it is.
+            candidates: [..., K] token ids, likewise, that broadcast. Neighbours in memory are quickest found, so they
+                best ascend.
+            alone: [..., K] what is said of them without a context.
         """
-        longer = contexts.shape[-1] >= shortest
-        if self._compiled is None and longer:
-            return self._back_off(shorter, contexts, candidates, shortest)
-        shape, width = np.broadcast_shapes(contexts.shape[:-1], candidates.shape[:-1]), candidates.shape[-1]
-        if self._compiled is None or not longer:
-            return np.broadcast_to(shorter, (*shape, width))
-        found = np.broadcast_to(shorter, (*shape, width)).reshape(-1, width).copy()
-        rows = np.broadcast_to(contexts, (*shape, contexts.shape[-1])).reshape(-1, contexts.shape[-1])
-        wanted = np.broadcast_to(candidates, (*shape, width)).reshape(-1, width)
-        arrays = (self._table.unigrams, tuple(self._table.keys), tuple(self._table.counts))
-        self._compiled(found, rows, wanted, shortest, self._table.spec.bits, *arrays)
-        return found.reshape(*shape, width)
+        length = min(contexts.shape[-1], self._table.spec.order - 1)
+        if not length or not len(self._table.keys[0]):
+            return alone
+        look_up = self._back_off if self._compiled is None else self._machine_code
+        return look_up(contexts[..., -length:], candidates, alone)
 
-    def _back_off(self, found: Array, contexts: Array, candidates: Array, shortest: int) -> Array:
-        """What contexts of `shortest` tokens and more say, in place of what was `found` [..., K]."""
-        bits, width = self._table.spec.bits, contexts.shape[-1]
-        # Where a token is unknown, keys are negative, and in no table.
-        packed = np.zeros(contexts.shape[:-1], dtype=np.int64)
-        for length in range(1, min(self._table.spec.order - 1, width) + 1):
-            packed = packed | (contexts[..., -length] << ((length - 1) * bits))
-            if length < shortest:
-                continue
-            totals = self._totals(length, packed)
-            packed = np.where(totals > 0, packed, -1)
-            counts, there = self._counted(length + 1, (packed << bits)[..., None] | candidates)
-            share = np.minimum(counts / np.maximum(totals, 1.0)[..., None], 1.0)
-            found = np.where(there, share, found)
+    def _machine_code(self, contexts: Array, candidates: Array, alone: Array) -> Array:
+        """As `_back_off`."""
+        assert self._compiled is not None
+        table, width = self._table, candidates.shape[-1]
+        shape = (*contexts.shape[:-1], width)
+        # Fresh arrays of one layout: each other one would be compiled for anew.
+        found, wanted = (np.array(np.broadcast_to(part, shape), order="C") for part in (alone, candidates))
+        flat = (part.reshape(-1, part.shape[-1]) for part in (found, np.array(contexts, order="C"), wanted))
+        self._compiled(*flat, table.spec.bits, table.unigrams, tuple(table.keys), tuple(table.counts))
         return found
 
-    def _totals(self, order: int, keys: Array) -> Array:
-        """How often n-grams occur."""
-        if order == 1:
-            return np.where(keys >= 0, self._table.unigrams[keys], 0)
-        counts, there = self._counted(order, keys)
-        return counts * there
-
-    def _counted(self, order: int, wanted: Array) -> tuple[Array, Array]:
-        """Counts [...] of n-grams of one order, 2 or more, and whether they are there; else a count means nothing."""
-        keys, counts = self._table.keys[order - 2], self._table.counts[order - 2]
-        if not len(keys):
-            return np.zeros(wanted.shape, dtype=np.uint32), np.zeros(wanted.shape, dtype=bool)
-        places = keys.searchsorted(wanted)
-        return counts.take(places, mode="clip"), keys.take(places, mode="clip") == wanted
+    def _back_off(self, contexts: Array, candidates: Array, found: Array) -> Array:
+        """What contexts of 1 to C < n tokens say, in place of what was `found` without."""
+        table, width = self._table, candidates.shape[-1]
+        bits = table.spec.bits
+        # Where a token or a shorter context is unknown, keys are negative, and in no table.
+        packed = contexts[..., -1]
+        totals = table.unigrams.take(packed)
+        packed = np.where(totals, packed, -1)
+        for length in range(1, contexts.shape[-1] + 1):
+            keys, counts = table.keys[length - 1], table.counts[length - 1]
+            if not len(keys):
+                break
+            wanted = (packed << bits)[..., None] | candidates
+            if length < contexts.shape[-1]:
+                # The longer context is an n-gram of this order, too.
+                packed = contexts[..., -length - 1] << (length * bits) | packed
+                wanted = np.concatenate([wanted, packed[..., None]], axis=-1)
+            places = keys.searchsorted(wanted)
+            there = keys.take(places, mode="clip") == wanted
+            often = counts.take(places, mode="clip")
+            found = np.where(there[..., :width], often[..., :width] / totals[..., None], found)
+            if length < contexts.shape[-1]:
+                totals = often[..., width] * there[..., width]
+                packed = np.where(totals, packed, -1)
+        return np.minimum(found, 1.0)
 
 
 class DeviceNgrams:
@@ -171,15 +177,13 @@ def compiled() -> Callable[..., None] | None:
         return low
 
     @numba.njit(cache=True)
-    def behind(found, context, tokens, shortest, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
+    def behind(found, context, tokens, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
         packed = 0
         for length in range(1, min(len(keys), len(context)) + 1):
             token = context[len(context) - length]
             if token < 0:
                 return
             packed |= token << ((length - 1) * bits)
-            if length < shortest:
-                continue
             total = 0
             if length == 1:
                 total = unigrams[packed]
@@ -201,8 +205,8 @@ def compiled() -> Callable[..., None] | None:
                         found[candidate] = min(often[place] / total, 1.0)
 
     @numba.njit(cache=True)
-    def back_off(found, contexts, tokens, shortest, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
+    def back_off(found, contexts, tokens, bits, unigrams, keys, counts):  # type: ignore[no-untyped-def]
         for row in range(len(contexts)):
-            behind(found[row], contexts[row], tokens[row], shortest, bits, unigrams, keys, counts)
+            behind(found[row], contexts[row], tokens[row], bits, unigrams, keys, counts)
 
     return back_off

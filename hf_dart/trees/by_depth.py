@@ -81,7 +81,7 @@ def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = 
         The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
     """
     roots = drafts.history[:, -1:]
-    levels = _levels(drafts, beam) if nodes > 1 else []
+    levels = _levels(drafts, nodes - 1, beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
     chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
     chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
@@ -101,7 +101,8 @@ def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = 
     )
 
 
-def _levels(drafts: Drafts, beam: int) -> list[_Level]:
+def _levels(drafts: Drafts, count: int, beam: int) -> list[_Level]:
+    """Among the nodes of these are the best `count` of each row."""
     candidates, copied, chances = drafts.candidates, drafts.copied, drafts.chances
     batch, drafted = candidates.shape[:2]
     deepest = min(max(drafts.deepest), max(drafted, copied.shape[1]))
@@ -110,7 +111,7 @@ def _levels(drafts: Drafts, beam: int) -> list[_Level]:
     paths, columns = drafts.history[:, None], np.zeros((batch, 1), dtype=np.int64)
     best, places = np.zeros((batch, 1)), np.full((batch, 1), -1)
     levels: list[_Level] = []
-    size = 0
+    size, kept = 0, np.empty((batch, 0))
     for depth in range(min(deepest, drafted)):
         tokens = candidates[:, depth]
         steps = drafts.score(depth, columns, paths)
@@ -127,7 +128,16 @@ def _levels(drafts: Drafts, beam: int) -> list[_Level]:
         if depth + 1 == deepest:
             break
         scores = scores.reshape(batch, -1)
-        chosen = _largest(scores, min(beam, scores.shape[1]))
+        # Children score less than their parents: none of a path that is not among the best so far will be among them.
+        kept = np.concatenate([kept, scores], axis=1)
+        if kept.shape[1] > count:
+            kept.partition(kept.shape[1] - count, axis=1)
+            kept = kept[:, -count:]
+        least = kept[:, :1] if kept.shape[1] == count else -inf
+        width = min(beam, max(int(np.count_nonzero(row)) for row in scores > least))
+        if width == 0:
+            return levels
+        chosen = _largest(scores, width)
         best, places = take(scores, chosen), chosen + size
         size += scores.shape[1]
         behind, columns = np.divmod(chosen, tokens.shape[1])
@@ -174,22 +184,23 @@ def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, 
 
 
 def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftTree:
-    grown = [torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents))]
-    return DraftTree(grown[0], grown[1], grown[2], grown[3], int(depths.max()), torch.from_numpy(scores))
+    deepest = int(depths.max())
+    grown = [torch.from_numpy(part) for part in (tokens, parents, depths, _ancestors(parents, deepest), scores)]
+    return DraftTree(grown[0], grown[1], grown[2], grown[3], deepest, grown[4])
 
 
-def _ancestors(parents: Array) -> Array:
-    """[B, N, N] of `parents` [B, N], which come before their children."""
-    batch, size = parents.shape
-    length = -(-size // 8)
-    rows = bytearray()
-    for row in parents.tolist():
-        paths: list[int] = []  # the ancestors of each node as bits
-        for node, parent in enumerate(row):
-            paths.append((paths[parent] if parent >= 0 else 0) | 1 << node)
-        rows += b"".join(path.to_bytes(length, "little") for path in paths)
-    bits = np.unpackbits(np.frombuffer(rows, np.uint8), bitorder="little")
-    return np.ascontiguousarray(bits.reshape(batch, size, -1)[..., :size]).view(bool)
+def _ancestors(parents: Array, deepest: int) -> Array:
+    """[B, N, N] of `parents` [B, N], -1 for the root and for empty nodes; no node lies deeper than `deepest`."""
+    nodes = np.arange(parents.shape[1])
+    above = np.where(parents < 0, nodes, parents)  # these stay where they are
+    ancestors = np.zeros((*parents.shape, len(nodes)), dtype=bool)
+    rows = np.arange(len(parents))[:, None]
+    up = nodes[None]
+    for _ in range(deepest):
+        ancestors[rows, nodes, up] = True
+        up = take(above, up)
+    ancestors[rows, nodes, up] = True
+    return ancestors
 
 
 def _bounded(steps: Array) -> Array:

@@ -112,23 +112,15 @@ class HostScores:
     def __init__(self, scores: PathScores, candidates: Array, steps: Array) -> None:
         assert scores.table is not None
         self._scores, self._drafted = scores, scores.drafted(steps)
-        ngrams = self._ngrams = scores.table.on_host
-        tokens = self._tokens = ngrams.known(candidates)[:, :, None]
-        alone = self._alone = ngrams.alone(tokens)
-        # What the token in front says, of all neighbouring candidates at once.
-        self._pairs = ngrams.behind(tokens[:, :-1].swapaxes(2, 3), tokens[:, 1:], alone[:, 1:])
+        self._ngrams = scores.table.on_host
+        self._tokens = self._ngrams.known(candidates)[:, :, None]
+        self._alone = self._ngrams.alone(self._tokens)
 
     def __call__(self, depth: int, columns: Array, paths: Array) -> Array:
-        shares = self._shares(depth, columns, paths) if self._scores.uses_table(depth) else None
+        shares = None
+        if self._scores.uses_table(depth):
+            shares = self._ngrams.behind(self._ngrams.known(paths), self._tokens[:, depth], self._alone[:, depth])
         return self._scores.on_host(depth, _rows(self._drafted[:, depth], columns), shares)
-
-    def _shares(self, depth: int, columns: Array, paths: Array) -> Array:
-        """What the table says, [B, W, K]."""
-        ngrams, tokens = self._ngrams, self._tokens[:, depth]
-        paths = ngrams.known(paths)
-        if depth == 0:
-            return ngrams.behind(paths, tokens, self._alone[:, depth])
-        return ngrams.behind(paths, tokens, take(self._pairs[:, depth - 1], columns), shortest=2)
 
 
 @dataclass(frozen=True)
