@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,13 +26,21 @@ class SlotStore:
     """Buffers [B, heads, capacity, head_dim] that are written and compacted by slot.
 
     Buffers of one shape share one storage, so that a commit moves the entries of all layers at once.
-    The capacity doubles when it is outgrown, up to `most` where that is known.
+    The capacity doubles when it is outgrown, up to `most` where that is known. Storage is what `zeros` gives, if it is
+    given, for a name, a shape, a type and a device.
     """
 
-    def __init__(self, specs: Sequence[SlotSpec], batch_size: int, capacity: int, most: int | None = None) -> None:
+    def __init__(
+        self,
+        specs: Sequence[SlotSpec],
+        batch_size: int,
+        capacity: int,
+        most: int | None = None,
+        zeros: Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor] | None = None,
+    ) -> None:
         self.batch_size = batch_size
         self.capacity = capacity
-        self._most = most
+        self._most, self._zeros = most, zeros
         counts: dict[SlotSpec, int] = {}
         self._place: list[tuple[SlotSpec, int]] = []
         for spec in specs:
@@ -47,6 +55,8 @@ class SlotStore:
 
     def _allocate(self, spec: SlotSpec, count: int) -> Tensor:
         shape = (count, self.batch_size, spec.heads, self.capacity, spec.head_dim)
+        if self._zeros is not None:
+            return self._zeros(f"{spec.heads} heads of {spec.head_dim}", shape, spec.dtype, spec.device)
         return torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
     def reserve(self, capacity: int) -> None:

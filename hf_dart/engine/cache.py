@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hf_dart.engine.memory import Memory
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.generation.stock_layers import is_placeholder
 from hf_dart.slots import SlotState, SlotStore
@@ -63,6 +64,7 @@ class FixedCache:
         slots: T.
         nodes: N.
         budget: M, if the target runs over so many nodes of all rows.
+        memory: where keys and values lie.
 
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
@@ -71,9 +73,16 @@ class FixedCache:
     """
 
     def __init__(
-        self, like: RaggedCache, batch: int, slots: int, nodes: int, device: torch.device, budget: int | None = None
+        self,
+        like: RaggedCache,
+        batch: int,
+        slots: int,
+        nodes: int,
+        device: torch.device,
+        memory: Memory,
+        budget: int | None = None,
     ) -> None:
-        self.store = SlotStore(like.store.specs, batch, slots + nodes)
+        self.store = SlotStore(like.store.specs, batch, slots + nodes, zeros=memory.of("target"))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.computed = None if budget is None else torch.arange(budget, device=device)
         self._show(like, nodes)
@@ -123,9 +132,9 @@ class FixedDraft(SlotState):
     buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: SlotState, batch: int, slots: int) -> FixedDraft:
+    def of(cls, state: SlotState, batch: int, slots: int, memory: Memory) -> FixedDraft:
         """An empty one of B rows for heads whose state is like `state`."""
-        store = SlotStore(state.store.specs, batch, slots)
+        store = SlotStore(state.store.specs, batch, slots, zeros=memory.of("head"))
         buffers = [store.buffer(index) for index in range(len(state.store.specs))]
         none = torch.zeros(batch, dtype=torch.long)
         return cls(store, none.to(state.lengths.device), none, buffers)

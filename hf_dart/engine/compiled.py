@@ -18,8 +18,9 @@ from hf_dart.engine.attention import attention_of
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
-from hf_dart.engine.graphs import Pool, memory_pool
+from hf_dart.engine.graphs import Means, Pool, memory_pool
 from hf_dart.engine.loop import run
+from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shape_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
@@ -115,6 +116,7 @@ class Engine:
         self._forwards: dict[tuple[Any, ...], Forward | None] = {}
         self._wanted: set[Shape] = set()  # by earlier calls, which went on without
         self._missed: set[Shape] = set()  # by calls so far
+        self._memory = Memory()
         self._pool: Pool | None = None  # a new one with the next graph: a pool ends with its last graph
         gc.collect()  # rounds refer to themselves, by what was compiled of them
 
@@ -127,10 +129,9 @@ class Engine:
         self._clear()
         return make()
 
-    def _options(self, call: Call) -> tuple[str | None, Pool | None, bool]:
-        """Of tiers and forwards."""
+    def _means(self, call: Call) -> Means:
         self._pool = self._pool or memory_pool(call.model.device)
-        return self.config.backend, self._pool, self._hands_down
+        return Means(self.config.backend, self._pool, self._memory, self._hands_down)
 
     def decode(
         self, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
@@ -203,7 +204,7 @@ class Engine:
 
     def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
         try:
-            forward = self._made(lambda: Forward(call, slots, nodes, *self._options(call)))
+            forward = self._made(lambda: Forward(call, slots, nodes, self._means(call)))
             forward.load(call)
             error, allowed = forward.differs(call)
         except Exception as failure:
@@ -303,7 +304,7 @@ class Engine:
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            tier = self._made(lambda: Tier(shape, call, features, *self._options(call)))
+            tier = self._made(lambda: Tier(shape, call, features, self._means(call)))
             for error, allowed in tier.differs(call, features, accepted):
                 if not error <= allowed:
                     return _Refused(_differs(call, error, allowed), computes_otherwise=True)

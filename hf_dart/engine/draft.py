@@ -12,7 +12,7 @@ from torch import Tensor
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.graphs import Launch, Pool
+from hf_dart.engine.graphs import Launch, Means
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.proposal import Drafter, Proposal
 
@@ -26,19 +26,19 @@ class Drafting:
     Args:
         call: a prefilled call; others like it may come.
         slots, most: T and A.
-        backend, pool: as for `tier.Tier`.
+        made_with: how.
 
     Attributes:
         state: the head's cache.
     """
 
-    def __init__(self, call: Call, slots: int, most: int, backend: str | None, pool: Pool | None) -> None:
+    def __init__(self, call: Call, slots: int, most: int, made_with: Means) -> None:
         assert isinstance(call.drafter, DraftingModel)
-        self._head, self._backend, self._pool = call.drafter, backend, pool
+        self._head, self._made_with = call.drafter, made_with
         self.most = _width(most)
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
         with torch.inference_mode(False), torch.no_grad():
-            self.state = FixedDraft.of(call.draft.state, len(call.rows), room)
+            self.state = FixedDraft.of(call.draft.state, len(call.rows), room, made_with.memory)
         self._sizes: dict[tuple[int, int], _Sized] = {}
 
     @classmethod
@@ -63,7 +63,7 @@ class Drafting:
         """
         key = _width(next_tokens.shape[1]), depth
         if key not in self._sizes:
-            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._backend, self._pool)
+            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._made_with)
         proposal = self._sizes[key](features, next_tokens, counts)
         self.state.lengths.add_(counts.to(self.state.lengths.device))
         if len(counts) > 1:
@@ -81,8 +81,7 @@ class _Sized:
         width: int,
         depth: int,
         like: Tensor,
-        backend: str | None,
-        pool: Pool | None,
+        made_with: Means,
     ) -> None:
         self._head, self._state, self._depth = head, state, depth
         device, batch = state.lengths.device, len(state.lengths)
@@ -91,8 +90,8 @@ class _Sized:
             self._next_tokens = torch.zeros(batch, width, dtype=torch.long, device=device)
             self._counts = torch.zeros(batch, dtype=torch.long, device=device)
             self._propose()  # what the head makes on first use is there before anything is traced
-        run = compiled(self._propose, backend)
-        self._launch = Launch(partial(self._step, run), device, pool, partial(self._step, self._propose))
+        run = compiled(self._propose, made_with.backend)
+        self._launch = Launch(partial(self._step, run), device, made_with.pool, partial(self._step, self._propose))
 
     def _propose(self) -> tuple[Tensor, Tensor]:
         # What it takes in is written behind the entries that count, and counts when the draft has been made.

@@ -20,7 +20,7 @@ from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft import Drafting
-from hf_dart.engine.graphs import Launch, Pool
+from hf_dart.engine.graphs import Launch, Means
 from hf_dart.engine.proof import difference
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.proposal import Proposal, Score
@@ -36,19 +36,17 @@ class Forward:
     Args:
         call: a prefilled call; others like it may come.
         slots, nodes: T and N.
-        backend, pool, hands_down: as for `tier.Tier`.
+        made_with: how.
     """
 
-    def __init__(
-        self, call: Call, slots: int, nodes: int, backend: str | None, pool: Pool | None, hands_down: bool
-    ) -> None:
+    def __init__(self, call: Call, slots: int, nodes: int, made_with: Means) -> None:
         assert isinstance(call.cache, RaggedCache)
-        self.nodes, self._backend, self._pool, self._hands_down = nodes, backend, pool, hands_down
+        self.nodes, self._made_with = nodes, made_with
         self._kinds = call.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
-            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.model.device)
+            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.model.device, made_with.memory)
         self._sizes: dict[int, _Sized] = {}
-        self.drafting = Drafting(call, slots, nodes, backend, pool) if Drafting.possible(call) else None
+        self.drafting = Drafting(call, slots, nodes, made_with) if Drafting.possible(call) else None
 
     def fits(self, longest: int) -> bool:
         """Is there room for one more round behind `longest` committed tokens?"""
@@ -99,9 +97,9 @@ class Forward:
         if size not in self._sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(like, size)
-                layers, hands_down = call.drafter.feature_layers, self._hands_down
+                layers, hands_down = call.drafter.feature_layers, self._made_with.hands_down
                 verifier = PackedVerifier(call.model, cache, self._kinds, layers, hands_down=hands_down)
-                self._sizes[size] = _Sized(verifier, cache, size, self._backend, self._pool)
+                self._sizes[size] = _Sized(verifier, cache, size, self._made_with)
         return self._sizes[size]
 
     def hand_to(self, cache: RaggedCache, lengths: Tensor) -> None:
@@ -112,17 +110,15 @@ class Forward:
 class _Sized:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
-    def __init__(
-        self, verifier: PackedVerifier, cache: FixedCache, nodes: int, backend: str | None, pool: Pool | None
-    ) -> None:
+    def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, made_with: Means) -> None:
         self.cache, self._target, device = cache, verifier.target, cache.lengths.device
         batch = len(cache.lengths)
         none = torch.zeros(batch, nodes, dtype=torch.long, device=device)
         alone = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
         self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
         self._roots = torch.zeros_like(cache.lengths)
-        self._run = compiled(verifier.run, backend)
-        self._launch = Launch(partial(self._step, self._run), device, pool, partial(self._step, verifier.run))
+        self._run = compiled(verifier.run, made_with.backend)
+        self._launch = Launch(partial(self._step, self._run), device, made_with.pool, partial(self._step, verifier.run))
 
     def _step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
         with torch.inference_mode(False), torch.no_grad(), packed(self._target):

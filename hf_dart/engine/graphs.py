@@ -10,6 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dart.engine.memory import Memory
+
 _WARM_UPS = 3
 """Calls before the capture: what is compiled, tuned or allocated on first use is so by then."""
 _capturing = Lock()
@@ -20,6 +22,22 @@ class Pool(NamedTuple):
 
     handle: Any
     stream: torch.cuda.Stream
+
+
+class Means(NamedTuple):
+    """What rounds are made with.
+
+    Attributes:
+        backend: of `torch.compile`.
+        pool: of graphs.
+        memory: for keys, values and noise.
+        hands_down: of `attention.PackedVerifier`.
+    """
+
+    backend: str | None
+    pool: Pool | None
+    memory: Memory
+    hands_down: bool
 
 
 class Launch:

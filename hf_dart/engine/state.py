@@ -10,6 +10,7 @@ from torch import Tensor
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
+from hf_dart.engine.memory import Memory
 from hf_dart.engine.processing import sees_text
 from hf_dart.generation.noise import MAX_LEAD
 
@@ -125,7 +126,7 @@ class State:
     seen: Tensor
 
     @classmethod
-    def empty(cls, shape: Shape, features: Tensor) -> State:
+    def empty(cls, shape: Shape, features: Tensor, memory: Memory) -> State:
         """Of rows that have all ended, with features like `features` [..., F]."""
         device, batch, path = features.device, shape.batch, shape.path
 
@@ -143,7 +144,7 @@ class State:
             counts=zeros(batch),
             ring=zeros(RING, batch, path + 1),
             turn=zeros(),
-            noise=zeros(shape.noise_rows, batch, shape.vocab_size, dtype=torch.float32) + 1,
+            noise=memory.zeros("noise", (shape.noise_rows, batch, shape.vocab_size), torch.float32, device).add_(1),
             ready=zeros(),
             seen=zeros(batch, shape.vocab_size if sees_text(shape.processors) else 0, dtype=torch.bool),
         )

@@ -12,7 +12,7 @@ from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
-from hf_dart.engine.graphs import Launch, Pool
+from hf_dart.engine.graphs import Launch, Means
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
@@ -38,22 +38,20 @@ class Tier:
         shape: of the round.
         call: a call that has been prefilled.
         features: [B, A, F] of what it verified.
-        backend, pool: of `FixedRound` and `graphs.Launch`.
-        hands_down: of `attention.PackedVerifier`.
+        made_with: how.
     """
 
-    def __init__(
-        self, shape: Shape, call: Call, features: Tensor, backend: str | None, pool: Pool | None, hands_down: bool
-    ) -> None:
+    def __init__(self, shape: Shape, call: Call, features: Tensor, made_with: Means) -> None:
+        backend, pool, memory, hands_down = made_with
         assert isinstance(call.cache, RaggedCache)
         assert isinstance(call.drafter, DraftingModel)
         device = features.device
         self.shape, self.seats = shape, list(range(shape.batch))
         # Also for calls in inference mode: what is made there could not be written outside of it later.
         with torch.inference_mode(False), torch.no_grad():
-            self.cache = FixedCache(call.cache, shape.batch, shape.slots, shape.bucket, device, shape.budget)
-            self.draft = FixedDraft.of(call.draft.state, shape.batch, shape.draft_slots)
-            self.state = State.empty(shape, features)
+            self.cache = FixedCache(call.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
+            self.draft = FixedDraft.of(call.draft.state, shape.batch, shape.draft_slots, memory)
+            self.state = State.empty(shape, features, memory)
         verifier = PackedVerifier(
             call.model, self.cache, call.verify.kinds, call.drafter.feature_layers, hands_down=hands_down
         )
