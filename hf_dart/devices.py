@@ -45,3 +45,8 @@ def _hook(module: Any) -> Any:
     """accelerate's hook that brings the weight in; there may be others beside it."""
     hook = module._hf_hook
     return next(one for one in getattr(hook, "hooks", (hook,)) if hasattr(one, "execution_device"))
+
+
+def where_it_runs(module: Any, x: Tensor) -> Tensor:
+    """`module(x)` on the module's device, and what comes out on that of x: a target may lie on several."""
+    return module(x.to(device_of(module))).to(x.device)

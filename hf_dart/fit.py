@@ -14,14 +14,22 @@ if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig
 
 
-def vocabulary_hash(tokenizer: Any) -> str:
+def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
     """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
 
     Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
-    of the embedding table are not counted.
+    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
+    as a padding token that was added for training, are not counted either.
     """
     entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    if rows is not None:
+        entries = [entry for entry in entries if entry[1] < rows]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
+    """Is `known` the hash of this tokenizer, with or without what a target of so many embeddings never reads?"""
+    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
 
 
 def template_hash(template: str) -> str:
@@ -68,12 +76,12 @@ def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
 
 def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
     tokenizer = tokenizer_beside(target) if tokenizer is None else tokenizer
-    found = None if tokenizer is None else vocabulary_hash(tokenizer)
-    if config.tokenizer_hash is not None and found is not None:
-        if config.tokenizer_hash != found:
+    if config.tokenizer_hash is not None and tokenizer is not None:
+        if not same_vocabulary(config.tokenizer_hash, tokenizer, rows):
             raise ValueError(
-                f"This head was trained with the tokenizer of {made_for}, and that of {_name(target)} gives other "
-                "ids to the same tokens; use the target that the head was trained for."
+                f"This head was trained with the tokenizer of {made_for}, and that of {_name(target)} has other tokens "
+                "or ids; use the target that the head was trained for, or, if tokens were only added for the training, "
+                "pass tokenizer= with them."
             )
         # The ids agree: tables that differ only in padding rows are the same vocabulary.
         return

@@ -28,6 +28,9 @@ if TYPE_CHECKING:
 # What says where on the Hub a file lies.
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 
+# What `hf-dart train` calls the kinds of drafters.
+_TRAINED_AS = {"DartHead": "dart", "DiffusionDrafter": "diffusion", "EagleDrafter": "eagle"}
+
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
@@ -104,7 +107,9 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
             config: fields of the config that shall differ from `for_target`'s.
         """
         if tokenizer is not None:
-            config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer))
+            embeddings = target.get_input_embeddings()
+            rows = None if embeddings is None else int(embeddings.num_embeddings)
+            config.setdefault("tokenizer_hash", vocabulary_hash(tokenizer, rows))
         fields = cls.config_class.for_target(target, **config)
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
@@ -187,6 +192,14 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     @classmethod
     def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
         """As `from_pretrained`, of a checkpoint in another format, by what its config.json holds."""
+        from hf_dart.hub.kinds import KINDS
+
+        kind = KINDS.get(str(content.get("model_type")))
+        if kind is not None:
+            raise ValueError(
+                f"{path} holds {kind.called}, and no {cls.described_as}: load it with {kind.class_name}, or train it "
+                f"on with --drafter {_TRAINED_AS[kind.class_name]}."
+            )
         raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
 
     def lies_in(self, name: str, **place: Any) -> None:

@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dart.devices import where_it_runs
+
 _NEVER = -1e30
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
 _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
@@ -121,16 +123,21 @@ class HeadRows:
         """Hidden states [..., H], in the LM head's dtype, to logits [..., M]."""
         weight: Any = lm_head.weight
         if type(lm_head) is not nn.Linear or weight.is_meta:  # quantized, adapted or offloaded: rows mean nothing
-            return lm_head(hidden)[..., vocabulary]
+            return where_it_runs(lm_head, hidden)[..., vocabulary]
         if self._rows is not None and torch.compiler.is_compiling():  # as in `BigramSelector.lookup`
-            return F.linear(hidden, self._rows[2], self._rows[3])
+            return self._scores(hidden)
         key = state_of(weight)
         if self._rows is None or self._rows[0] != key or self._rows[1] is not vocabulary:
             with torch.inference_mode(False):  # what was made in that mode could not be trained through later
                 rows = vocabulary.to(weight.device)
                 bias = None if lm_head.bias is None else lm_head.bias.detach()[rows]
                 self._rows = (key, vocabulary, weight.detach()[rows], bias)
-        return F.linear(hidden, self._rows[2], self._rows[3])
+        return self._scores(hidden)
+
+    def _scores(self, hidden: Tensor) -> Tensor:
+        assert self._rows is not None
+        weight, bias = self._rows[2:]
+        return F.linear(hidden.to(weight.device), weight, bias).to(hidden.device)
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:

@@ -20,6 +20,7 @@ from hf_dart.configuration import cached_commit
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.training.record import training_record
 
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
 BENCH = DEMO_CARD / "bench.json"
@@ -120,6 +121,17 @@ def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     assert front_matter(card)["base_model"] == "them/tiny"
     for said in ("`left_to_right`", "gamma 0.8", "3 steps", f"τ {tau:.2f}", record["hardware"], "target float32"):
         assert said in card.partition("## Training")[2]
+
+    # What a record says of folders is nobody's business.
+    home = "/home/anna/secret-client"
+    recipe = {"target": f"{home}/llama", "train_data": [f"{home}/mails.jsonl", "me/data"], "output_dir": f"{home}/x"}
+    (tmp_path / "final" / TRAINING_RECORD).write_text(json.dumps({**record, "recipe": recipe}), encoding="utf8")
+    private = HeadFacts.read(tmp_path / "final")
+    assert private.training is not None
+    assert private.training["recipe"] == {"target": "llama", "train_data": ["mails.jsonl", "me/data"]}
+    assert "| data | mails.jsonl, me/data |" in render_card(private)
+    trainer.recipe = recipe
+    assert training_record(trainer)["recipe"] == private.training["recipe"]
 
     # A record that says less gives a card that says less.
     thin = {"steps": 3}

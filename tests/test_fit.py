@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_identical
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
@@ -70,6 +70,30 @@ def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
     one_sentence(error)
     head = DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=letters("abcdefgh"))
     assert_identical(target, head, prompts([7]), **GREEDY)
+
+
+def test_tokens_that_the_target_has_no_embeddings_of_make_no_other_vocabulary(target: Any, tmp_path: Path) -> None:
+    alphabet = "".join(chr(256 + number) for number in range(VOCABULARY))
+    plain, padded = letters(alphabet), letters(alphabet)
+    padded.add_special_tokens({"pad_token": "<pad>"})
+    for number, trained in enumerate((plain, padded)):
+        folder = tmp_path / str(number)
+        tiny_head(target, tokenizer=trained).save_pretrained(folder)
+        for used in (plain, padded):
+            DartHead.from_pretrained(str(folder), target=target, tokenizer=used)
+    # As heads were saved that counted every token.
+    tiny_head(target, tokenizer_hash=fit.vocabulary_hash(padded)).save_pretrained(tmp_path / "earlier")
+    DartHead.from_pretrained(str(tmp_path / "earlier"), target=target, tokenizer=padded)
+    with pytest.raises(ValueError, match="were only added for the training, pass tokenizer=") as error:
+        DartHead.from_pretrained(str(tmp_path / "earlier"), target=target, tokenizer=plain)
+    one_sentence(error)
+
+
+def test_a_drafter_of_another_kind_is_named(target: Any, tmp_path: Path) -> None:
+    tiny_diffusion_drafter(target).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="load it with DiffusionDrafter, or train it on with --drafter diff") as error:
+        DartHead.from_pretrained(str(tmp_path), target=target)
+    one_sentence(error)
 
 
 def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import torch
 from cases import MODES
 from compare import assert_identical_up_to_near_ties, tally
 from matrix import attentions
-from tiny import prompts, tiny_head, tiny_target
+from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
 
@@ -58,3 +58,19 @@ def test_prompts_on_the_host() -> None:
             max_new_tokens=40,
             **MODES[mode],
         )
+
+
+@pytest.mark.parametrize("kind", ["head", "draft vocabulary", "eagle", "diffusion"])
+def test_a_drafter_on_another_device_than_the_lm_head(kind: str) -> None:
+    """As `DrafterTrainer` has it where the target lies on several."""
+    target: Any = tiny_target("llama", dtype=torch.float32)
+    made: dict[str, Any] = {"eagle": tiny_eagle_drafter, "diffusion": tiny_diffusion_drafter}
+    drafter = made.get(kind, tiny_head)(target)
+    if kind == "draft vocabulary":
+        drafter.reduce_vocabulary([3, 5, 8])
+    hidden = torch.randn(2, 3, target.config.hidden_size)
+    there = drafter.logits(hidden)
+    target.to("cuda")
+    found = drafter.logits(hidden)
+    assert found.device.type == "cpu"
+    torch.testing.assert_close(found, there)

@@ -323,11 +323,26 @@ def test_one_sentence_for_what_is_wrong(
     assert message in shown
 
 
-def test_a_data_set_by_name(tmp_path: Path) -> None:
+def test_ids_of_16_bits_hold_no_large_vocabulary(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    large = Tokenizer(models.WordLevel({f"t{number}": number for number in range(2**16 + 1)}, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=large, eos_token="t0").save_pretrained(tmp_path / "tokenizer")
+    ids = np.array([1, 2**16, 0, 1, 2**16, 0], dtype=np.uint32)
+    ids.tofile(tmp_path / "raw")
+    words = ["ngram", "build", str(tmp_path / "t"), "--tokens", str(tmp_path / "raw")]
+    words += ["--tokenizer", str(tmp_path / "tokenizer")]
+    assert main(words) == 2
+    assert "say with --token-type what" in capsys.readouterr().err
+    assert main([*words, "--token-type", "uint32"]) == 0
+    assert unpacked(NgramTable.load(tmp_path / "t")) == by_hand([[1, 2**16, 0]] * 2, 3)
+
+
+def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("datasets")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in ("import os", "import sys")))
     out = str(tmp_path / "table")
     words = ["ngram", "build", out, "--dataset", "json", "--data-files", str(rows), "--column", "body"]
+    assert main(words[:-2]) == 2
+    assert "no column 'text' but body; name one of them with --column." in capsys.readouterr().err
     assert main(words) == 0
     assert NgramTable.load(out).tokens >= 6

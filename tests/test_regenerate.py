@@ -371,6 +371,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([*way, "--top-p", "0.5"], "--top-p is for one way to write"),
         (["--top-p", "0.5"], "give a temperature too"),
         (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
+        (["--server", "http://127.0.0.1:1", "--chat-template", "x"], "leave --chat-template out"),
         (["--model", "x"], "give --server"),
         (["--target", "./missing"], "There is no folder './missing'"),
         (["--text-field", "body"], "has no field 'body', only 'text'"),

@@ -20,6 +20,7 @@ from hf_dart.hub.facts import HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.arguments import DiffusionArguments, HeadArguments
 from hf_dart.training.recipe import read_recipe
+from hf_dart.training.run import checkpoint_of
 
 TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
 
@@ -105,6 +106,10 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     untrained = DartHead.from_target(target, draft_length=3, feature_layers=[2, 8])
     assert not torch.equal(head.fc.weight, untrained.fc.weight)
 
+    left = run / "left"
+    (left / ".incomplete" / "checkpoint-1").mkdir(parents=True)
+    (left / "recipe.yaml").write_text("max_steps: 1")
+    assert checkpoint_of(str(left), None) is None  # nothing of a run that ended before its first checkpoint is lost
     assert main(["train", str(recipe)]) == 2
     assert "is not empty" in capsys.readouterr().err
     assert main(["train", str(recipe), "--resume_from_checkpoint", "--draft_length", "2"]) == 2

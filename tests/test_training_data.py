@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_dart.training import PackedTokens
+from hf_dart.training.packing import Packer
 
 
 def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:
@@ -32,3 +33,16 @@ def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:
     alone = PackedTokens(path, length=16, eos=0, minimum=3, share_rows=False)
     assert [row["input_ids"][row["documents"] == 0].tolist() for row in alone] == found
     assert all(row["documents"].max() == 0 for row in alone)
+
+
+def test_every_piece_of_a_document_begins_as_the_document_does() -> None:
+    ids, mask = np.arange(20, dtype=np.int32), np.ones(20, bool)
+    mask[9] = False
+    rows = Packer(8, 2, share_rows=False, bos=0)([(ids, mask)])
+    found = [row[documents >= 0].tolist() for row, documents in zip(rows["input_ids"], rows["documents"], strict=True)]
+    assert found == [[*range(8)], [0, *range(8, 15)], [0, *range(15, 20)]]
+    learned = [np.flatnonzero(row).tolist() for row in rows["loss_mask"]]
+    assert learned == [[*range(8)], [1, *range(3, 8)], [*range(1, 6)]]
+    for bos in (None, 7):  # nothing is put in front of what does not begin with it
+        rows = Packer(8, 2, share_rows=False, bos=bos)([(ids, mask)])
+        assert rows["input_ids"][1].tolist() == [*range(8, 16)]

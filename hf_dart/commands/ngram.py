@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dart.commands.common import positive, sizes
 from hf_dart.pair import PACKAGED_TARGET, UserError, sentence
+from hf_dart.version import INSTALLED_FROM
 
 if TYPE_CHECKING:
     from hf_dart.ngram import NgramTable
@@ -29,7 +30,7 @@ def add(commands: Any) -> None:
     corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
     corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one behind the other: .npy, or raw")
     corpus.add_argument("--dataset", metavar="NAME", help="as for datasets.load_dataset; read as a stream")
-    build.add_argument("--token-type", choices=_TOKEN_TYPES, default="uint16", help="of raw ids (default: %(default)s)")
+    build.add_argument("--token-type", choices=_TOKEN_TYPES, help="of raw ids (default: uint16)")
     build.add_argument("--data-files", nargs="+", metavar="FILE", help="as for datasets.load_dataset")
     build.add_argument("--subset", metavar="NAME", help="configuration of the data set")
     build.add_argument("--split", default="train", help="of the data set (default: %(default)s)")
@@ -70,7 +71,7 @@ def _build(arguments: argparse.Namespace) -> int:
     begun = perf_counter()
     try:
         table = ngram_build.build(
-            _documents(arguments),
+            _documents(arguments, len(tokenizer)),
             arguments.table,
             order=arguments.order,
             tokenizer=tokenizer,
@@ -129,25 +130,38 @@ def _describe(table: NgramTable) -> None:
     print(f"{table.nbytes / 1e6:.1f} MB, {table.nbytes / max(sum(sizes), 1):.2f} bytes per n-gram")
 
 
-def _documents(arguments: argparse.Namespace) -> Iterable[Any]:
+def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
     if arguments.text is not None:
         return map(_read, arguments.text)
     if arguments.tokens is not None:
-        return _ids(arguments.tokens, arguments.token_type)
+        if arguments.token_type is None and vocabulary > 2**16 and arguments.tokens.suffix != ".npy":
+            raise UserError(
+                f"16 bits do not hold the ids of {vocabulary} tokens; say with --token-type what "
+                f"{str(arguments.tokens)!r} holds."
+            )
+        return _ids(arguments.tokens, arguments.token_type or "uint16")
     try:
         from datasets import load_dataset
     except ImportError as error:
-        raise UserError("--dataset needs the datasets library: pip install 'hf-dart[train]'.") from error
+        wanted = f"pip install '{INSTALLED_FROM}[train]' (a clone)"
+        raise UserError(f"--dataset needs the datasets library: {wanted}.") from error
     try:
-        return load_dataset(
+        found = load_dataset(
             arguments.dataset,
             arguments.subset,
             data_files=arguments.data_files,
             split=arguments.split,
             streaming=True,
         )
+        columns = found.column_names or [name for row in found.take(1) for name in row]
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot load the data set {arguments.dataset!r}: {sentence(error)}") from error
+    if arguments.column not in columns:
+        raise UserError(
+            f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(columns)}; name one "
+            "of them with --column."
+        )
+    return found
 
 
 def _read(path: Path) -> str:

@@ -66,6 +66,8 @@ def _run(arguments: argparse.Namespace) -> int:
     began = monotonic()
     if arguments.server and (arguments.head or arguments.dtype or arguments.device_map):
         raise UserError("A server writes on its own; leave out --head, --dtype and --device-map.")
+    if arguments.server and arguments.chat_template:
+        raise UserError("A server has its own chat template; start it with this one, and leave --chat-template out.")
     if arguments.model and not arguments.server:
         raise UserError("--model is the target's name on a server; give --server, or --target instead.")
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dart.devices import where_it_runs
 from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartAttention, DartMLP, Remember, rotation_at, take
@@ -162,7 +163,7 @@ class DiffusionDrafter(FittedDrafter):
             return F.linear(hidden, self.token_embedding.weight)
         lm_head = self.shared.lm_head
         dtype = lm_head.weight.dtype
-        return lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden)
+        return where_it_runs(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden)
 
     def _out(self, x: Tensor) -> Tensor:
         x = self.norm(x)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from hf_dart.checks import check_types
 from hf_dart.configuration import DartConfig
+from hf_dart.devices import where_it_runs
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
 from hf_dart.proposal import Proposal, Score
@@ -139,7 +140,7 @@ class EagleDrafter(FittedDrafter):
         """Normed states [..., H] to logits [..., V] of the target's LM head."""
         lm_head = self.shared.lm_head
         dtype = lm_head.weight.dtype
-        return lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden)
+        return where_it_runs(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden)
 
     def _step(
         self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, remember: Remember

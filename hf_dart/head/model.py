@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
-from hf_dart.devices import device_of
+from hf_dart.devices import device_of, where_it_runs
 from hf_dart.fitted import FittedDrafter
 from hf_dart.head.copied import copied_names, fill
 from hf_dart.head.low_rank import LowRankHead
@@ -156,7 +156,7 @@ class DartModel(FittedDrafter):
         dtype = lm_head.weight.dtype
         hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
         if self.draft_vocabulary is None:
-            return lm_head(hidden).to(hidden.device)  # a target may lie on several devices
+            return where_it_runs(lm_head, hidden)
         return self._head_rows(lm_head, hidden, self.draft_vocabulary)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:

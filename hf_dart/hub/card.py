@@ -16,6 +16,7 @@ from hf_dart.bench.exact import Verdict
 from hf_dart.bench.report import UNREADABLE, as_table, labels
 from hf_dart.bench.rivals import OURS
 from hf_dart.hub.facts import HeadFacts
+from hf_dart.version import INSTALLED_FROM
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"
@@ -150,7 +151,7 @@ def _use(facts: HeadFacts) -> str:
     return f"""## Use
 
 ```sh
-pip install hf-dart
+pip install {INSTALLED_FROM}    # a clone of hf-dart, which is not on PyPI yet
 ```
 
 ```python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,8 +16,23 @@ from hf_dart.hub.download import ADAPTER_CONFIG
 from hf_dart.hub.kinds import KINDS, Config, Kind, kind_of
 
 TRAINING_RECORD = "training.json"
+_FOLDERS = ("output_dir", "cache_dir", "logging_dir", "resume_from_checkpoint")
 _BENCH = ("command", "dtype", "hardware", "head_parameters", "results", "settings", "text", "versions")
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def publishable(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe for everybody to read: folders that say nothing of the training left out, local paths by their names."""
+
+    def shown(value: Any) -> Any:
+        if isinstance(value, list):
+            return [shown(one) for one in value]
+        if not isinstance(value, str) or not re.search(r"[/\\]", value):
+            return value
+        local = value.startswith((".", "~")) or Path(value).is_absolute() or Path(value).exists()
+        return re.split(r"[/\\]", value.rstrip("/\\"))[-1] if local else value
+
+    return {name: shown(value) for name, value in recipe.items() if name not in _FOLDERS}
 
 
 @dataclass(frozen=True)
@@ -77,6 +93,8 @@ class HeadFacts:
         training_file = Path(training) if training is not None else folder / TRAINING_RECORD
         told = training is not None or training_file.is_file()
         record = _json(training_file, "the trainer", "steps") if told else None
+        if record is not None and isinstance(record.get("recipe"), dict):
+            record = {**record, "recipe": publishable(record["recipe"])}
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
         # Layers copied from the target and what an adapter stands on are counted there and not stored here.
         whole = not (isinstance(config, DartConfig) and config.copied_layer is not None)

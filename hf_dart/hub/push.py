@@ -71,13 +71,7 @@ def push_folder(
         OSError: the Hub refused; nothing was committed.
     """
     api = HfApi(library_name="hf-dart", library_version=__version__, token=token)
-    base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
-    if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
-        raise ValueError(
-            f"The head of this adapter lies in {base}, where nobody else finds it; push that head too and write its id "
-            f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
-        )
-    facts = HeadFacts.read(folder, repository=repository, **known)  # what is wrong here is said before anything is made
+    facts = _facts(folder, repository, **known)  # what is wrong here is said before anything is made
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -115,12 +109,27 @@ def push_folder(
 def write_folder(
     folder: str | Path, destination: str | Path, repository: str, *, card: str | None, **known: Any
 ) -> None:
-    """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub."""
-    facts = HeadFacts.read(folder, repository=repository, **known)
+    """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub.
+
+    Raises:
+        ValueError: as for `push_folder`.
+    """
+    facts = _facts(folder, repository, **known)
     for name, content in repository_files(folder, facts, card).items():
         file = Path(destination, name)
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
+
+
+def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
+    """What is known about the drafter, which others have to be able to load."""
+    base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
+    if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
+        raise ValueError(
+            f"The head of this adapter lies in {base}, where nobody else finds it; push that head too and write its id "
+            f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
+        )
+    return HeadFacts.read(folder, repository=repository, **known)
 
 
 def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> dict[str, bytes | Path]:

@@ -160,7 +160,7 @@ class DeviceNgrams:
 
 @cache
 def compiled() -> Callable[..., None] | None:
-    """`HostNgrams._back_off` as machine code, made on first use; None without numba (`pip install 'hf-dart[fast]'`)."""
+    """`HostNgrams._back_off` as machine code, made on first use; None without numba (the extra `fast`)."""
     try:
         import numba
     except ImportError:

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_dart.pair import sentence
+from hf_dart.version import INSTALLED_FROM
 
 _FORMATS = {
     ".jsonl": ("json", "JSON lines"),
@@ -45,7 +46,8 @@ def datasets_library() -> Any:
     try:
         import datasets
     except ImportError as error:
-        raise ValueError("Reading training data needs the datasets library; pip install 'hf-dart[train]'.") from error
+        wanted = f"pip install '{INSTALLED_FROM}[train]' (a clone)"
+        raise ValueError(f"Reading training data needs the datasets library; {wanted}.") from error
     return datasets
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,17 +16,20 @@ Document = tuple[np.ndarray, np.ndarray]
 class Packer:
     """Packs documents into rows.
 
-    A document longer than a row is cut; pieces that no draft can be trained in are left out.
+    A document longer than a row is cut; pieces that no draft can be trained in are left out. Where a document begins
+    with the tokenizer's first token, so does each of its pieces: targets write badly without it.
 
     Args:
         length: T, tokens of a row.
         draft_length: d. A piece needs d + 1 tokens, for at least one anchor.
         share_rows: False gives every piece a row of its own.
+        bos: that first token.
     """
 
     length: int
     draft_length: int
     share_rows: bool = True
+    bos: int | None = None
 
     def __call__(self, documents: Iterable[Document]) -> dict[str, list[np.ndarray]]:
         """Rows as columns: `input_ids`, `documents` (0, 1, ... in a row; -1 in padding) and `loss_mask`, of [T]."""
@@ -52,12 +55,24 @@ class Packer:
         return columns
 
     def _cut(self, ids: np.ndarray, mask: np.ndarray) -> Iterable[Document]:
-        for start in range(0, len(ids), self.length):
-            piece = slice(start, start + self.length)
+        for piece, learned in cut(ids, mask, self.length, self.bos):
             # The anchors of the piece, and whether the first token that each drafts may be (`blocks.draw_anchors`).
-            possible = np.append(mask[piece][2:], False)[: max(len(ids[piece]) - self.draft_length, 0)]
+            possible = np.append(learned[2:], False)[: max(len(piece) - self.draft_length, 0)]
             if possible.any():
-                yield ids[piece], mask[piece]
+                yield piece, learned
+
+
+def cut(ids: np.ndarray, mask: np.ndarray, length: int, bos: int | None) -> Iterator[Document]:
+    """A document in pieces of `length` tokens or less.
+
+    If it begins with `bos`, so does every piece, which does not count there as what a head may draft.
+    """
+    yield ids[:length], mask[:length]
+    front = ids[:1] if bos is not None and ids[:1].tolist() == [bos] else ids[:0]
+    step = length - len(front)
+    for start in range(length, len(ids), step):
+        piece = slice(start, start + step)
+        yield np.concatenate([front, ids[piece]]), np.concatenate([np.zeros(len(front), bool), mask[piece]])
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:

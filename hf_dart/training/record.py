@@ -7,7 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.hub.facts import TRAINING_RECORD
+from hf_dart.hub.facts import TRAINING_RECORD, publishable
 from hf_dart.machine import hardware, versions
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         steps behind the weights; tokens: of all rows read, padding left out; rows_per_step, anchors_per_row;
         evaluation: the weights' last metrics; optimizer, learning_rate, schedule, seed; precision: of autocast;
         weights_dtype, target_dtype; processes, hardware, versions; recipe: the options that `hf-dart train` was
-        given, tokens of the Hub left out.
+        given, tokens of the Hub and local folders left out.
     """
     args, state = trainer.args, trainer.state
     step, evaluation = _held(trainer)
@@ -74,7 +74,7 @@ def training_record(trainer: DartTrainer) -> dict[str, Any]:
         "processes": args.world_size,
         "hardware": hardware(args.device),
         "versions": versions(_PACKAGES),
-        "recipe": trainer.recipe,
+        "recipe": None if trainer.recipe is None else publishable(trainer.recipe),
     }
     return {name: value for name, value in record.items() if value is not None}
 

@@ -21,6 +21,7 @@ import numpy as np
 
 from hf_dart.training.chat import Message
 from hf_dart.training.documents import group_files
+from hf_dart.training.packing import cut
 from hf_dart.training.sampling import Sampling
 from hf_dart.training.sources import DataArguments, Encoder, open_encoded
 from hf_dart.training.writers import Writer
@@ -96,11 +97,12 @@ def _pieces(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> I
     """Documents cut to the length of a row; an end that is too short for a prefix is left out, a document is not."""
     eos = encoder.tokenizer.eos_token_id
     for examples in documents.iter(100):
-        for ids, _ in encoder.encode(examples):
+        for ids, mask in encoder.encode(examples):
             text = ids[:-1] if len(ids) and ids[-1] == eos else ids
-            for start in range(0, len(text), settings.length):
-                if start == 0 or len(text) - start >= settings.prefix[0]:
-                    yield text[start : start + settings.length].tolist()
+            pieces = cut(text, mask, settings.length, encoder.tokenizer.bos_token_id)
+            for number, (piece, _) in enumerate(pieces):
+                if len(piece) >= (settings.prefix[0] if number else 1):
+                    yield piece.tolist()
 
 
 def _conversations(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[Conversation]:

@@ -22,6 +22,7 @@ from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.pair import load_target
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
+from hf_dart.training.checkpoints import STAGING
 from hf_dart.training.diffusion import DiffusionTrainer
 from hf_dart.training.eagle import EagleTrainer
 from hf_dart.training.recipe import Recipe
@@ -33,6 +34,9 @@ from hf_dart.vocabulary import frequent_tokens
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""
+
+# What a run leaves that ended before its first checkpoint.
+_OF_NO_USE = {"recipe.yaml", "runs", "logs", STAGING}
 
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
 _KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
@@ -117,7 +121,7 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
     """
     folder = Path(output_dir)
     if asked is None or asked.lower() == "false":
-        if folder.is_dir() and any(folder.iterdir()):
+        if folder.is_dir() and {path.name for path in folder.iterdir()} - _OF_NO_USE:
             raise ValueError(
                 f"The folder {output_dir} is not empty; go on with its newest checkpoint by resume_from_checkpoint, or "
                 "give another output_dir."

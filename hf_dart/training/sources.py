@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from hf_dart.fit import template_hash, vocabulary_hash
+from hf_dart.fit import same_vocabulary, template_hash
 from hf_dart.pair import sentence
 from hf_dart.training.chat import ChatFormat, Message, as_messages
 from hf_dart.training.documents import Source, datasets_library, group_files, open_source
@@ -112,10 +112,11 @@ def load_rows(
         ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.
     """
     datasets = datasets_library()
-    if config is not None and config.tokenizer_hash not in (None, vocabulary_hash(tokenizer)):
+    known = None if config is None else config.tokenizer_hash
+    if config is not None and known is not None and not same_vocabulary(known, tokenizer, config.vocab_size):
         raise ValueError(
-            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it gives other "
-            "ids to the same tokens; give the target's own."
+            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it has other "
+            "tokens or ids; give the target's own."
         )
     if arguments.max_length <= draft_length:
         raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
@@ -279,6 +280,11 @@ def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
     """The documents of a source, and what makes rows of them; as for `load_rows` and `open_source`."""
+    if len(tokenizer) > 2**16 and any(name.endswith(".bin") for name in names):
+        raise ValueError(
+            f"{names[0]} holds ids of 16 bits, and this tokenizer has {len(tokenizer)} tokens; give rows of input_ids, "
+            "such as Parquet files."
+        )
     source = open_source(
         names,
         split=split,
@@ -298,7 +304,7 @@ def open_encoded(
         tokenizer=tokenizer,
         chat=chat,
         all_tokens=arguments.train_on == "all",
-        pack=Packer(arguments.max_length, draft_length, arguments.packing),
+        pack=Packer(arguments.max_length, draft_length, arguments.packing, tokenizer.bos_token_id),
         source=source.name,
     )
 
