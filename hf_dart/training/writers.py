@@ -90,11 +90,27 @@ class ModelWriter:
         assert self.chat is not None
         texts = [self.chat.render(messages, prompt=True, tools=tools) for messages, tools in conversations]
         prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-        replies = []
-        for ids in self.continue_texts(prompts, new_tokens, sampling, seed):
-            text = self.tokenizer.decode(ids, skip_special_tokens=True)
-            replies.append(Reply({"role": "assistant", "content": text}, ids[-1] in self.ends))
-        return replies
+        written = self.continue_texts(prompts, new_tokens, sampling, seed)
+        both = zip(prompts, written, strict=True)
+        return [Reply(self._message(prompt, ids), ids[-1] in self.ends) for prompt, ids in both]
+
+    def _message(self, prompt: list[int], ids: list[int]) -> Message:
+        """The message that the target wrote behind a prompt.
+
+        Raises:
+            ValueError: special tokens divide it, and the tokenizer does not say into what.
+        """
+        special = {*self.tokenizer.all_special_ids} - {self.tokenizer.pad_token_id}
+        inside = [token for token in ids[: len(ids) - (ids[-1] in self.ends)] if token in special]
+        if not inside:
+            return {"role": "assistant", "content": self.tokenizer.decode(ids, skip_special_tokens=True)}
+        if self.tokenizer.response_template is None:
+            raise ValueError(
+                f"A reply holds the special token {self.tokenizer.convert_ids_to_tokens(inside[0])!r}, and the "
+                "tokenizer has no response_template that tells its parts; give it one, or let a --server write that "
+                "tells them."
+            )
+        return {"role": "assistant", **self.tokenizer.parse_response(ids, prefix=prompt)}
 
     @property
     def ends(self) -> set[int]:
