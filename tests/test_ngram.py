@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import pickle
 import re
 from collections import Counter
@@ -117,6 +118,30 @@ def test_several_processes(tmp_path: Path) -> None:
     assert unpacked(table) == by_hand(documents, 3)
 
 
+class Fatal:
+    """A tokenizer that ends its process, as the system does when memory is short."""
+
+    eos_token_id = 0
+
+    def __len__(self) -> int:
+        return VOCABULARY
+
+    def get_vocab(self) -> dict[str, int]:
+        return {"a": 0}
+
+    def __call__(self, *texts: Any, **options: Any) -> Any:
+        os._exit(9)
+
+
+def test_a_process_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("hf_dart.commands.ngram._tokenizer", lambda path: Fatal())
+    assert main(["ngram", "build", str(tmp_path / "table"), "--text", __file__, "--workers", "2"]) == 2
+    assert "smaller --chunk" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
 def words() -> PreTrainedTokenizerFast:
     """A tokenizer of whole words."""
     tokenizer = Tokenizer(models.WordLevel({"<eos>": 0, "a": 1, "b": 2, "c": 3, "d": 4}, unk_token="d"))
@@ -201,6 +226,31 @@ def test_tables_that_do_not_belong_together(tmp_path: Path) -> None:
         right = build(corpus(), tmp_path / name, **{"vocab_size": VOCABULARY, **options})
         with pytest.raises(ValueError, match="not counted alike"):
             merge([left.path, right.path], tmp_path / "merged")
+
+
+def test_shards_pruned_in_different_ways(tmp_path: Path) -> None:
+    """What one of them kept is kept, and the file says so."""
+    documents = corpus(documents=20)
+    full = build(documents, tmp_path / "full", vocab_size=VOCABULARY)
+    pruned = build(documents, tmp_path / "pruned", vocab_size=VOCABULARY, min_counts=(2, 4))
+    merged = merge([pruned.path, full.path], tmp_path / "merged")
+    assert merged.min_counts == (1, 1)
+    assert unpacked(NgramTable.load(merged.path)) == unpacked(pruned) + unpacked(full)
+    again = merge([pruned.path, full.path], tmp_path / "again", min_counts=(1, 3))
+    assert again.min_counts == NgramTable.load(again.path).min_counts == (1, 3)
+
+
+def test_files_that_cannot_be_meant(tmp_path: Path, table: NgramTable, capsys: pytest.CaptureFixture[str]) -> None:
+    path, content = str(table.path), table.path.read_bytes()
+    for words, message in (
+        (["merge", str(tmp_path / "merged"), path, str(tmp_path / "." / "table")], "is given twice"),
+        (["merge", str(tmp_path), path], "is a folder"),
+        (["build", str(tmp_path), "--text", __file__], "is a folder"),
+    ):
+        assert main(["ngram", *words]) == 2
+        assert message in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == [table.path]
+    assert merge([table.path], table.path).path.read_bytes() == content, "in place"
 
 
 def test_counts_stop_at_their_largest(tmp_path: Path, table: NgramTable) -> None:

@@ -65,6 +65,8 @@ def _add_min_counts(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
+    from concurrent.futures.process import BrokenProcessPool
+
     from hf_dart.ngram import build as ngram_build
 
     tokenizer = _tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
@@ -82,7 +84,12 @@ def _build(arguments: argparse.Namespace) -> int:
             chunk=arguments.chunk or ngram_build.CHUNK,
             progress=_show,
         )
-    except (ValueError, KeyError) as error:
+    except BrokenProcessPool as error:
+        raise UserError(
+            "The system ended a process that counts, most likely for want of memory; give a smaller --chunk or fewer "
+            "--workers."
+        ) from error
+    except (ValueError, KeyError, OSError) as error:  # a full disk, among others
         raise UserError(sentence(error)) from error
     seconds = perf_counter() - begun
     _describe(table)
@@ -94,11 +101,15 @@ def _build(arguments: argparse.Namespace) -> int:
 def _merge(arguments: argparse.Namespace) -> int:
     from hf_dart.ngram import build as ngram_build
 
+    files = [part.resolve() for part in arguments.parts]
+    for part, file in zip(arguments.parts, files, strict=True):
+        if files.count(file) > 1:
+            raise UserError(f"{part} is given twice and would be counted twice; give every table once.")
     try:
         table = ngram_build.merge(
             arguments.parts, arguments.table, min_counts=arguments.min_counts, progress=_show
         )
-    except ValueError as error:
+    except (ValueError, OSError) as error:
         raise UserError(sentence(error)) from error
     _describe(table)
     return 0

@@ -130,7 +130,8 @@ def merge(
                 "of one order and one tokenizer."
             )
     asked = _check_min_counts(spec, min_counts)
-    kept = tuple(max(counts) for counts in zip(asked, *(source.min_counts for source in sources), strict=True))
+    least = np.min([source.min_counts for source in sources], axis=0)  # what one has pruned another may have kept
+    kept = tuple(np.maximum(asked, least).tolist())
     path = Path(path)
     with TemporaryDirectory(dir=folder_of(path), prefix=".ngram-") as folder:
         writer = TableWriter(Path(folder), spec)
@@ -394,4 +395,6 @@ def folder_of(path: Path) -> Path:
     folder = path.resolve().parent
     if not folder.is_dir():
         raise ValueError(f"There is no folder {folder} to write the table to.")
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder; give the file to write the table to.")
     return folder
