@@ -117,7 +117,7 @@ class Engine:
         self._wanted: set[Shape] = set()  # by earlier calls, which went on without
         self._missed: set[Shape] = set()  # by calls so far
         self._memory = Memory()
-        self._pool: Pool | None = None  # a new one with the next graph: a pool ends with its last graph
+        self._pool: Pool | None = None  # a new one with the next graph: a pool may end with its last graph
         gc.collect()  # rounds refer to themselves, by what was compiled of them
 
     def _made(self, make: Callable[[], _Kept]) -> _Kept:
@@ -262,7 +262,7 @@ class Engine:
         """May it be that the target does not hand down what its attention is told? It is told nothing from here on."""
         if self._hands_down:
             self._progress(f"hf_dart: rows of a batch do not share their nodes, nor layers their masks: {reason}")
-            self._hands_down = False
+            self._hands_down, self._pool = False, None
             return True
         return False
 

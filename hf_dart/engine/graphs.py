@@ -93,8 +93,9 @@ class NoHost(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name, found = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
         reads = name in self._READ
-        if name in ("index", "index_put", "index_put_"):  # how many are True?
-            reads = any(part is not None and part.dtype in (torch.bool, torch.uint8) for part in args[1])
+        if name in ("index", "index_put", "index_put_"):  # how many are True? And places may come from the host
+            places, here = [part for part in args[1] if part is not None], args[0].device
+            reads = any(part.dtype in (torch.bool, torch.uint8) or part.device != here for part in places)
         if name in ("_to_copy", "copy_"):
             reads = found.device != (args[0] if name == "_to_copy" else args[1]).device
         if reads:
