@@ -18,6 +18,12 @@ MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
 
 
+DRAFT_COST = 0.2
+"""What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
+
+_ANY_TREE = 0.1  # what a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query
+
+
 class DartConfig(PreTrainedConfig):
     """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
 
@@ -300,8 +306,9 @@ class TreeConfig:
         verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
-        draft_cost: what a draft costs, relative to the same. Where trees bring less than they cost, chains are drafted;
-            where these do, drafts pause for a while and only copied text is verified (`generation.pace`).
+        draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`).
+            Where drafts bring less than they cost, they pause for a while and only copied text is verified
+            (`generation.pace`).
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
@@ -325,7 +332,7 @@ class TreeConfig:
     lookup: int = 24
     node_cost: float = 0.03
     verify_costs: tuple[tuple[float, float], ...] = ()
-    draft_cost: float = 0.2
+    draft_cost: float | None = None
     selector: bool = True
     ngram_weight: float = 0.5
     scores: str = "survival"
@@ -340,7 +347,8 @@ class TreeConfig:
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
         for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
-            if getattr(self, name) < 0:
+            value = getattr(self, name)
+            if value is not None and value < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
         if self.verify_costs not in ((), []):
             # Lists, where they come from a JSON file.
@@ -381,8 +389,11 @@ class TreeConfig:
         Where neither is known, an accelerator verifies many nodes in the time of one; `nodes` says to take so many
         anyway.
         """
-        draft = self.draft_cost * (1 + self.refine) if drafted else 0.0
+        once = DRAFT_COST if self.draft_cost is None else self.draft_cost
+        draft = once * (1 + self.refine) if drafted else 0.0
         if self.nodes is None and self.verify_costs:
             return RoundCost.measured(draft, self.verify_costs, batch_size)
         counts = self.nodes is None and device_type == "cpu"
-        return RoundCost.linear(draft, self.node_cost if counts else 0.0, batch_size)
+        if counts and self.node_cost:
+            return RoundCost.linear(draft, self.node_cost, batch_size, _ANY_TREE)
+        return RoundCost.linear(draft, 0.0, batch_size)

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.configuration import TreeConfig
+from hf_dart.configuration import DRAFT_COST, TreeConfig
 from hf_dart.devices import device_of, host_by_default
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
@@ -30,6 +30,9 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 
 # What `hf-dart train` calls the kinds of drafters.
 _TRAINED_AS = {"DartHead": "dart", "DiffusionDrafter": "diffusion", "EagleDrafter": "eagle"}
+
+# What growing and walking a tree costs, relative to a forward of the target over one token.
+_GROWTH = 0.1
 
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
@@ -91,6 +94,28 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         self._shared = None
         self._place = {}
         self.register_buffer("draft_vocabulary", None)
+
+    def passes(self, depth: int) -> int:
+        """How often a draft of so many tokens runs the network."""
+        return 1
+
+    @property
+    def lent_weights(self) -> int:
+        """How many weights of the target's LM head score a draft."""
+        assert self._shared is not None
+        weights = int(self._shared.lm_head.weight.numel())
+        if self.draft_vocabulary is None:
+            return weights
+        return weights * len(self.draft_vocabulary) // self._shared.embeddings.num_embeddings
+
+    def draft_cost(self, target: Any, depth: int | None = None) -> float:
+        """As `Drafter.draft_cost`: by the weights that are read, which is most of what short forwards do."""
+        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        read = sum(weight.numel() for weight in target.parameters())
+        if embeddings.weight is not lm_head.weight:  # a few rows of it are read
+            read -= embeddings.weight.numel()
+        own = sum(weight.numel() for weight in self.parameters()) + self.lent_weights
+        return max(DRAFT_COST, _GROWTH + self.passes(depth or self.draft_length) * own / read)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]
         """None: tokens are embedded by the target. FSDP asks."""

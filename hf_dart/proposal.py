@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import TreeConfig
+from hf_dart.configuration import DRAFT_COST, TreeConfig
 from hf_dart.generation.stats import DraftStats
 from hf_dart.ngram.table import NgramTable
 from hf_dart.vocabulary import columns_of
@@ -114,6 +114,13 @@ class Drafter(ABC, Generic[State]):
     @abstractmethod
     def check_target(self, target: nn.Module) -> None:
         """Raise a `ValueError` that says the mend if this drafter cannot draft for `target`."""
+
+    def draft_cost(self, target: nn.Module, depth: int | None = None) -> float:
+        """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
+
+        It decides where `TreeConfig.draft_cost` does not say; a timed value would make equal calls differ.
+        """
+        return DRAFT_COST
 
     @abstractmethod
     def begin(self, batch_size: int, capacity: int) -> State:

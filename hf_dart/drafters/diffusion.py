@@ -112,6 +112,9 @@ class DiffusionDrafter(FittedDrafter):
         self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
         self.post_init()
 
+    def passes(self, depth: int) -> int:
+        return min(self.denoise_steps, depth)
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             # What the target's LM head reads is normed; in front of it the usual scale would be far too small.

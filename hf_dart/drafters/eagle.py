@@ -123,6 +123,9 @@ class EagleDrafter(FittedDrafter):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_init()
 
+    def passes(self, depth: int) -> int:
+        return depth
+
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=self.config.initializer_range)

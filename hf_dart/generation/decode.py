@@ -19,7 +19,7 @@ from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
 from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_drafter, refuse_options
-from hf_dart.generation.pace import CHAIN, Pace
+from hf_dart.generation.pace import CHAIN, Pace, shares
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
 from hf_dart.generation.processors import needs_stocks_steps
@@ -82,6 +82,8 @@ def speculative_generate(
     tree_config = tree_config or assistant.tree_config
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
+    if tree_config.draft_cost is None:
+        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
     if tree_config.refine and not assistant.refines:
         raise ValueError(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
@@ -265,10 +267,11 @@ class Call:
         gumbel = None if proposal is None else self.gumbel(0, self.grower.depth)
         # A path of k drafts emits k + 1 tokens.
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
+        worth = shares(self.rows.emitted, limits)
         if proposal is None:
-            return self.grower(None, gumbel, deepest)
+            return self.grower(None, gumbel, deepest, shares=worth)
         refine, chain = partial(self.refine, proposal), self.pace.level == CHAIN
-        return self.grower(proposal.within(self.vocab_size), gumbel, deepest, refine, chain)
+        return self.grower(proposal.within(self.vocab_size), gumbel, deepest, refine, chain, worth)
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft behind a second look at `tokens` [B, d]."""

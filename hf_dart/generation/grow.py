@@ -52,6 +52,7 @@ class TreeGrower:
         self._calibration = Calibration() if config.calibrate else None
         self._scores = PathScores(config, drafter.ngram, self._calibration)
         self._copied: list[list[int]] = []
+        self._shares: list[float] | None = None
 
     def __call__(
         self,
@@ -60,6 +61,7 @@ class TreeGrower:
         deepest: list[int],
         refine: Callable[[Tensor], Proposal] | None = None,
         chain: bool = False,
+        shares: list[float] | None = None,
     ) -> DraftTree:
         """The trees [B, N] behind the last committed tokens.
 
@@ -70,9 +72,12 @@ class TreeGrower:
             deepest: deepest node per row.
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
+            shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
+                as much in all.
         """
         if self._most == 1:
             return self._bare()
+        self._shares = shares
         copies = self._copies(deepest)
         self._copied = [copied for copied, _ in copies]
         if proposal is None:
@@ -178,11 +183,13 @@ class TreeGrower:
         """Trees of tokens [B][d][K] and their scores [B][d][J][K]."""
         parts = zip(self._roots(), tokens, pairs, deepest, copies, strict=True)
         drafts = [RowDraft(root, row, scored, limit, *copy) for root, row, scored, limit, copy in parts]
-        return best_first(drafts, nodes=self._most, cost=self._cost(drafted))
+        return best_first(drafts, nodes=self._most, cost=self._cost(drafted), shares=self._shares)
 
     def _by_depth(self, drafts: Drafts) -> DraftTree:
         """As `_best_first`, where a score depends on more than the token in front."""
-        return by_depth(drafts, nodes=self._most, beam=self._config.beam, cost=self._cost(True))
+        return by_depth(
+            drafts, nodes=self._most, beam=self._config.beam, cost=self._cost(True), shares=self._shares
+        )
 
     @property
     def _most(self) -> int:

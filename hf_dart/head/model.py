@@ -140,6 +140,10 @@ class DartModel(FittedDrafter):
         self._keys_to_ignore_on_save = names
         self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
 
+    @property
+    def lent_weights(self) -> int:
+        return super().lent_weights if self.lm_head is None else 0
+
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype.
 

@@ -111,7 +111,9 @@ class RowDraft:
         return found
 
 
-def best_first(drafts: Sequence[Growing], *, nodes: int, cost: RoundCost | None = None) -> DraftTree:
+def best_first(
+    drafts: Sequence[Growing], *, nodes: int, cost: RoundCost | None = None, shares: Sequence[float] | None = None
+) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
     The trees grow by one node in every row; the size is the one at which the tokens expected of the round, over its
@@ -121,18 +123,20 @@ def best_first(drafts: Sequence[Growing], *, nodes: int, cost: RoundCost | None 
         drafts: one per row.
         nodes: most nodes per row, the root included.
         cost: of the round; None grows to `nodes`.
+        shares: what a token of each row counts for; None is as much in all.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
     """
     growing = [draft.best(nodes - 1) for draft in drafts]
     rows: list[list[Node]] = [[] for _ in drafts]
-    expected = float(len(drafts))
+    shares = [1.0] * len(drafts) if shares is None else shares
+    expected = sum(shares)
     size = best_size = 1
     best = expected / cost.of(1) if cost else 0.0
     while size < nodes:
         found = [next(row, None) for row in growing]
-        gain = sum(exp(node.score) for node in found if node)
+        gain = sum(share * exp(node.score) for share, node in zip(shares, found, strict=True) if node)
         if gain == 0 or (cost and not cost.pays_to_grow(size, nodes, expected, gain, best)):
             break
         for row, node in zip(rows, found, strict=True):

@@ -65,7 +65,14 @@ class _Level(NamedTuple):
     places: Array  # [B, W] of the ends of the paths among the nodes of all levels; -1 for the root
 
 
-def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = None) -> DraftTree:
+def by_depth(
+    drafts: Drafts,
+    *,
+    nodes: int,
+    beam: int,
+    cost: RoundCost | None = None,
+    shares: Sequence[float] | None = None,
+) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
     The trees grow by one node in every row; the size is the one at which the tokens expected of the round, over its
@@ -76,6 +83,7 @@ def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = 
         nodes: most nodes per row, the root included.
         beam: W, paths per depth that are gone on with. From `nodes` - 1 on, the best nodes of all paths are found.
         cost: of the round; None grows to `nodes`.
+        shares: what a token of each row counts for; None is as much in all.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others is filled up with empty ones.
@@ -86,7 +94,7 @@ def by_depth(drafts: Drafts, *, nodes: int, beam: int, cost: RoundCost | None = 
     chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
     chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
     scores = take(pool, chosen)
-    size = _best_size(scores, cost)
+    size = _best_size(scores, cost, np.ones(len(roots)) if shares is None else np.array(shares))
     if size == 1:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
     chosen, scores = chosen[:, : size - 1], scores[:, : size - 1]
@@ -153,13 +161,13 @@ def _levels(drafts: Drafts, count: int, beam: int) -> list[_Level]:
     return levels
 
 
-def _best_size(scores: Array, cost: RoundCost | None) -> int:
+def _best_size(scores: Array, cost: RoundCost | None, shares: Array) -> int:
     """Nodes, the root included, of trees whose nodes below it have scores [B, n] by falling score."""
-    gains = np.exp(scores).sum(0)
+    gains = shares @ np.exp(scores)
     gains = gains[: np.count_nonzero(gains)]
     if cost is None:
         return 1 + len(gains)
-    expected = len(scores) + np.concatenate([[0.0], gains.cumsum()])
+    expected = shares.sum() + np.concatenate([[0.0], gains.cumsum()])
     rates = expected / cost.of_each(len(expected))
     return len(rates) - int(rates[::-1].argmax())  # the largest of the best
 

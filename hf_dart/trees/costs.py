@@ -57,9 +57,10 @@ class RoundCost:
     points: Points
 
     @classmethod
-    def linear(cls, draft: float, per_node: float, batch: int) -> RoundCost:
-        """Every node of every row costs the same."""
-        return cls(draft, ((1, 1.0), (2, 1 + per_node * batch)))
+    def linear(cls, draft: float, per_node: float, batch: int, first: float = 0.0) -> RoundCost:
+        """Every node of every row costs the same, and the first one below the roots `first` more."""
+        two = 1 + first + per_node * batch
+        return cls(draft, ((1, 1.0), (2, two), (3, two + per_node * batch)))
 
     @classmethod
     def measured(cls, draft: float, tokens: Points, batch: int) -> RoundCost:
