@@ -240,8 +240,9 @@ class RaggedCache(TreeCache):
         target = self.lengths[:, None] + torch.arange(path.shape[1])
         # Padding of the path is copied too, behind a row's last entry, where nothing is looked at; room for
         # it is there because the tree itself lay behind the longest row.
-        for buffers in self._buffers.values():
-            buffers.move(source, target)
+        if not torch.equal(source, target):  # roots alone of rows of one length lie where they belong
+            for buffers in self._buffers.values():
+                buffers.move(source, target)
         self.lengths = self.lengths + torch.tensor(counts)
         self.longest = int(self.lengths.max())
 

@@ -255,9 +255,11 @@ class Call:
     def verified(self, features: Tensor, accepted: Accepted) -> Verified:
         """The accepted positions: features [B, A, F], the tokens [B, A] behind them, and how many each row has [B]."""
         width = max(1, *accepted.counts)
-        path = accepted.path[:, :width].to(features.device)
+        if features.shape[1] > 1:
+            path = accepted.path[:, :width].to(features.device)
+            features = features.gather(1, path[..., None].expand(-1, -1, features.shape[-1]))
         return (
-            features.gather(1, path[..., None].expand(-1, -1, features.shape[-1])),
+            features,
             self.rows.recent(accepted.counts, width),
             torch.tensor(accepted.counts),
         )

@@ -34,7 +34,8 @@ def shares(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
         limits: what each may emit in the coming round; rows with 0 take no part.
     """
     slowest = min((tokens for tokens, limit in zip(emitted, limits, strict=True) if limit > 0), default=0)
-    parts = [exp((slowest - tokens) / _LEAD) if limit > 0 else 0.0 for tokens, limit in zip(emitted, limits, strict=True)]
+    rows = zip(emitted, limits, strict=True)
+    parts = [exp((slowest - tokens) / _LEAD) if limit > 0 else 0.0 for tokens, limit in rows]
     total = sum(parts) or 1.0
     return [part / total for part in parts]
 

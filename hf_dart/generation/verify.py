@@ -177,6 +177,9 @@ class Verifier:
         self._takes_positions = "position_ids" in inspect.signature(target.forward).parameters
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
+        # Eager attention adds its mask in any case.
+        self._skips_masks = target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        self._no_masks = dict.fromkeys(kind.name for kind in kinds) if len(kinds) > 1 else None
 
     def depth_room(self) -> list[int]:
         """How many positions behind each row's root the target's position table still holds."""
@@ -202,14 +205,27 @@ class Verifier:
         if limits is not None and 0 in limits:
             # The root of a row that has ended may lie behind the end of the position table.
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
-        return self.run(tree, roots.to(tree.tokens.device))
+        masked = tree.size > 1 or not self._sees_all()
+        return self.run(tree, roots.to(tree.tokens.device), masked=masked)
 
-    def run(self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def _sees_all(self) -> bool:
+        """Does a root see every entry that the cache shows, so that stock's attention would run without a mask?"""
+        if not self._skips_masks:
+            return False
+        longest = int(self.cache.lengths.max())
+        if any(kind.window is not None and longest >= kind.window for kind in self.kinds):
+            return False
+        return all(bool((self.cache.past_positions(kind.layer, 1) >= 0).all()) for kind in self.kinds)
+
+    def run(
+        self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None, masked: bool = True
+    ) -> tuple[Tensor, Tensor]:
         """As a call, on fixed shapes: the cache has room for the tree, whose roots stand at positions `roots` [B].
 
         Args:
             computed: [M] of the B N nodes, those to be run, as one row of tokens: logits are [1, M, V] and features
                 [1, M, F] then. Cache and attention have to know (`hf_dart.engine.budget`); masks are those of trees.
+            masked: False where nothing in the cache is hidden from the trees, which are roots alone.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
@@ -217,7 +233,7 @@ class Verifier:
         tokens = tree.tokens
         if computed is not None:
             tokens, at = tokens.flatten()[computed][None], positions.flatten()[computed][None]
-        masks = self.masks(tree, positions)
+        masks = self.masks(tree, positions) if masked else self._no_masks
         inputs = self.told(masks, computed)
         if self._takes_positions:
             inputs["position_ids"] = at

@@ -87,8 +87,12 @@ class Walker:
         scores = scores.view_as(logits)
         if self._noise is None:
             return scores.argmax(-1)
-        window = self._noise.exponentials(self._rows.emitted, tree.max_depth + 1).to(scores.device)
-        at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
+        emitted = self._rows.emitted
+        if tree.size == 1 and min(emitted) == max(emitted):
+            at_node = self._noise.block(emitted[0])[:, None]
+        else:
+            window = self._noise.exponentials(emitted, tree.max_depth + 1).to(scores.device)
+            at_node = window[torch.arange(len(window), device=window.device)[:, None], tree.depths]
         return drawn(scores.softmax(-1).div_(at_node))
 
     def _emit(self, path: Tensor, tokens: Tensor, lengths: Tensor, limits: list[int]) -> Accepted:

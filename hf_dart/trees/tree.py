@@ -88,6 +88,9 @@ class DraftTree:
     def chain(cls, tokens: Tensor, counts: Tensor | None = None) -> DraftTree:
         """One path per row: tokens [B, N], of which the first `counts` [B] are real and the rest empty."""
         batch, nodes = tokens.shape
+        if nodes == 1 and counts is None:
+            none = torch.zeros_like(tokens)
+            return cls(tokens, none - 1, none, torch.ones_like(tokens, dtype=torch.bool)[..., None], 0)
         index = torch.arange(nodes, device=tokens.device)
         real = (index < counts[:, None]) if counts is not None else index.expand(batch, -1) >= 0
         lower = index[:, None] >= index
