@@ -12,7 +12,7 @@ import pytest
 import torch
 from cases import GREEDY, MODES, SAMPLED, batch, replay
 from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
-from tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
+from tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from transformers import (
     DynamicCache,
     TextIteratorStreamer,
@@ -307,6 +307,31 @@ def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> No
 
 
 # ---- at the end -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3", "llama4", "deepseek_v32"])
+def test_a_root_that_sees_all_needs_no_mask(family: str) -> None:
+    """Rounds without a draft then take stock's own attention; behind a window, or beside shorter rows, they do not."""
+    model = tiny_target(family)
+    head = tiny_head(model)
+    head.tree_config = TreeConfig(nodes=1)
+    masks: list[bool] = []
+
+    def note(module: Any, given: Any, named: dict[str, Any]) -> None:
+        if named["input_ids"].shape[1] == 1:
+            mask = named["attention_mask"]
+            masks.append(mask is None or (isinstance(mask, dict) and all(one is None for one in mask.values())))
+
+    for lengths, options in (([5], GREEDY), ([5, 5], SAMPLED), ([5, 3], GREEDY)):
+        stock, _ = assert_identical(model, head, prompts(lengths), **options)
+        handle = model.register_forward_pre_hook(note, with_kwargs=True)
+        masks.clear()
+        assert torch.equal(run(model, prompts(lengths), 0, assistant=head, **options).sequences, stock.sequences)
+        handle.remove()
+        windowed = family in ("mixtral", "gemma3", "llama4")
+        alike = len(set(lengths)) == 1
+        until = (WINDOW - 5 if windowed else 23) if alike else 0
+        assert masks == [True] * until + [False] * (23 - until)
 
 
 def test_the_runs_exercised_commits() -> None:
