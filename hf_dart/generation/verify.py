@@ -233,8 +233,11 @@ class Verifier:
         tokens = tree.tokens
         if computed is not None:
             tokens, at = tokens.flatten()[computed][None], positions.flatten()[computed][None]
-        masks = self.masks(tree, positions) if masked else self._no_masks
-        inputs = self.told(masks, computed)
+        masks: Any = self._no_masks
+        inputs: dict[str, Any] = {}
+        if masked:
+            masks = self.masks(tree, positions)
+            inputs = self.told(masks, computed)
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
