@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import jinja2
 import numpy as np
 
 from hf_dart.pair import sentence
@@ -21,15 +20,21 @@ _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "
 
 
 def as_messages(turns: Sequence[dict[str, Any]]) -> list[Message]:
-    """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go."""
+    """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go.
+
+    Raises:
+        ValueError: a message has no role.
+    """
     messages = []
     for turn in turns:
         message = {name: value for name, value in turn.items() if value is not None}
         if "role" not in message and "from" in message:
-            role = message.pop("from")
-            message = {"role": _ROLES.get(role, role), "content": message.pop("value", ""), **message}
+            message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
+            message["role"] = _ROLES.get(str(message["role"]), message["role"])
         if "role" not in message:
             raise ValueError(f"A message has the fields {sorted(message)}; give 'role' and 'content' to each.")
+        if not isinstance(message["role"], str):
+            raise ValueError(f"A message has the role {message['role']!r}; give text, such as 'user' or 'assistant'.")
         messages.append(message)
     return messages
 
@@ -125,8 +130,8 @@ class ChatFormat:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **thinking, **options)
-        except (jinja2.TemplateError, ValueError, TypeError) as error:
-            roles = ", ".join(message["role"] for message in messages)
+        except Exception as error:  # a template is a program
+            roles = " ".join(", ".join(dict.fromkeys(str(message["role"]) for message in messages)).split())
             raise ValueError(
                 f"The chat template does not take a conversation with the roles {roles} ({sentence(error)}); leave "
                 "such conversations out or give another chat_template."

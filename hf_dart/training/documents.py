@@ -37,6 +37,20 @@ class Source(NamedTuple):
     columns: list[str]
 
 
+class _Reading(NamedTuple):
+    """How errors of reading a source are put into words: what is wrong with a damaged one, and what mends it."""
+
+    name: str
+    wrong: str
+    mend: str
+
+    def error(self, error: Exception) -> Exception:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
+            return OSError(f"Cannot read {self.name}, or keep what was read ({sentence(cause)}); mend that.")
+        return ValueError(f"{self.name} {self.wrong} ({sentence(cause)}); {self.mend}.")
+
+
 def datasets_library() -> Any:
     """The module `datasets`, which only training needs.
 
@@ -92,19 +106,15 @@ def open_source(
     name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
     path = Path(names[0]).expanduser()
     if (path / "state.json").is_file():  # of save_to_disk
-        documents = datasets.load_from_disk(str(path))
-        if not isinstance(documents, datasets.Dataset):
-            raise ValueError(f"{name} holds several splits; give the folder of one of them.")
-        documents = documents.to_iterable_dataset() if streaming else documents
-        return _first_seen(name, documents)
+        return _saved(datasets, name, path, streaming)
     files = [Path(one).expanduser() for one in names] if len(names) > 1 else _local_files(name)
     if files is None:
-        return _first_seen(name, _load(datasets, name, streaming, cache_dir, split))
-    ending = files[0].suffix
-    kind, what = _FORMATS[ending]
+        return _load(datasets, name, streaming, cache_dir, split)
+    kind, what = _FORMATS[files[0].suffix]
     files = [file for file in files if file.stat().st_size]
     if not files:
         raise ValueError(f"{name} is empty; give a source with something in it.")
+    reading = _Reading(name, f"does not hold {what}, as its ending {files[0].suffix} says", "mend it or rename it")
     try:
         if kind == "bin":
             documents = _token_files(datasets, files, eos, streaming, cache_dir)
@@ -117,18 +127,45 @@ def open_source(
                 cache_dir=cache_dir,
                 **({"sample_by": sample_by} if kind == "text" else {}),
             )
-        next(iter(documents), None)  # a stream is only opened by its first reader
-    except (datasets.exceptions.DatasetGenerationError, ValueError, UnicodeError) as error:
-        raise ValueError(
-            f"{name} does not hold {what}, as its ending {ending} says ({sentence(error.__cause__ or error)}); "
-            "mend it or rename it."
-        ) from error
-    return _first_seen(name, documents)
+            if streaming:
+                documents = _watched(datasets, documents, reading)
+    except Exception as error:  # whatever pyarrow, pandas and datasets raise
+        raise reading.error(error) from error
+    return _first_seen(name, documents, reading)
 
 
-def _first_seen(name: str, documents: Any) -> Source:
+def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:
+    """What `save_to_disk` has written."""
+    reading = _Reading(name, "is not what save_to_disk writes", "save it again")
+    try:
+        documents = datasets.load_from_disk(str(path))
+    except Exception as error:  # as in open_source
+        raise reading.error(error) from error
+    if not isinstance(documents, datasets.Dataset):
+        raise ValueError(f"{name} holds several splits; give the folder of one of them.")
+    return _first_seen(name, documents.to_iterable_dataset() if streaming else documents, reading)
+
+
+def _watched(datasets: Any, documents: Any, reading: _Reading) -> Any:
+    """A stream of files, whose errors say which source they are about wherever it is read."""
+    options = {"documents": documents, "shards": list(range(documents.num_shards)), "reading": reading}
+    return datasets.IterableDataset.from_generator(_read_shards, features=documents.features, gen_kwargs=options)
+
+
+def _read_shards(documents: Any, shards: list[int], reading: _Reading) -> Iterator[dict[str, Any]]:
+    for shard in shards:
+        try:
+            yield from documents.shard(documents.num_shards, shard)
+        except Exception as error:  # as in open_source
+            raise reading.error(error) from error
+
+
+def _first_seen(name: str, documents: Any, reading: _Reading) -> Source:
     """The fields of documents, by the first; streams know them no earlier."""
-    first = next(iter(documents), None)
+    try:
+        first = next(iter(documents), None)
+    except Exception as error:  # as in open_source
+        raise reading.error(error) from error
     if first is None:
         raise ValueError(f"{name} is empty; give a source with something in it.")
     return Source(name, documents, list(first))
@@ -166,18 +203,19 @@ def _local_files(name: str) -> list[Path] | None:
     return files
 
 
-def _load(datasets: Any, name: str, streaming: bool, cache_dir: str | None, split: str) -> Any:
+def _load(datasets: Any, name: str, streaming: bool, cache_dir: str | None, split: str) -> Source:
     """A dataset of the Hub."""
     repository, config, part = [*name.split(":", 2), "", ""][:3]
     try:
-        return datasets.load_dataset(
+        documents = datasets.load_dataset(
             repository, config or None, split=part or split, streaming=streaming, cache_dir=cache_dir
         )
-    except (OSError, ValueError) as error:
+    except Exception as error:  # as in open_source
         raise ValueError(
             f"Cannot load the dataset {name!r} ({sentence(error)}); give NAME:CONFIG:SPLIT of the Hub, or a file that "
             "is there."
         ) from error
+    return _first_seen(name, documents, _Reading(name, "cannot be read", "fetch it again"))
 
 
 def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: bool, cache_dir: str | None) -> Any:

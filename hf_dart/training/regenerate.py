@@ -21,9 +21,10 @@ import numpy as np
 
 from hf_dart.training.chat import Message
 from hf_dart.training.documents import group_files
+from hf_dart.training.encoding import Encoder
 from hf_dart.training.packing import cut
 from hf_dart.training.sampling import Sampling
-from hf_dart.training.sources import DataArguments, Encoder, open_encoded
+from hf_dart.training.sources import DataArguments, open_encoded
 from hf_dart.training.writers import Writer
 
 _WINDOW = 16  # batches whose conversations are sorted by length, so that those of a batch are alike

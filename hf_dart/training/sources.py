@@ -10,13 +10,12 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from hf_dart.fit import same_vocabulary, template_hash
 from hf_dart.pair import sentence
-from hf_dart.training.chat import ChatFormat, Message, as_messages
+from hf_dart.training.chat import ChatFormat
 from hf_dart.training.documents import Source, datasets_library, group_files, open_source
-from hf_dart.training.packing import Document, Packer
+from hf_dart.training.encoding import Encoder
+from hf_dart.training.packing import Packer
 from hf_dart.version import __version__
 
 if TYPE_CHECKING:
@@ -161,119 +160,19 @@ def read_template(given: str | None) -> str | None:
     """The text of a chat template that was given as text or as a file.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: there is no such file, or no text in it.
     """
     if given is None or "{" in given:
         return given
     if not Path(given).is_file():
         raise ValueError(f"There is no chat template {given!r}; give a file with one, or its text.")
-    return Path(given).read_text(encoding="utf8")
-
-
-@dataclass(frozen=True)
-class Encoder:
-    """Raw documents to packed rows.
-
-    Args:
-        kind: "input_ids", "messages" or "text".
-        columns: the field that holds it, and others that are read.
-        tokenizer: the target's.
-        chat: how conversations become text; None where there are none.
-        all_tokens: train on everything, not only on what the assistant or the target wrote.
-        pack: documents to rows.
-        source: for messages.
-    """
-
-    kind: str
-    columns: Sequence[str]
-    tokenizer: Any
-    chat: ChatFormat | None
-    all_tokens: bool
-    pack: Packer
-    source: str
-
-    @property
-    def name(self) -> str:
-        """The field that holds the documents."""
-        return self.columns[0]
-
-    def __call__(self, examples: dict[str, list[Any]]) -> dict[str, list[np.ndarray]]:
-        """Columns of documents to columns of rows."""
-        return self.pack(self.encode(examples))
-
-    def encode(self, examples: dict[str, list[Any]]) -> list[Document]:
-        """The documents of a batch, as token ids and which of them may be drafted.
-
-        Raises:
-            ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
-        """
-        ways = {"text": self._encode_text, "input_ids": self._encode_ids, "messages": self._encode_messages}
-        documents = ways[self.kind](examples)
-        if self.all_tokens:
-            documents = [(ids, np.ones_like(mask)) for ids, mask in documents]
-        return documents
-
-    def _encode_text(self, examples: dict[str, list[Any]]) -> list[Document]:
-        texts = examples[self.name]
-        wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
-        if wrong is not None:
-            raise ValueError(
-                f"The field {self.name!r} of {self.source} holds {type(wrong).__name__}, not text; name the field "
-                "that holds the text with text_field."
-            )
-        eos = self.tokenizer.eos_token_id
-        documents = []
-        for ids in self.tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else []:
-            if eos is not None and ids[-1:] != [eos]:
-                ids = [*ids, eos]
-            documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
-        return documents
-
-    def _encode_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
-        prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
-        documents = []
-        for row, prompt in zip(examples[self.name], prompts, strict=True):
-            ids = np.array(row, np.int64)
-            if len(ids) and not 0 <= ids.min() <= ids.max() < len(self.tokenizer):
-                raise ValueError(
-                    f"{self.source} holds the token id {ids.max()}, outside this tokenizer's {len(self.tokenizer)}; "
-                    "it was written with another tokenizer, or is no list of token ids."
-                )
-            documents.append((ids.astype(np.int32), np.arange(len(ids)) >= (prompt or 0)))
-        return documents
-
-    def _encode_messages(self, examples: dict[str, list[Any]]) -> list[Document]:
-        assert self.chat is not None
-        documents = []
-        for messages, tools in self.conversations(examples):
-            documents += self.chat.encode(messages, tools, marked=not self.all_tokens)
-        return documents
-
-    def conversations(self, examples: dict[str, list[Any]]) -> list[tuple[list[Message], Any]]:
-        """The messages and tools of a batch.
-
-        Raises:
-            ValueError: the field holds something else.
-        """
-        tools = examples.get("tools", [None] * len(examples[self.name]))
-        found = []
-        for turns, row_tools in zip(examples[self.name], tools, strict=True):
-            if isinstance(turns, str) or not all(isinstance(turn, dict) for turn in turns or []):
-                raise ValueError(
-                    f"The field {self.name!r} of {self.source} holds no messages (dicts with 'role' and 'content'); "
-                    "name the field that holds them with messages_field, or the text with text_field."
-                )
-            if turns:
-                if isinstance(row_tools, str):  # as many datasets keep them
-                    row_tools = self._tools(row_tools)
-                found.append((as_messages(turns), row_tools or None))
-        return found
-
-    def _tools(self, text: str) -> Any:
-        try:
-            return json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise ValueError(f"The field 'tools' of {self.source} holds text that is not JSON ({error}).") from error
+    try:
+        text = Path(given).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"Cannot read the chat template {given!r} ({sentence(error)}); give another file.") from error
+    if not text.strip():
+        raise ValueError(f"The chat template {given!r} is empty; give a file with one, or its text.")
+    return text
 
 
 def open_encoded(
@@ -371,8 +270,15 @@ def _fingerprint(documents: Any, encoder: Encoder) -> str | None:
     chat = encoder.chat
     template = None if chat is None else (chat.template_text, chat.enable_thinking)
     rest = (encoder.kind, encoder.name, encoder.all_tokens, asdict(encoder.pack), encoder.tokenizer.eos_token_id)
-    content = json.dumps([__version__, documents._fingerprint, backend, template, rest])
+    # What save_to_disk wrote keeps its fingerprint when its files are put in place of others.
+    files = [(file.stat().st_size, file.stat().st_mtime_ns) for file in _cached(documents)]
+    content = json.dumps([__version__, documents._fingerprint, files, backend, template, rest])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
+
+
+def _cached(documents: Any) -> list[Path]:
+    """The Arrow files of documents."""
+    return [Path(file["filename"]) for file in documents.cache_files]
 
 
 def _why_nothing(documents: Any, encoder: Encoder) -> str:

@@ -1,0 +1,151 @@
+"""Documents as they were found to token ids, and which of them may be drafted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from hf_dart.training.chat import ChatFormat, Message, as_messages
+from hf_dart.training.packing import Document, Packer
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Raw documents to packed rows.
+
+    Args:
+        kind: "input_ids", "messages" or "text".
+        columns: the field that holds it, and others that are read.
+        tokenizer: the target's.
+        chat: how conversations become text; None where there are none.
+        all_tokens: train on everything, not only on what the assistant or the target wrote.
+        pack: documents to rows.
+        source: for messages.
+    """
+
+    kind: str
+    columns: Sequence[str]
+    tokenizer: Any
+    chat: ChatFormat | None
+    all_tokens: bool
+    pack: Packer
+    source: str
+
+    @property
+    def name(self) -> str:
+        """The field that holds the documents."""
+        return self.columns[0]
+
+    def __call__(self, examples: dict[str, list[Any]]) -> dict[str, list[np.ndarray]]:
+        """Columns of documents to columns of rows."""
+        return self.pack(self.encode(examples))
+
+    def encode(self, examples: dict[str, list[Any]]) -> list[Document]:
+        """The documents of a batch, as token ids and which of them may be drafted.
+
+        Raises:
+            ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
+        """
+        ways = {"text": self._encode_text, "input_ids": self._encode_ids, "messages": self._encode_messages}
+        documents = ways[self.kind](examples)
+        if self.all_tokens:
+            documents = [(ids, np.ones_like(mask)) for ids, mask in documents]
+        return documents
+
+    def _encode_text(self, examples: dict[str, list[Any]]) -> list[Document]:
+        texts = examples[self.name]
+        wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
+        if wrong is not None:
+            raise ValueError(
+                f"The field {self.name!r} of {self.source} holds {type(wrong).__name__}, not text; name the field "
+                "that holds the text with text_field."
+            )
+        eos = self.tokenizer.eos_token_id
+        documents = []
+        for ids in self.tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else []:
+            if eos is not None and ids[-1:] != [eos]:
+                ids = [*ids, eos]
+            documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
+        return documents
+
+    def _encode_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
+        prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
+        documents = []
+        for row, prompt in zip(examples[self.name], prompts, strict=True):
+            ids = self._ids(row)
+            given = 0 if prompt is None else prompt
+            if type(given) is not int or given < 0:
+                raise ValueError(
+                    f"The field 'prompt_tokens' of {self.source} holds {prompt!r}; give how many of the row's tokens "
+                    "the target did not write."
+                )
+            documents.append((ids, np.arange(len(ids)) >= given))
+        return documents
+
+    def _ids(self, row: Any) -> np.ndarray:
+        """The token ids [n] int32 of a row."""
+        try:
+            ids = np.array([] if row is None else row)
+        except (ValueError, OverflowError):  # lists of several lengths, numbers beyond 64 bits
+            ids = np.array(None)
+        if ids.shape == (0,):
+            return ids.astype(np.int32)
+        if ids.ndim != 1 or ids.dtype.kind not in "iu":
+            raise ValueError(
+                f"The field {self.name!r} of {self.source} holds something else than lists of token ids; mend it, or "
+                "name the field that holds the text with text_field."
+            )
+        wrong = ids[(ids < 0) | (ids >= len(self.tokenizer))]
+        if len(wrong):
+            raise ValueError(
+                f"{self.source} holds the token id {wrong[0]}, outside this tokenizer's {len(self.tokenizer)}; it was "
+                "written with another tokenizer, or is no list of token ids."
+            )
+        return ids.astype(np.int32)
+
+    def _encode_messages(self, examples: dict[str, list[Any]]) -> list[Document]:
+        assert self.chat is not None
+        documents = []
+        for messages, tools in self.conversations(examples):
+            with self._named():
+                documents += self.chat.encode(messages, tools, marked=not self.all_tokens)
+        return documents
+
+    def conversations(self, examples: dict[str, list[Any]]) -> list[tuple[list[Message], Any]]:
+        """The messages and tools of a batch.
+
+        Raises:
+            ValueError: the field holds something else.
+        """
+        tools = examples.get("tools", [None] * len(examples[self.name]))
+        found = []
+        for turns, row_tools in zip(examples[self.name], tools, strict=True):
+            if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
+                raise ValueError(
+                    f"The field {self.name!r} of {self.source} holds no messages (dicts with 'role' and 'content'); "
+                    "name the field that holds them with messages_field, or the text with text_field."
+                )
+            if turns:
+                if isinstance(row_tools, str):  # as many datasets keep them
+                    row_tools = self._tools(row_tools)
+                with self._named():
+                    found.append((as_messages(turns), row_tools or None))
+        return found
+
+    @contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except ValueError as error:
+            raise ValueError(f"A conversation of {self.source}: {error}") from error
+
+    def _tools(self, text: str) -> Any:
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"The field 'tools' of {self.source} holds text that is not JSON ({error}).") from error
