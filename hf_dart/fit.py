@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
+from hf_dart.pair import sentence
+
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig
 
@@ -105,7 +107,12 @@ def tokenizer_beside(target: Any) -> Tokenizer | None:
         _raise_exceptions_for_connection_errors=False,
         _raise_exceptions_for_gated_repo=False,
     )
-    return None if path is None else Tokenizer.from_file(path)
+    if path is None:
+        return None
+    try:
+        return Tokenizer.from_file(path)
+    except Exception as error:  # of no class of its own
+        raise ValueError(f"{path} is no tokenizer ({sentence(error)}); fetch the target again.") from error
 
 
 def _name(target: Any) -> str:

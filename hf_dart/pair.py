@@ -75,13 +75,22 @@ def load_head(path: str, model: Any, tokenizer: Any) -> Any:
 
 def load_tokenizer(target: str | None = None) -> Any:
     """Load a target's tokenizer alone; arguments and errors as for `load_pair`."""
-    from transformers import AutoTokenizer
-
     path = target or str(PACKAGED_TARGET)
     _check_path("target", path)
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path: str) -> Any:
+    """Load the tokenizer in a folder or on the Hub, with a model beside it or without.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
     try:
         return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # as in load_target
         raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
 
 
@@ -118,7 +127,7 @@ def load_target(
             AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options),
             AutoTokenizer.from_pretrained(tokenizer or path, **revision),
         )
-    except (OSError, ValueError, ImportError, KeyError, RuntimeError) as error:
+    except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
         raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
 
 
@@ -130,6 +139,19 @@ def _check_path(what: str, path: str) -> None:
             raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
     elif looks_local or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
+
+
+def check_text(text: str, what: str) -> str:
+    """The text, which can be tokenized: command lines and JSON may bring half a character.
+
+    Raises:
+        UserError: it is no Unicode text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} holds bytes that are no UTF-8 text ({error.reason}); mend it.") from error
+    return text
 
 
 def sentence(error: BaseException) -> str:

@@ -7,16 +7,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
 import torch
+from attacks import changed, damaged, seeds, survives
 from chats import CONVERSATION, chat_tokenizer
+from endpoint import serving
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart import DartHead, attach
@@ -241,54 +241,10 @@ def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
     assert len(rows) > 0
 
 
-class Endpoint(BaseHTTPRequestHandler):
-    """OpenAI-style endpoints in front of a `ModelWriter`, with a fault now and then."""
-
-    def do_POST(self) -> None:
-        server: Any = self.server
-        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        with server.lock:
-            server.seen.append(body)
-            fault = server.faults.pop(0) if server.faults else None
-            if fault == "drop":
-                self.close_connection = True
-                return
-            if fault is None:
-                answer = self.answer(body)
-        content = json.dumps(answer if fault is None else {"error": "no"}).encode()
-        self.send_response(fault or 200)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        writer = self.server.writer  # type: ignore[attr-defined]
-        sampling = Sampling(1.0, body["temperature"], repetition_penalty=body.get("repetition_penalty", 1.0))
-        if self.path == "/v1/completions":
-            (ids,) = writer.continue_texts([body["prompt"]], body["max_tokens"], sampling, body["seed"])
-            ended = ids[-1] in writer.ends
-            choice = {"text": writer.tokenizer.decode(ids), "token_ids": ids}
-            return {"choices": [{**choice, "finish_reason": "stop" if ended else "length"}]}
-        if self.path == "/v1/chat/completions":
-            ((message, ended),) = writer.reply([(body["messages"], None)], body["max_tokens"], sampling, body["seed"])
-            return {"choices": [{"message": message, "finish_reason": "stop" if ended else "length"}]}
-        return {"detail": "not found"}
-
-    def log_message(self, *args: Any) -> None:
-        """Quiet."""
-
-
 @pytest.fixture
 def server() -> Iterator[Any]:
-    server: Any = ThreadingHTTPServer(("127.0.0.1", 0), Endpoint)
-    server.daemon_threads = True
-    server.lock, server.seen, server.faults, server.writer = threading.Lock(), [], [], small_writer()
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
-    thread.start()
-    yield server
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(small_writer()) as server:
+        yield server
 
 
 def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server: Any) -> None:
@@ -321,6 +277,33 @@ def test_a_server_that_does_not_answer(server: Any) -> None:
     writer.url = f"http://127.0.0.1:{server.server_port}/other"
     with pytest.raises(ValueError, match="does not answer as an OpenAI-style server does"):
         writer.continue_texts(**ask)
+
+
+@pytest.mark.parametrize("part", seeds(40, 1500))
+def test_a_server_that_answers_something_else(server: Any, part: range) -> None:
+    url = f"http://127.0.0.1:{server.server_port}"
+    writer = ServerWriter(url, "small", server.writer.tokenizer, tries=1)
+    text = {"text": "import os", "token_ids": [5, 6], "finish_reason": "stop"}
+    chat = {"message": {"role": "assistant", "content": "Yes.", "reasoning": "Hm."}, "finish_reason": "stop"}
+    read = 0
+    for seed in part:
+        choice = changed(chat if seed % 2 else text, seed // 2)
+        content = f'{{"choices": [{choice}], "usage": {{"total_tokens": 3}}}}'.encode("latin1")
+        server.faults = [damaged(content, seed) if seed % 5 == 0 else content]
+
+        def ask(chat: bool = bool(seed % 2)) -> None:
+            if chat:
+                ((message, _),) = writer.reply([([{"role": "user", "content": "Is it?"}], None)], 4, Sampling(), 0)
+                assert isinstance(message["content"], str)
+                json.dumps(message, ensure_ascii=False).encode()
+            else:
+                (ids,) = writer.continue_texts([[5, 6]], 4, Sampling(), 0)
+                assert all(type(token) is int and 0 <= token < len(writer.tokenizer) for token in ids)
+
+        read += survives(ask)
+    assert 0 < read < len(part)
+    with pytest.raises(ValueError, match="The server's URL is 'localhost:8000'; give one such as http"):
+        ServerWriter("localhost:8000", "small", writer.tokenizer)
 
 
 def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def load_assistant(path: str, pair: Pair) -> Any:
 
     try:
         model = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype)
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
+    except Exception as error:  # as in load_target
         raise UserError(f"Cannot load the assistant model {path!r}: {sentence(error)}") from error
     return model.to(pair.model.device).eval()
 

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import UserError, sentence
+from hf_dart.pair import UserError, check_text, sentence
 
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
 _FOLDER = Path(__file__).parent / "prompts"
@@ -71,10 +71,14 @@ def _rows(name: str) -> Iterator[Any]:
         return _json_lines(_FOLDER / f"{name}.jsonl")
     if name.endswith(".jsonl"):
         return _json_lines(Path(name))
+    return _documents(name)
+
+
+def _documents(name: str) -> Iterator[Any]:
     from hf_dart.training.documents import open_source
 
     try:
-        return iter(open_source([name], split="test", streaming=True).documents)
+        yield from open_source([name], split="test", streaming=True).documents
     except (ValueError, OSError) as error:
         raise UserError(f"Cannot read the suite {name!r}: {sentence(error)}") from error
 
@@ -107,7 +111,7 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
         elif field in _REQUESTS:
             messages = [{"role": "user", "content": value}]
         else:
-            return tokenizer(value)["input_ids"]
+            return tokenizer(check_text(value, f"A prompt of {name!r}"))["input_ids"]
         break
     else:
         known = ", ".join((*_CONVERSATIONS, *_TEXTS, *_REQUESTS))
@@ -115,9 +119,14 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
     if not messages:
         return []
     if tokenizer.chat_template:
-        text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return tokenizer(text, add_special_tokens=False)["input_ids"]
-    return tokenizer(messages[-1]["content"])["input_ids"]
+        from hf_dart.training.chat import apply_template
+
+        try:
+            text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
+        except ValueError as error:
+            raise UserError(f"A conversation of {name!r} cannot be read: {sentence(error)}") from error
+        return tokenizer(check_text(text, f"A conversation of {name!r}"), add_special_tokens=False)["input_ids"]
+    return tokenizer(check_text(messages[-1]["content"], f"A message of {name!r}"))["input_ids"]
 
 
 def _turns(value: Any, name: str) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from hf_dart.commands.common import (
     tree_options,
     write_json,
 )
-from hf_dart.pair import UserError
+from hf_dart.pair import UserError, check_text
 
 _PROMPTS, _PROMPT_TOKENS = 8, 96
 
@@ -44,7 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     pair = load(arguments)
     if arguments.prompts:
         text = "from the command line"
-        prompts = [pair.tokenizer(prompt)["input_ids"] for prompt in arguments.prompts]
+        prompts = [pair.tokenizer(check_text(prompt, "A prompt"))["input_ids"] for prompt in arguments.prompts]
         if not all(prompts):
             raise UserError("A prompt is empty; give some text.")
         prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.commands.common import positive
-from hf_dart.pair import DTYPES, PACKAGED_TARGET, UserError, load_pair, sentence
+from hf_dart.pair import DTYPES, PACKAGED_TARGET, UserError, load_pair, read_tokenizer, sentence
 
 _HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
 
@@ -82,9 +82,7 @@ def _convert_ngrams(arguments: argparse.Namespace) -> None:
     if arguments.to == "trie":
         write_trie(NgramTable.load(arguments.source), arguments.out, **options)
         return
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or str(PACKAGED_TARGET))
+    tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     read_trie(arguments.source, arguments.out, tokenizer=tokenizer, **options)
 
 

@@ -10,7 +10,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.commands.common import positive, sizes
-from hf_dart.pair import PACKAGED_TARGET, UserError, sentence
+from hf_dart.pair import PACKAGED_TARGET, UserError, read_tokenizer, sentence
 from hf_dart.version import INSTALLED_FROM
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
     from hf_dart.ngram import build as ngram_build
 
-    tokenizer = _tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
+    tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     begun = perf_counter()
     try:
         table = ngram_build.build(
@@ -122,7 +122,7 @@ def _info(arguments: argparse.Namespace) -> int:
     try:
         table = NgramTable.load(arguments.table)
         if arguments.tokenizer is not None:
-            tokenizer = _tokenizer(arguments.tokenizer)
+            tokenizer = read_tokenizer(arguments.tokenizer)
             table.check_fit(vocabulary_hash(tokenizer), len(tokenizer))
     except ValueError as error:
         raise UserError(sentence(error)) from error
@@ -191,15 +191,6 @@ def _ids(path: Path, token_type: str) -> Any:
         return np.memmap(path, dtype=token_type, mode="r")
     except (OSError, ValueError) as error:
         raise UserError(f"Cannot read {str(path)!r} as token ids: {sentence(error)}") from error
-
-
-def _tokenizer(path: str) -> Any:
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise UserError(f"Cannot load the tokenizer {path!r}: {sentence(error)}") from error
 
 
 def _show(line: str) -> None:

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from hf_dart.commands.common import check_folder, load, pair_options, set_threads, write_json
 from hf_dart.pair import UserError
@@ -33,6 +34,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.machine import hardware, versions
 
     pair = load(arguments)
+    if arguments.save and not _keeps_trees(config, pair.head):
+        raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
     found = profile.measure(pair, progress=lambda line: print(line, file=sys.stderr, flush=True))
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
@@ -48,5 +51,16 @@ def _run(arguments: argparse.Namespace) -> int:
         content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}
         content["tree"].pop("nodes", None)
-        config.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
+        # Whole or not at all.
+        new = config.with_name(f"{config.name}.new")
+        new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
+        new.replace(config)
     return 0
+
+
+def _keeps_trees(config: Path, head: Any) -> bool:
+    """Does the head read its trees from there? Those of other projects do not."""
+    from hf_dart.fitted import FittedDrafter
+
+    kind = json.loads(config.read_text(encoding="utf8")).get("model_type")
+    return isinstance(head, FittedDrafter) and kind == head.config.model_type

@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from hf_dart.commands.common import positive, share, temperature
-from hf_dart.pair import UserError
+from hf_dart.pair import UserError, check_text, sentence
 
 
 def prompt_options() -> argparse.ArgumentParser:
@@ -30,15 +30,23 @@ def prompt_options() -> argparse.ArgumentParser:
 
 
 def read_prompt(arguments: argparse.Namespace) -> str:
-    """The prompt, from standard input if so wished."""
-    return sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    """The prompt, from standard input if so wished.
+
+    Raises:
+        UserError: it is no text.
+    """
+    try:
+        prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    except UnicodeDecodeError as error:
+        raise UserError(f"Standard input is no text ({sentence(error)}); give text, in UTF-8.") from error
+    return check_text(prompt, "The prompt")
 
 
 def encode_prompt(arguments: argparse.Namespace, prompt: str, pair: Any) -> dict[str, Any]:
     """`input_ids` and `attention_mask` [1, P] on the target's device.
 
     Raises:
-        UserError: there is nothing in it, or no chat template to put it into.
+        UserError: there is nothing in it, or no chat template that takes it.
     """
     if arguments.chat:
         prompt = _in_template(prompt, pair, arguments.thinking)
@@ -60,7 +68,12 @@ def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
         thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]
     flags = {} if thinking is None else {"enable_thinking": thinking}
-    return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
+    try:
+        return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
+    except Exception as error:  # a template is a program
+        raise UserError(
+            f"The target's chat template does not take this prompt ({sentence(error)}); leave --chat out."
+        ) from error
 
 
 def sampling(arguments: argparse.Namespace) -> dict[str, Any]:

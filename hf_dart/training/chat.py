@@ -39,6 +39,22 @@ def as_messages(turns: Sequence[dict[str, Any]]) -> list[Message]:
     return messages
 
 
+def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
+    """As `tokenizer.apply_chat_template`.
+
+    Raises:
+        ValueError: the template does not take these messages.
+    """
+    try:
+        return tokenizer.apply_chat_template(messages, **options)
+    except Exception as error:  # a template is a program
+        roles = " ".join(", ".join(dict.fromkeys(str(message["role"]) for message in messages)).split())
+        raise ValueError(
+            f"The chat template does not take a conversation with the roles {roles} ({sentence(error)}); leave such "
+            "conversations out or give another chat_template."
+        ) from error
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """How conversations become text.
@@ -128,11 +144,4 @@ class ChatFormat:
 
     def _apply(self, messages: list[Message], **options: Any) -> Any:
         thinking = {} if self.enable_thinking is None else {"enable_thinking": self.enable_thinking}
-        try:
-            return self.tokenizer.apply_chat_template(messages, chat_template=self.template, **thinking, **options)
-        except Exception as error:  # a template is a program
-            roles = " ".join(", ".join(dict.fromkeys(str(message["role"]) for message in messages)).split())
-            raise ValueError(
-                f"The chat template does not take a conversation with the roles {roles} ({sentence(error)}); leave "
-                "such conversations out or give another chat_template."
-            ) from error
+        return apply_template(self.tokenizer, messages, chat_template=self.template, **thinking, **options)

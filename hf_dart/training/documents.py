@@ -46,6 +46,8 @@ class _Reading(NamedTuple):
 
     def error(self, error: Exception) -> Exception:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if "corresponds to no data" in str(cause):  # as datasets says of a file without a row
+            return ValueError(f"{self.name} is empty; give a source with something in it.")
         if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
             return OSError(f"Cannot read {self.name}, or keep what was read ({sentence(cause)}); mend that.")
         return ValueError(f"{self.name} {self.wrong} ({sentence(cause)}); {self.mend}.")
@@ -115,6 +117,7 @@ def open_source(
     if not files:
         raise ValueError(f"{name} is empty; give a source with something in it.")
     reading = _Reading(name, f"does not hold {what}, as its ending {files[0].suffix} says", "mend it or rename it")
+    options = _options(kind, sample_by)
     try:
         if kind == "bin":
             documents = _token_files(datasets, files, eos, streaming, cache_dir)
@@ -125,13 +128,25 @@ def open_source(
                 split="train",
                 streaming=streaming,
                 cache_dir=cache_dir,
-                **({"sample_by": sample_by} if kind == "text" else {}),
+                **options,
             )
             if streaming:
                 documents = _watched(datasets, documents, reading)
     except Exception as error:  # whatever pyarrow, pandas and datasets raise
         raise reading.error(error) from error
     return _first_seen(name, documents, reading)
+
+
+def _options(kind: str, sample_by: str) -> dict[str, Any]:
+    """Of the reader of one kind of file."""
+    if kind == "text":
+        return {"sample_by": sample_by}
+    if kind == "json":
+        from datasets.packaged_modules.json.json import JsonConfig
+
+        # datasets 5 takes rows with certain fields beside their messages for traces of agents, and rewrites them.
+        return {name: False for name in ("parse_agent_traces",) if name in JsonConfig.__dataclass_fields__}
+    return {}
 
 
 def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:

@@ -134,6 +134,9 @@ class ServerWriter:
         tries: of each request; behind a failed one comes a pause, twice as long each time.
         timeout: seconds of one request.
         pause: seconds behind the first failure.
+
+    Raises:
+        ValueError: the URL is none.
     """
 
     url: str
@@ -145,6 +148,10 @@ class ServerWriter:
     tries: int = 6
     timeout: float = 600.0
     pause: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.url.startswith(("http://", "https://")):
+            raise ValueError(f"The server's URL is {self.url!r}; give one such as http://localhost:8000.")
 
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
@@ -158,6 +165,8 @@ class ServerWriter:
                 ids = self.tokenizer(choice["text"], add_special_tokens=False, verbose=False)["input_ids"]
                 if choice.get("finish_reason") == "stop" and self.tokenizer.eos_token_id is not None:
                     ids = [*ids, self.tokenizer.eos_token_id]
+            elif not all(type(token) is int and 0 <= token < len(self.tokenizer) for token in ids):
+                raise ValueError("The server writes token ids that this tokenizer does not have; give its target.")
             return list(ids)
 
         return self._all(one, len(prompts))
@@ -208,14 +217,17 @@ class ServerWriter:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
                     answer = json.load(response)
                 choice = answer["choices"][0]
-                choice["message" if "chat" in endpoint else "text"]
+                _check_texts(choice, "chat" in endpoint)
                 return choice
             except urllib.error.HTTPError as error:
                 if error.code < 500 and error.code != 429:
-                    said = error.read(500).decode(errors="replace")
-                    raise ValueError(f"The server refuses a request to {address}: {error.code}, {said}") from error
+                    said = " ".join(error.read(500).decode(errors="replace").split())
+                    raise ValueError(
+                        f"The server refuses a request to {address}: {error.code} ({said}); mend the URL, or what is "
+                        "asked for."
+                    ) from error
                 last: Exception = error
-            except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
+            except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{address} does not answer as an OpenAI-style server does; mend the URL.") from error
             except (OSError, http.client.HTTPException) as error:  # no connection, a broken one, no answer in time
                 last = error
@@ -223,3 +235,16 @@ class ServerWriter:
             f"{address} did not answer in {self.tries} tries ({sentence(last)}); when the server runs, give the same "
             "command again, and it goes on where it stopped."
         )
+
+
+def _check_texts(choice: Any, chat: bool) -> None:
+    """Does a server's choice hold what is read of it? If not, some error of reading it is raised."""
+    if chat:
+        message = choice["message"]
+        texts = [message.get(name) or "" for name in ("content", "reasoning", "reasoning_content")]
+    else:
+        texts = [choice["text"]]
+        ids = choice.get("token_ids")
+        iter([] if ids is None else ids)
+    for text in texts:
+        str.encode(text)  # neither another type nor half a character
