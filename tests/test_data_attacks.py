@@ -17,10 +17,14 @@ import numpy as np
 import pytest
 import torch
 from attacks import changed, damaged, seeds, survives
-from chats import CONVERSATION, chat_tokenizer
+from chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
 
+from hf_dart import NgramTable
 from hf_dart.bench.memory import peak_bytes, reset_peak
+from hf_dart.cli import main
 from hf_dart.training import DataArguments, load_rows, sources
+from hf_dart.training.chat import ChatFormat
+from hf_dart.training.sources import read_template
 
 datasets.disable_progress_bars()
 DRAFT, LENGTH = 4, 64
@@ -170,3 +174,51 @@ def test_folders_of_save_to_disk(tmp_path: Path, part: range) -> None:
     (tmp_path / "data").mkdir()
     mend()
     unharmed(attack, mend, partial(read, tmp_path, str(tmp_path / "data")), part)
+
+
+@pytest.mark.parametrize("part", seeds(40, 1200))
+def test_chat_templates(tmp_path: Path, part: range) -> None:
+    file = tmp_path / "template.jinja"
+    read = 0
+    for seed in part:
+        file.write_bytes(damaged((PLAIN, MARKED, THINKING)[seed % 3].encode(), seed))
+
+        def encode() -> None:
+            for ids, mask in ChatFormat(TOKENIZER, read_template(str(file))).encode(CONVERSATION):
+                assert ids.shape == mask.shape
+                assert not len(ids) or 0 <= ids.min() <= ids.max() < len(TOKENIZER)
+
+        read += survives(encode)
+    assert 0 < read < len(part)
+
+
+@pytest.mark.parametrize("part", seeds(3, 1000))
+@pytest.mark.parametrize("kind", ["text", "npy", "raw", "dataset"])
+def test_corpora_of_ngrams(
+    tmp_path: Path, kind: str, part: range, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    names = {"text": "a.txt", "npy": "a.npy", "raw": "a.bin", "dataset": "a.jsonl"}
+    file, table = tmp_path / names[kind], tmp_path / "a.ngram"
+    if kind == "npy":
+        np.save(file, np.concatenate([row["input_ids"] for row in ROWS["ids"]]).astype(np.uint16))
+    else:
+        write_rows(file, ROWS["text" if kind in ("text", "dataset") else "ids"])
+    words = {"text": ["--text", str(file)], "npy": ["--tokens", str(file)], "raw": ["--tokens", str(file)]}
+    words["dataset"] = ["--dataset", "json", "--data-files", str(file)]
+    good = file.read_bytes()
+    for seed in part:
+        attacked(file, ROWS["text"], good, seed)
+        state = torch.get_rng_state()
+        done = main(["ngram", "build", str(table), *words[kind]])
+        said = capsys.readouterr().err
+        assert torch.equal(torch.get_rng_state(), state)
+        assert done in (0, 2), said
+        assert table.exists() == (done == 0)
+        if done == 0:
+            NgramTable.load(table)
+            table.unlink()
+        else:
+            assert said.strip().splitlines()[-1].startswith("hf-dart: "), said
+            assert "Traceback" not in said
+        assert {path.name for path in tmp_path.iterdir()} <= {file.name, "cache"}

@@ -27,7 +27,7 @@ from hf_dart.drafters.configuration import DiffusionConfig
 from hf_dart.drafters.eagle import EagleConfig
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate import Shard, begin
 
@@ -94,6 +94,27 @@ def test_adapters(target: Any, tmp_path: Path, name: str, part: range) -> None:
         else:
             file.write_bytes(damaged(content, seed))
         survives(lambda: DartHead.from_pretrained(str(tmp_path / "adapter"), target=target))
+
+
+@pytest.mark.parametrize("part", seeds(3, 1000))
+@pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
+                                  "tokenizer_config.json"])  # fmt: skip
+def test_targets(target: Any, tmp_path: Path, name: str, part: range) -> None:
+    """What transformers reads is its own matter, but a damaged file is no traceback."""
+    target.save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(PACKAGED_TARGET).save_pretrained(tmp_path)
+    content = (tmp_path / name).read_bytes()
+
+    def read() -> None:
+        with torch.random.fork_rng(devices=[]):  # weights that are missing are drawn
+            load_target(str(tmp_path))
+
+    for seed in part:
+        if name.endswith(".json") and seed % 3:
+            (tmp_path / name).write_text(changed(json.loads(content), seed), encoding="latin1")
+        else:
+            (tmp_path / name).write_bytes(damaged(content, seed))
+        survives(one_line(read))
 
 
 @pytest.mark.parametrize("part", seeds(60, 1500))

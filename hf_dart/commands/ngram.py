@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -165,14 +165,21 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
             streaming=True,
         )
         columns = found.column_names or [name for row in found.take(1) for name in row]
-    except (OSError, ValueError) as error:
+    except Exception as error:  # whatever pyarrow, pandas and datasets raise
         raise UserError(f"Cannot load the data set {arguments.dataset!r}: {sentence(error)}") from error
     if arguments.column not in columns:
         raise UserError(
             f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(columns)}; name one "
             "of them with --column."
         )
-    return found
+    return _rows(found, arguments.dataset)
+
+
+def _rows(documents: Any, name: str) -> Iterator[Any]:
+    try:
+        yield from documents
+    except Exception as error:  # as above
+        raise UserError(f"Cannot read the data set {name!r}: {sentence(error)}") from error
 
 
 def _read(path: Path) -> str:
@@ -189,7 +196,7 @@ def _ids(path: Path, token_type: str) -> Any:
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
         return np.memmap(path, dtype=token_type, mode="r")
-    except (OSError, ValueError) as error:
+    except Exception as error:  # NumPy has a header tokenized as Python
         raise UserError(f"Cannot read {str(path)!r} as token ids: {sentence(error)}") from error
 
 
