@@ -100,10 +100,11 @@ class Encoder:
                 f"The field {self.name!r} of {self.source} holds something else than lists of token ids; mend it, or "
                 "name the field that holds the text with text_field."
             )
-        wrong = ids[(ids < 0) | (ids >= len(self.tokenizer))]
-        if len(wrong):
+        size = len(self.tokenizer)
+        wrong = ids[(ids < 0) | (ids >= size)].tolist()
+        if wrong:
             raise ValueError(
-                f"{self.source} holds the token id {wrong[0]}, outside this tokenizer's {len(self.tokenizer)}; it was "
+                f"{self.source} holds the token id {max(wrong, key=abs)}, outside this tokenizer's {size}; it was "
                 "written with another tokenizer, or is no list of token ids."
             )
         return ids.astype(np.int32)
