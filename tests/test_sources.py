@@ -58,12 +58,7 @@ def pieces_of(texts: list[str], tokenizer: Any) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("kind", "streaming"),
-    [
-        *product(("jsonl", "json", "txt", "py", "bin", "saved", "pattern"), (False, True)),
-        ("parquet", False),
-        # A shuffled stream of Parquet files waits 5 s in datasets 5.2 whenever it begins.
-        pytest.param("parquet", True, marks=pytest.mark.matrix),
-    ],
+    [*product(("jsonl", "json", "txt", "py", "bin", "saved", "pattern", "parquet"), (False, True))],
 )
 def test_every_format_gives_the_same_rows(tmp_path: Path, tokenizer: Any, kind: str, streaming: bool) -> None:
     folder = tmp_path / "data"
