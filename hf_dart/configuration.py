@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
@@ -272,7 +273,10 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
     """
     if not repository or Path(repository).is_dir():
         return None
-    cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    try:
+        cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    except HFValidationError:  # the path of a folder that is gone
+        return None
     if revision is not None:
         ref = cache / "refs" / revision
         if ref.is_file():

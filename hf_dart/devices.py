@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import torch
@@ -11,18 +13,32 @@ from torch import Tensor
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
+# What `torch.set_default_device` named, while our own bookkeeping goes on the CPU.
+_named: ContextVar[torch.device | None] = ContextVar("_named", default=None)
+
 
 def host_by_default(function: Function) -> Function:
     """What `function` makes without naming a device lies on the CPU, whatever `torch.set_default_device` says."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if torch.get_default_device().type == "cpu":  # the context costs time in every call of torch
+        named = torch.get_default_device()
+        if named.type == "cpu":  # the context costs time in every call of torch
             return function(*args, **kwargs)
-        with torch.device("cpu"):
-            return function(*args, **kwargs)
+        token = _named.set(named)
+        try:
+            with torch.device("cpu"):
+                return function(*args, **kwargs)
+        finally:
+            _named.reset(token)
 
     return run  # type: ignore[return-value]
+
+
+def users_default() -> AbstractContextManager[Any]:
+    """Inside of `host_by_default`, the default device that the user's own code counts on."""
+    named = None if torch.compiler.is_compiling() else _named.get()
+    return nullcontext() if named is None else named
 
 
 def device_of(module: Any) -> torch.device:

@@ -7,6 +7,7 @@ import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
@@ -99,14 +100,17 @@ def tokenizer_beside(target: Any) -> Tokenizer | None:
     name = target.config.name_or_path
     if not name:
         return None
-    path = cached_file(
-        name,
-        "tokenizer.json",
-        local_files_only=True,
-        _raise_exceptions_for_missing_entries=False,
-        _raise_exceptions_for_connection_errors=False,
-        _raise_exceptions_for_gated_repo=False,
-    )
+    try:
+        path = cached_file(
+            name,
+            "tokenizer.json",
+            local_files_only=True,
+            _raise_exceptions_for_missing_entries=False,
+            _raise_exceptions_for_connection_errors=False,
+            _raise_exceptions_for_gated_repo=False,
+        )
+    except (HFValidationError, OSError):  # the path of a folder that is gone is no name of a repository
+        return None
     if path is None:
         return None
     try:

@@ -71,6 +71,14 @@ class Shared:
     def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
         return self
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, a drafter has no target: its modules are no part of it, and `bind` lends them anew."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What stands for the target in a pickle."""
+
 
 class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import pickle
 from typing import Any
 
 import pytest
@@ -133,6 +135,64 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
     assert "generate" not in vars(target)
     made = tiny_head(wrapped)
     assert_identical(wrapped, made, INPUTS, **GREEDY)
+
+
+def test_pickled_targets_keep_the_keyword() -> None:
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    again = pickle.loads(pickle.dumps(target))
+    with torch.no_grad():
+        again.lm_head.weight.mul_(-1)
+    assert_identical(again, head, INPUTS, **GREEDY)
+    assert not torch.equal(*(run(one, INPUTS, 0, **GREEDY).sequences for one in (target, again)))
+
+
+def test_compiled_targets(target: Any) -> None:
+    compiled = torch.compile(target, backend="eager")
+    head = tiny_head(compiled)
+    for model in (compiled, target):
+        assert_identical(model, head, INPUTS, **GREEDY)
+    detach(compiled)
+    assert "generate" not in vars(target)
+    assert attach(compiled) is compiled
+    assert_identical(compiled, head, INPUTS, **SAMPLED)
+
+
+def test_wrapped_forwards_are_told_positions(target: Any, head: DartHead) -> None:
+    """A wrapper that hands all arguments on names none of them."""
+    plain = target.forward
+    target.forward = lambda *args, **kwargs: plain(*args, **kwargs)
+    assert_identical(target, head, INPUTS, **GREEDY)
+    assert_identical(target, replay(target, INPUTS, misses=[0.3], **GREEDY), INPUTS, **GREEDY)
+
+
+def test_a_generate_of_the_instances_own(target: Any, head: DartHead) -> None:
+    """It serves calls without drafts, and is there again behind `detach`."""
+    detach(target)
+    own = target.generate = functools.partial(target.generate, max_new_tokens=3, do_sample=False)
+    for _ in range(2):
+        attach(target)
+    assert target.generate(**INPUTS).shape[1] == 7 + 3
+    assert target.generate(**INPUTS, assistant=None, tree_config=TreeConfig(), trace=True).shape[1] == 7 + 3
+    assert target.generate(**INPUTS, **GREEDY, assistant=head).shape[1] == 7 + 16
+    twin = copy.deepcopy(target)
+    assert twin.generate(**INPUTS).shape[1] == 7 + 3
+    assert detach(target).generate is own
+
+
+def test_shallow_copies_are_attached_themselves(target: Any, head: DartHead) -> None:
+    twin = attach(copy.copy(target))
+    twin.generation_config = GenerationConfig(max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert twin.generate(**INPUTS).shape[1] == 7 + 3
+    assert_identical(twin, head, INPUTS)
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.usefixtures("head")
+def test_keywords_without_a_drafter(target: Any) -> None:
+    stock = run(target, INPUTS, 0, **GREEDY).sequences
+    ours = {"assistant": None, "tree_config": TreeConfig(nodes=4), "refine": 1, "trace": False}
+    assert torch.equal(run(target, INPUTS, 0, **GREEDY, **ours).sequences, stock)
 
 
 def test_pipeline(target: Any, head: DartHead) -> None:
@@ -319,6 +379,62 @@ def test_a_streamer_that_breaks_off(target: Any, head: DartHead, size: int, own:
     assert torch.equal(states[0], states[1])
     assert torch.equal(states[0], states[2])
     assert_identical(target, head, INPUTS, **SAMPLED)
+
+
+class NestsIn(LogitsProcessor):
+    """A processor that samples a text of its own at every call."""
+
+    def __init__(self, model: Any, **drafting: Any) -> None:
+        self.model, self.drafting = model, drafting
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        text = self.model.generate(**INPUTS, do_sample=True, max_new_tokens=2, **self.drafting)
+        return scores.index_fill(-1, text[0, -1:], 3.0)
+
+
+def test_processors_that_sample_texts_themselves(target: Any, head: DartHead) -> None:
+    runs = []
+    for inner, outer in (({}, {}), ({}, {"assistant": head}), ({"assistant": head}, {"assistant": head})):
+        processors = LogitsProcessorList([NestsIn(target, **inner)])
+        runs.append(run(target, INPUTS, 0, **SAMPLED, logits_processor=processors, **outer))
+    for ours in runs[1:]:
+        assert torch.equal(ours.sequences, runs[0].sequences)
+        assert torch.equal(ours.state, runs[0].state)
+
+
+class Draws(BaseStreamer):
+    """Does something at every token."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def put(self, value: Tensor) -> None:
+        self.what()
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def test_streamers_that_draw(target: Any, head: DartHead) -> None:
+    """Tokens were drawn ahead of them, if tokens are drawn."""
+    texts = {"do_sample": True, "max_new_tokens": 2}
+    own = torch.Generator().manual_seed(0)
+    for what, refused in (
+        (lambda: torch.rand(3), True),
+        (lambda: target.generate(**INPUTS, **texts), True),
+        (lambda: target.generate(**INPUTS, **texts, assistant=head), True),
+        (lambda: torch.rand(3, generator=own), False),
+        (lambda: target.generate(**INPUTS, do_sample=False, max_new_tokens=2, assistant=head), False),
+    ):
+        torch.manual_seed(0)
+        if refused:
+            with pytest.raises(ValueError, match=r"The streamer draws from the generator .* leave assistant= out\.$"):
+                target.generate(**INPUTS, **SAMPLED, streamer=Draws(what), assistant=head)
+        else:
+            assert_identical(target, head, INPUTS, **SAMPLED, streamer=Draws(what))
+        assert_identical(target, head, INPUTS, **GREEDY, streamer=Draws(what))
+        processors = LogitsProcessorList([RaisesAt(99)])  # in step with stock
+        assert_identical(target, head, INPUTS, **SAMPLED, streamer=Draws(what), logits_processor=processors)
 
 
 def test_in_inference_mode(target: Any, head: DartHead) -> None:

@@ -12,6 +12,9 @@ from accelerate import cpu_offload, disk_offload
 from compare import assert_identical
 from test_dflash import load
 from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessor, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartCandidateGenerator, LookupDrafter, attach
 
@@ -65,6 +68,36 @@ def test_another_default_device(kind: str) -> None:
         loop = DartCandidateGenerator.stock_loop(drafter)
         text = target.generate(**inputs[1], **greedy, custom_generate=loop)
         assert torch.equal(text, target.generate(**inputs[1], **greedy))
+
+
+class Notes(LogitsProcessor, StoppingCriteria, BaseStreamer):
+    """Where code of the user's own makes its tensors."""
+
+    def __init__(self, target: Any) -> None:
+        self.devices: set[str] = set()
+        target.model.register_forward_pre_hook(lambda module, args: self.put(None))
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Tensor:
+        self.put(input_ids)
+        return scores if isinstance(scores, Tensor) else torch.zeros(len(input_ids), dtype=torch.bool, device="cpu")
+
+    def put(self, value: Tensor | None) -> None:
+        self.devices.add(torch.zeros(1).device.type)
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+@pytest.mark.usefixtures("elsewhere")
+@pytest.mark.parametrize("own", ["logits_processor", "stopping_criteria", "streamer"])
+def test_users_code_finds_its_default_device(own: str) -> None:
+    with torch.device("cpu"):
+        target, inputs = tiny_target("llama"), prompts([9])
+    head = tiny_head(target)
+    notes = Notes(target)
+    given = notes if own == "streamer" else [notes]
+    target.generate(**inputs, do_sample=False, max_new_tokens=8, assistant=head, **{own: given})
+    assert notes.devices == {"meta"}
 
 
 def test_a_static_cache_that_stock_would_compile_for(monkeypatch: pytest.MonkeyPatch) -> None:

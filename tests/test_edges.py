@@ -9,10 +9,20 @@ import pytest
 import torch
 from compare import assert_identical, run
 from test_fit import letters
-from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from tiny import (
+    VOCABULARY,
+    ReplayDrafter,
+    prompts,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_target,
+)
+from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
 
 from hf_dart import TreeConfig, attach
+from hf_dart.generation import prefill
 from hf_dart.generation.candidate_generator import DartCandidateGenerator
 from hf_dart.generation.candidates import Ranker
 from hf_dart.generation.grow import TreeGrower
@@ -181,3 +191,46 @@ def test_skipped_noise_is_not_kept() -> None:
     assert torch.equal(noise.exponentials([300, 300], 3), wanted)
     assert len(noise._blocks) <= 4
     assert len(noise._states) <= 5
+
+
+class Later(MaxLengthCriteria):
+    """Ends five tokens behind its length, which is no one else's."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.max_length + 5)
+
+
+def test_a_criterion_that_derives_from_the_length() -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    for later, wanted in ((8, 13), (20, 22)):
+        stops = StoppingCriteriaList([Later(later)])
+        stock, _ = assert_identical(target, head, prompts([7]), do_sample=False, max_length=22, stopping_criteria=stops)
+        assert stock.sequences.shape[1] == wanted
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
+@pytest.mark.parametrize("fields", [{}, {"inject_features": True, "block_attention": "bidirectional"}], ids=str)
+def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that masks of a long one are not quadratic; what the drafter holds is the same."""
+    if fields and make is not tiny_head:
+        pytest.skip("options of DART heads")
+    drafter, inputs = make(tiny_target("llama"), **fields), prompts([23, 9, 16])
+    prompt, pads = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1).tolist()
+    features = torch.randn(3, 23, 32 * len(drafter.feature_layers), dtype=torch.float64)
+    widths: list[int] = []
+    extend = type(drafter).extend
+    monkeypatch.setattr(
+        type(drafter), "extend", lambda self, *given: (widths.append(given[2].shape[1]), extend(self, *given))
+    )
+    states = [drafter.begin(3, 40) for _ in range(2)]
+    for size, state in zip((2048, 5), states, strict=True):
+        monkeypatch.setattr(prefill, "_AT_ONCE", size)
+        with torch.no_grad():
+            prefill.PromptFeed(drafter, state, prompt, pads)(features)
+    assert widths == [22, 5, 5, 5, 5, 2]
+    assert torch.equal(*(state.lengths for state in states))
+    for index in range(len(states[0].store.specs)):
+        for row, length in enumerate(states[0].counted.tolist()):
+            left, right = (state.store.buffer(index)[row, :, :length] for state in states)
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)

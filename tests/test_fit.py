@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 from compare import assert_identical
-from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_dart import DartHead, TreeConfig, fit
 from hf_dart.generation.attach import attach
@@ -229,3 +230,26 @@ def test_config_says_what_is_wrong(target: Any, fields: dict[str, Any]) -> None:
 def test_tree_config_says_what_is_wrong(field: str) -> None:
     with pytest.raises(ValueError, match=field):
         TreeConfig(**{field: 0})
+
+
+def test_a_target_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny_target("qwen3").save_pretrained(tmp_path / "target")
+    monkeypatch.chdir(tmp_path)
+    for name in (str(tmp_path / "target"), "./target"):
+        target = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float64)
+        with monkeypatch.context() as elsewhere:
+            elsewhere.setattr(target.config, "name_or_path", name.replace("target", "gone"))
+            assert_identical(target, tiny_head(target), prompts([7]), **GREEDY)
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
+def test_pickled_drafters(target: Any, make: Any) -> None:
+    """They keep no target's weights, and are bound anew."""
+    drafter = make(target)
+    stored = pickle.dumps(drafter)
+    assert len(stored) < len(pickle.dumps(target)) + len(pickle.dumps(drafter.state_dict()))
+    again = pickle.loads(stored)
+    with pytest.raises(ValueError, match=r"has no target: .* call its bind\(model\)"):
+        target.generate(**prompts([7]), **GREEDY, assistant=again)
+    assert_identical(target, again.bind(target), prompts([7]), **GREEDY)
+    assert_identical(target, drafter, prompts([7]), **GREEDY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from compare import assert_identical
 from families import REFUSED
 from tiny import prompts, tiny_head, tiny_target
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention
 
@@ -168,6 +169,81 @@ def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkey
     assert_identical(target, head, prompts([9, 3, 7, 13]), **GREEDY, max_length=60)
     with pytest.raises(ValueError, match="behind 147 tokens logits differ"):
         target.generate(**prompts([7]), **GREEDY, max_length=140, assistant=head)
+
+
+# ---- targets whose logits depend on how many tokens are fed at once ---------------------------------------
+
+
+class QuantizedAtOnce(nn.Linear):
+    """Rounds what comes in to 8 bits, in steps that all tokens of a forward share, as quantize_dynamic does."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        step = input.abs().max() / 127
+        return super().forward((input / step).round() * step)
+
+
+def steer(module: Any, args: Any, output: Tensor) -> Tensor:
+    """Pushes the last position alone."""
+    return torch.cat([output[:, :-1], output[:, -1:] + 3 * torch.arange(32).cos().to(output)], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_activations_quantized_over_all_tokens(dtype: torch.dtype) -> None:
+    target = tiny_target("llama", dtype=dtype)
+    for layer in target.model.layers:
+        layer.mlp.down_proj.__class__ = QuantizedAtOnce
+    with pytest.raises(ValueError, match=r"other logits when several tokens are fed at once .* assistant=\.$"):
+        attach(target)
+    assert "generate" not in vars(target)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_hooks_that_look_at_the_last_token(dtype: torch.dtype) -> None:
+    """Also those that come and go behind `attach`."""
+    target = tiny_target("llama", dtype=dtype)
+    hook = target.model.layers[0].register_forward_hook(steer)
+    with pytest.raises(ValueError, match="fed at once"):
+        attach(target)
+    hook.remove()
+    head = tiny_head(target)
+    plain = target.generate(**prompts([7]), **GREEDY, max_new_tokens=12, assistant=head)
+    for _ in range(2):
+        hook = target.model.layers[0].register_forward_hook(steer)
+        with pytest.raises(ValueError, match="fed at once"):
+            target.generate(**prompts([7]), **GREEDY, max_new_tokens=12, assistant=head)
+        hook.remove()
+        again = target.generate(**prompts([7]), **GREEDY, max_new_tokens=12, assistant=head)
+        assert torch.equal(again, plain)
+
+
+def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks made anew for every call, and those of transformers and PEFT, cost no proof."""
+    proofs: list[int] = []
+    run = probe._Trial.run
+    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (proofs.append(length), run(self, length)))
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    for _ in range(2):
+        assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
+    assert len(proofs) == 1
+    for factor in (0.5, 2.0):
+        hook = target.model.layers[0].register_forward_hook(lambda module, args, output, by=factor: output * by)
+        assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
+        hook.remove()
+    assert len(proofs) == 2
+    plain = target.forward
+    target.forward = functools.wraps(plain)(lambda *args, **kwargs: plain(*args, **kwargs))
+    assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
+    assert len(proofs) == 3
+    target.forward = torch.compile(plain, backend="eager")
+    assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
+    assert len(proofs) == 3
+
+
+def test_autocast_rounds_more() -> None:
+    target = tiny_target("llama", dtype=torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        prove(target)
 
 
 # ---- rotary frequencies that follow the longest position --------------------------------------------------

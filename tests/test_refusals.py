@@ -246,3 +246,32 @@ def test_soft_prompts(target: Any, head: DartHead, drafting: dict[str, Any], kin
     refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "soft prompts")
     assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
     assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapters_that_invocation_tokens_switch_on(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    adapter = LoraConfig(
+        task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], alora_invocation_tokens=[5, 6]
+    )
+    wrapped = get_peft_model(target, adapter).double().eval()
+    plain = run(wrapped, INPUTS, 0, **GREEDY).sequences
+    refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "aLoRA")
+    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, plain)
+    assert_identical(wrapped.unload(), head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("layers", [[0, 1], [1]])
+def test_compressed_caches(target: Any, head: DartHead, drafting: dict[str, Any], layers: list[int]) -> None:
+    """As kvpress compresses: hooks drop entries behind the prompt."""
+
+    def compress(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        layer = kwargs["past_key_values"].layers[module.layer_idx]
+        if kwargs["hidden_states"].shape[1] == 7:  # the prompt
+            layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+
+    parts = [target.model.layers[layer].self_attn for layer in layers]
+    hooks = [part.register_forward_hook(compress, with_kwargs=True) for part in parts]
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "holds 4 entries behind a prompt of 7")
+    for hook in hooks:
+        hook.remove()
+    assert_identical(target, head, INPUTS, **GREEDY)

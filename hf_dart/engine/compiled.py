@@ -350,12 +350,12 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
         ValueError: the drafter is not for this target, or an option is out of range.
         TypeError: it is none of ours.
     """
-    from hf_dart.generation.attach import without_adapters
+    from hf_dart.generation.attach import unwrapped
     from hf_dart.proposal import Drafter
 
     if not isinstance(drafter, Drafter):
         raise TypeError(f"compile takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}.")
-    target = without_adapters(model)
+    target = unwrapped(model)
     drafter.check_target(target)
     drafter.engine = Engine(target, EngineConfig(**options), progress or _LOGGER.info)
     return drafter.engine

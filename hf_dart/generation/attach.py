@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import types
 from typing import Any
 
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
@@ -14,16 +13,19 @@ from hf_dart.generation.decode import speculative_generate
 from hf_dart.generation.probe import prove
 from hf_dart.proposal import Drafter
 
+_KEYWORDS = ("assistant", "tree_config", "refine", "trace")
+
 
 def attach(model: Any) -> Any:
     """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
 
-    Only this instance is changed: no class is patched, and deep copies, PEFT wrappers and pipelines of the
-    model keep the keyword. The target is first proved to verify trees exactly (`probe.prove`), unless it is
-    being trained.
+    Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
+    model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
+    `generate` that the instance has of its own (a repository's, a partial) goes on serving calls without
+    `assistant=`. The target is first proved to verify trees exactly (`probe.prove`), unless it is being trained.
 
     Args:
-        model: a causal LM, or a PEFT wrapper of one.
+        model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
 
     Returns:
         The model.
@@ -31,22 +33,57 @@ def attach(model: Any) -> Any:
     Raises:
         ValueError: the model cannot verify trees.
     """
-    target = without_adapters(model)
+    target = unwrapped(model)
     if not target.training:
         prove(target)
-    target.generate = types.MethodType(generate, target)
+    target.generate = AttachedGenerate(target, _own_generate(target))
     return model
 
 
 def detach(model: Any) -> Any:
     """Undo `attach`."""
-    without_adapters(model).__dict__.pop("generate", None)
+    target = unwrapped(model)
+    own = _own_generate(target)
+    vars(target).pop("generate", None)
+    if own is not None:
+        target.generate = own
     return model
 
 
-def without_adapters(model: Any) -> Any:
-    """The transformers model inside a PEFT wrapper, whose `generate` ends in that model's own."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own."""
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if inner is None or inner is model:
+            return model
+        model = inner
+
+
+def _own_generate(target: Any) -> Any:
+    """What an instance has for `generate` in place of its class's, ours aside; None if nothing."""
+    own = vars(target).get("generate")
+    return own.own if isinstance(own, AttachedGenerate) else own
+
+
+class AttachedGenerate:
+    """`generate` of an attached model; see the function of that name. Unlike bound methods, pickles keep it.
+
+    Args:
+        model: the target.
+        own: a `generate` that the instance had before, for calls without `assistant=`.
+    """
+
+    def __init__(self, model: Any, own: Any) -> None:
+        self.model, self.own = model, own
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.own is None or kwargs.get("assistant") is not None:
+            return generate(self.model, *args, **kwargs)
+        if kwargs.get("custom_generate") is None:
+            kwargs = {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
+        return self.own(*args, **kwargs)
 
 
 def generate(
@@ -63,10 +100,13 @@ def generate(
     Raises:
         TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.
     """
-    stock = type(model).generate  # not a bound method kept from attach: that would follow a deep copy's original
-    if assistant is None or isinstance(kwargs.get("custom_generate"), str):
+    stock = type(model).generate
+    custom = kwargs.get("custom_generate")
+    if assistant is None and custom is None:
+        return stock(model, *args, **kwargs)
+    if assistant is None or isinstance(custom, str):
         # A repository's generate takes assistant= itself, and comes here again if it is ours.
-        named = {"assistant": assistant, "tree_config": tree_config, "refine": refine, "trace": trace}
+        named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
         return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
     if not isinstance(assistant, Drafter):
         raise TypeError(

@@ -18,7 +18,14 @@ from hf_dart.devices import host_by_default
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.options import left_padding, refuse_cache, refuse_cache_length, refuse_drafter, refuse_options
+from hf_dart.generation.options import (
+    left_padding,
+    refuse_cache,
+    refuse_cache_length,
+    refuse_compressed,
+    refuse_drafter,
+    refuse_options,
+)
 from hf_dart.generation.pace import CHAIN, Pace, shares
 from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
 from hf_dart.generation.probe import prove
@@ -98,7 +105,7 @@ def speculative_generate(
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
     stats = DraftStats(trace=Trace(input_ids.shape[1]) if trace else None)
-    streaming = Streaming(streamer, rows)
+    streaming = Streaming(streamer, rows, drawn_ahead=bool(generation_config.do_sample) and not in_step)
     with stats.phase("prefill"):
         call = Call(model, assistant, tree_config, generation_config, logits_processor)
         logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
@@ -171,6 +178,7 @@ class Call:
             outputs = PrefillRecorder(self.model, feed, layers).prefill(input_ids, config, model_kwargs)
             # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
             self.stock_cache = stock = refuse_cache(outputs.past_key_values)
+            refuse_compressed(stock, total)
             kinds = mask_kinds(self.model, stock)
             nodes = self.config.resolve_nodes(batch, rows.device.type)
             # Shapes of the engine are those of the whole text.
@@ -184,7 +192,7 @@ class Call:
         logits = outputs.logits[:, -1:].to(rows.device)
         self.vocab_size = logits.shape[-1]
         if config.do_sample:
-            self.noise = NoiseStream(batch, self.vocab_size, rows.device)
+            self.noise = NoiseStream(batch, self.vocab_size, rows.device, forecast=rows.in_step)
         self.walk = Walker(
             self.processors,
             rows,

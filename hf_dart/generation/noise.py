@@ -9,10 +9,12 @@ t + k, and the drafter may look at the same blocks (Gumbel-max coupling of draft
 from __future__ import annotations
 
 from threading import Lock
+from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
@@ -29,16 +31,20 @@ class NoiseStream:
     The default generator itself is moved once, by `leave_as_stock`. While another stream is alive on the device, the
     two calls run side by side: then nobody can say what stock would have drawn in either, and this one draws from a
     generator of its own, which a number from the default one seeds.
+
+    Args:
+        forecast: tokens will be drawn from the default generator itself, as they come; this stream leaves it alone.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device) -> None:
+    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, *, forecast: bool = False) -> None:
         self._shape = (batch_size, vocab_size)
         self._device = device
         self._generator = torch.Generator(device)
         with _lock:
-            self._leads = device not in _leading
+            self._leads = not forecast and device not in _leading
             if self._leads:
                 _leading[device] = self
+            if self._leads or forecast:
                 self._generator.set_state(_default_state(device))
             else:
                 self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=device)))
@@ -110,6 +116,24 @@ class NoiseStream:
             if self._leads:
                 self._leads = False
                 del _leading[self._device]
+
+
+class RefusesDraws(TorchDispatchMode):
+    """Around code of the user's own while a stream of `device` leads: stock would draw its next tokens behind it."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        seeded = torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None
+        if seeded and isinstance(result, Tensor) and result.device.type == self._device.type:
+            raise ValueError(
+                "The streamer draws from the generator that tokens are drawn from, and drafts have drawn ahead; give "
+                "it a torch.Generator of its own, or leave assistant= out."
+            )
+        return result
 
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:

@@ -14,7 +14,13 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.engine.attention import attention_of
-from hf_dart.generation.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer
+from hf_dart.generation.stock_layers import (
+    SIMPLE_LAYERS,
+    DummyLayer,
+    DynamicIndexedLayer,
+    attention_layers,
+    held_by,
+)
 from hf_dart.proposal import Drafter
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
@@ -89,7 +95,15 @@ def refuse_drafter(drafter: Drafter[Any]) -> None:
 
 
 def _drops_out(model: nn.Module) -> bool:
-    return any(isinstance(part, _DropoutNd) and part.training and part.p for part in model.modules())
+    return any(isinstance(part, _DropoutNd) and part.training and part.p for part in parts_of(model))
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """All modules of a model; several times faster than `model.modules()`, as is felt in every call."""
+    found = [model]
+    for part in found:
+        found.extend(inner for inner in part._modules.values() if inner is not None)
+    return found
 
 
 def refuse_options(
@@ -129,6 +143,7 @@ def refuse_options(
         if name not in _INPUTS and value is not None and not blank:
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
+    _refuse_activated_adapters(model)
     if input_ids.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
         raise ValueError("The prompt is empty; give at least one token.")
 
@@ -148,6 +163,16 @@ def _refuse_soft_prompts(model: Any) -> None:
             f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
             "without assistant=."
         )
+
+
+def _refuse_activated_adapters(model: Any) -> None:
+    """aLoRA adapts as many of the last tokens of a forward as its text would have, not the nodes of a tree."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise ValueError(
+                "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
+                "generate without assistant=."
+            )
 
 
 def refuse_cache(cache: Any) -> Cache:
@@ -174,6 +199,21 @@ def refuse_cache(cache: Any) -> Cache:
                 "not supported yet, call generate without assistant=."
             )
     return cache
+
+
+def refuse_compressed(cache: Cache, total: int) -> None:
+    """Raise for a prefilled cache that does not hold every one of its `total` slots: position and entry part there.
+
+    Raises:
+        ValueError: hooks dropped some, as kvpress does.
+    """
+    whole = [layer for layer in attention_layers(cache) if not getattr(layer, "is_sliding", False)]
+    held = min([int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)])
+    if held != total:
+        raise ValueError(
+            f"The cache holds {held} entries behind a prompt of {total} slots: something compresses it, and drafts "
+            "would be verified at other positions; take its hooks off the model, or leave assistant= out."
+        )
 
 
 def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots: int) -> None:

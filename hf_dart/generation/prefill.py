@@ -7,8 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.devices import users_default
 from hf_dart.features import features_request, gather_features
 from hf_dart.proposal import Drafter
+
+# Positions that a drafter takes in at once: its masks grow with them, times all positions before.
+_AT_ONCE = 2048
 
 
 class PromptFeed:
@@ -41,9 +45,11 @@ class PromptFeed:
         skipped = (self._pads - self._next).clamp(0, ready)
         counts = ready - skipped
         entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
-        if entries.shape[1]:
-            next_tokens = _taken(self._prompt[:, slots], entries)
-            self._drafter.extend(self._state, _taken(features, entries), next_tokens, counts)
+        next_tokens = self._prompt[:, slots]
+        for first in range(0, entries.shape[1], _AT_ONCE):
+            piece = entries[:, first : first + _AT_ONCE]
+            taken = (counts - first).clamp(0, piece.shape[1])
+            self._drafter.extend(self._state, _taken(features, piece), _taken(next_tokens, piece), taken)
         self._next += ready
 
 
@@ -71,7 +77,8 @@ class PrefillRecorder:
     def __call__(self, **inputs: Any) -> Any:
         if not inputs.get("output_hidden_states"):
             inputs.update(features_request(self._feature_layers))
-        outputs = self._target(**inputs)
+        with users_default():
+            outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self._feed(gather_features(outputs, self._feature_layers, ran))
         return outputs

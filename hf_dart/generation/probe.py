@@ -11,7 +11,7 @@ among thousands would drown in rounding, the entries at the edge of each window 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -21,10 +21,10 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_dart.devices import device_of, host_by_default
+from hf_dart.devices import device_of, host_by_default, users_default
 from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import keeps_only_states, tree_cache
-from hf_dart.generation.options import refuse_cache, refuse_model
+from hf_dart.generation.options import parts_of, refuse_cache, refuse_compressed, refuse_model
 from hf_dart.generation.stock_layers import attention_layers, window_of
 from hf_dart.generation.verify import Verifier, layer_windows, mask_kinds, position_limit
 from hf_dart.trees.tree import DraftTree
@@ -41,11 +41,24 @@ _AT_ATTACH = 8191
 # Entries at the edge of a window are made this much louder than the others, at most.
 _LOUDEST = 64.0
 
+# How far logits of a tree may lie apart from those of plain text, above what plain text itself is apart: roundings of
+# the largest one.
+_ULPS = 8
+
 # Texts that may differ before a target is refused.
 _TRIES = 3
 
-# Models, and up to how many slots each was proved right in this process with an attention and a dtype.
-_proved: WeakKeyDictionary[Any, dict[tuple[str, torch.dtype], int]] = WeakKeyDictionary()
+# What a target's logits may differ by when several tokens are fed at once and not one by one: roundings of the largest
+# logit, but (some families compute parts in fp32 whatever their dtype) no less than this share of it.
+_ROUNDINGS = 16
+_SHARE = 2**-12
+
+# Hooks of these do to a tree what they do to a text.
+_TRUSTED = ("transformers", "peft")
+
+_Case = tuple[str, torch.dtype, frozenset[Any]]
+# Models, and up to how many slots each was proved right in this process, as it was then.
+_proved: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
 
 
 class _RefusalError(ValueError):
@@ -69,11 +82,11 @@ def _explained(model: Any) -> Iterator[None]:
 @host_by_default
 @torch.no_grad()
 def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
-    """Check once per model, attention and dtype that tree verification is right for it.
+    """Check that tree verification is right for a model: once per attention, dtype, and what hangs on its modules.
 
     Runs an 8-node tree, commits one path, runs one more token, and compares all logits with plain forwards from
-    the same cache. What a plain forward itself differs by when it is fed token by token sets the tolerance.
-    The global generators are not moved.
+    the same cache. What a plain forward itself differs by when it is fed token by token sets the tolerance, and
+    has to be rounding. The global generators are not moved.
 
     Args:
         model: the target.
@@ -85,7 +98,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
         ValueError: the target computes something else for a tree; it is not supported.
     """
     refuse_model(model)
-    case = (attention_of(model), model.dtype)
+    case = (attention_of(model), model.dtype, frozenset(_changes(model)))
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
@@ -94,6 +107,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     with _explained(model):
         trial = _Trial(model)
     refuse_cache(trial.short)
+    refuse_compressed(trial.short, _PROMPT)
     longest = max(table, text or 0) - len(_PARENTS)
     lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
     with _explained(model):
@@ -102,6 +116,32 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     proved[case] = max(slots, min(ahead, default=sys.maxsize))
+
+
+def _changes(model: Any) -> Iterator[Any]:
+    """What others have hung on the modules of a model, or put in place of their forward; and kinds of adapters."""
+    for part in parts_of(model):
+        own = vars(part)
+        hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
+        for function in [*hooks, own["forward"]] if "forward" in own else hooks:
+            plain = _undecorated(function)
+            # Not `__module__`, which functools.wraps takes from what is wrapped.
+            maker = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
+            if maker.partition(".")[0] not in _TRUSTED:
+                # Closures that are made anew for every call are one.
+                yield getattr(plain, "__code__", type(plain))
+    # LoRA adds the same to every position, whatever batch it is switched on in.
+    kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
+    yield from kinds - {"LORA"}
+
+
+def _undecorated(function: Callable[..., Any]) -> Any:
+    """What a partial, a method or what `torch.compile` made runs in the end."""
+    for name in ("func", "__func__", "_torchdynamo_orig_callable"):
+        inner = getattr(function, name, None)
+        if inner is not None:
+            return _undecorated(inner)
+    return function
 
 
 class _Trial:
@@ -128,12 +168,19 @@ class _Trial:
 
         A right target may differ once, where rounding sends a token to another expert; a wrong one always does.
         """
+        name, steady = type(self._model).__name__, False
         for nodes in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
-            error, allowed = self._tree_against_plain(length, nodes)
-            if error <= allowed:
+            error, allowed, noise, rounding = self._tree_against_plain(length, nodes)
+            if error <= allowed and noise <= rounding:
                 return
+            steady = steady or noise <= rounding
+        if not steady:
+            raise _RefusalError(
+                f"{name} computes other logits when several tokens are fed at once (behind {length} tokens they differ "
+                f"by {noise:.2g}, which is no rounding); it is not supported, call generate without assistant=."
+            )
         raise _RefusalError(
-            f"{type(self._model).__name__} computes something else for a token tree than for plain text (behind "
+            f"{name} computes something else for a token tree than for plain text (behind "
             f"{length} tokens logits differ by {error:.2g}, allowed {allowed:.2g}); it is not supported, call "
             "generate without assistant=."
         )
@@ -151,7 +198,11 @@ class _Trial:
     def _prefill(self, length: int) -> Any:
         tokens = self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
         cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        return self._model(input_ids=tokens, past_key_values=cache, use_cache=True).past_key_values
+        return self._forward(tokens, cache).past_key_values
+
+    def _forward(self, tokens: Tensor, cache: Any) -> Any:
+        with users_default():
+            return self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
 
     def _prefix(self, length: int) -> DynamicCache:
         """A cache of `length` entries: those of a short prompt, repeated.
@@ -171,8 +222,15 @@ class _Trial:
             layer.update(filled.keys[:, :, entries], filled.values[:, :, entries] * louder)
         return cache
 
-    def _tree_against_plain(self, length: int, tokens: Tensor) -> tuple[float, float]:
-        """The largest difference of a logit, and what is allowed; of `tokens` [1, 9] 8 are nodes, one comes after."""
+    def _tree_against_plain(self, length: int, tokens: Tensor) -> tuple[float, float, float, float]:
+        """Differences of logits between tree and plain text, and between plain text fed at once and one by one.
+
+        Args:
+            tokens: [1, 9], of which 8 are nodes, one comes after.
+
+        Returns:
+            The largest difference of the first kind and what is allowed; the largest of the second and what is.
+        """
         nodes, after = tokens.split([len(_PARENTS), 1], dim=1)
         prefix, room = self._prefix(length), length + 2 * len(_PARENTS)
         trees = tree_cache(prefix, [0], room, keep=False, windows=layer_windows(self._model, prefix))
@@ -190,19 +248,26 @@ class _Trial:
         whole, steps = self._plain(length, torch.cat([nodes[:, kept], after], dim=1))
         error = max(error, _difference(logits[:, -1], whole[:, -1]))
         noise = max(noise, _difference(steps, whole))
+        largest = float(whole.abs().max())
         # Some families compute parts in fp32 whatever their dtype.
-        rounding = max(16 * torch.finfo(self._model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-        return error, 8 * noise + rounding * float(whole.abs().max())
+        least = max(_ULPS * torch.finfo(self._model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+        allowed = 8 * noise + least * largest
+        return error, allowed, noise, max(_ROUNDINGS * self._coarseness(whole), _SHARE) * largest
+
+    def _coarseness(self, logits: Tensor) -> float:
+        """The relative rounding of what the target computes in: under autocast, its weights do not tell."""
+        states = attention_layers(self.short)[0].values
+        coarsest = max(torch.finfo(part.dtype).eps for part in (logits, states))
+        coarsest = max(coarsest, torch.finfo(self._model.dtype).eps)
+        lowered = logits.device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
+        return max(coarsest, 2**-10) if lowered else coarsest  # TF32
 
     def _plain(self, length: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Stock's logits [1, n, V] of tokens behind a prefix, fed at once and one by one."""
         cache = self._prefix(length)
-        whole = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        whole = self._forward(tokens, cache).logits
         cache = self._prefix(length)
-        steps = [
-            self._model(input_ids=token, past_key_values=cache, use_cache=True).logits
-            for token in tokens.split(1, dim=1)
-        ]
+        steps = [self._forward(token, cache).logits for token in tokens.split(1, dim=1)]
         return whole, torch.cat(steps, dim=1)
 
 

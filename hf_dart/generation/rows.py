@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
+from hf_dart.devices import users_default
+from hf_dart.generation.noise import RefusesDraws
+
 _ROOM = 512  # tokens behind the prompt that there is room for at first
 
 
 def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
     """Tokens that a row may have, its prompt of `prompt_length` included."""
-    # A criterion of the user's own takes the place of stock's, which has the length of the config.
-    lengths = [criterion.max_length for criterion in stopping_criteria if isinstance(criterion, MaxLengthCriteria)]
+    # One of the user's own takes the place of stock's, which has the length of the config; subclasses stand beside it.
+    lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     return max(min(lengths), prompt_length + 1)  # stock too writes one token at least
 
 
@@ -183,7 +187,9 @@ class Rows:
         for row, token in enumerate(added):
             self.tokens[row].append(token)
             self.emitted[row] += 1
-        for row, stops in enumerate(self._criteria(self.ids_in_step(), scores).tolist()):
+        with users_default():
+            stopped = self._criteria(self.ids_in_step(), scores).tolist()
+        for row, stops in enumerate(stopped):
             if stops and self._stopped_at[row] is None:
                 self._stopped_at[row] = self.emitted[row]
         return added
@@ -204,10 +210,16 @@ class Rows:
 
 
 class Streaming:
-    """Hands tokens to a streamer position by position, as far as all rows have come."""
+    """Hands tokens to a streamer position by position, as far as all rows have come.
 
-    def __init__(self, streamer: Any, rows: Rows) -> None:
+    Args:
+        drawn_ahead: noise of positions that the streamer has not seen was drawn already.
+    """
+
+    def __init__(self, streamer: Any, rows: Rows, drawn_ahead: bool = False) -> None:
         self._streamer = streamer
+        own = not type(streamer).__module__.startswith("transformers.")
+        self._guard = RefusesDraws(rows.device) if drawn_ahead and own else nullcontext()
         self._rows = rows
         self._sent = 0
         self._sending = False
@@ -219,7 +231,9 @@ class Streaming:
         self._sending = True
         for position in range(self._sent, self._rows.common):
             self._sent = position + 1
-            self._streamer.put(self._rows.generated(position))
+            tokens = self._rows.generated(position)
+            with self._guard, users_default():
+                self._streamer.put(tokens)
         self._sending = False
 
     @property

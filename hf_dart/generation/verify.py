@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
-from hf_dart.devices import device_of
+from hf_dart.devices import device_of, users_default
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.stock_layers import is_placeholder, window_of
 from hf_dart.trees.tree import DraftTree
@@ -174,7 +174,8 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self._keep_hidden_states = keep_hidden_states
-        self._takes_positions = "position_ids" in inspect.signature(target.forward).parameters
+        # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
+        self._takes_positions = "position_ids" in inspect.signature(type(target).forward).parameters
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
         # Eager attention adds its mask in any case.
@@ -242,14 +243,15 @@ class Verifier:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
-        outputs = self.target(
-            input_ids=tokens,
-            attention_mask=masks,
-            past_key_values=self.cache.cache,
-            use_cache=True,
-            return_dict=True,
-            **inputs,
-        )
+        with users_default():
+            outputs = self.target(
+                input_ids=tokens,
+                attention_mask=masks,
+                past_key_values=self.cache.cache,
+                use_cache=True,
+                return_dict=True,
+                **inputs,
+            )
         if keep:
             self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tokens)

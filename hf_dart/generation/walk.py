@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
+from hf_dart.devices import users_default
 from hf_dart.generation.noise import NoiseStream
 from hf_dart.generation.processors import of_rows, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
@@ -174,7 +175,8 @@ class Walker:
         then a forecast.
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
-        scores = self._processors(self._rows.ids_in_step(), logits)
+        with users_default():
+            scores = self._processors(self._rows.ids_in_step(), logits)
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:

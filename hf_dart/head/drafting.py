@@ -126,11 +126,10 @@ class DraftingModel(DartModel):
                 other in both directions. Injected features, the second half, lie in front of it.
         """
         keys_at = torch.arange(end, device=positions.device)
-        mask = keys_at <= positions[..., None]
+        seen = mask = keys_at <= positions[..., None]
         before = keys_at < block[:, None, None]
-        known = mask & before
         if self.config.block_attention == "bidirectional":
             behind = block[:, None, None] + self.config.draft_slots
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
             mask = mask | (inside & ~before & (keys_at < behind))
-        return (torch.cat([mask, known], dim=-1) if self.config.inject_features else mask)[:, None]
+        return (torch.cat([mask, seen & before], dim=-1) if self.config.inject_features else mask)[:, None]
