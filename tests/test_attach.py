@@ -417,7 +417,7 @@ class Draws(BaseStreamer):
 
 def test_streamers_that_draw(target: Any, head: DartHead) -> None:
     """Tokens were drawn ahead of them, if tokens are drawn."""
-    texts = {"do_sample": True, "max_new_tokens": 2}
+    texts, sampled = {"do_sample": True, "max_new_tokens": 2}, {**SAMPLED, "max_new_tokens": 4}
     own = torch.Generator().manual_seed(0)
     for what, refused in (
         (lambda: torch.rand(3), True),
@@ -429,12 +429,11 @@ def test_streamers_that_draw(target: Any, head: DartHead) -> None:
         torch.manual_seed(0)
         if refused:
             with pytest.raises(ValueError, match=r"The streamer draws from the generator .* leave assistant= out\.$"):
-                target.generate(**INPUTS, **SAMPLED, streamer=Draws(what), assistant=head)
+                target.generate(**INPUTS, **sampled, streamer=Draws(what), assistant=head)
+            processors = LogitsProcessorList([RaisesAt(99)])  # in step with stock
+            assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what), logits_processor=processors)
         else:
-            assert_identical(target, head, INPUTS, **SAMPLED, streamer=Draws(what))
-        assert_identical(target, head, INPUTS, **GREEDY, streamer=Draws(what))
-        processors = LogitsProcessorList([RaisesAt(99)])  # in step with stock
-        assert_identical(target, head, INPUTS, **SAMPLED, streamer=Draws(what), logits_processor=processors)
+            assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what))
 
 
 def test_in_inference_mode(target: Any, head: DartHead) -> None:
