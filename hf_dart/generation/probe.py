@@ -121,9 +121,10 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
 def _changes(model: Any) -> Iterator[Any]:
     """What others have hung on the modules of a model, or put in place of their forward; and kinds of adapters."""
     for part in parts_of(model):
-        own = vars(part)
-        hooks = [*own["_forward_pre_hooks"].values(), *own["_forward_hooks"].values()]
-        for function in [*hooks, own["forward"]] if "forward" in own else hooks:
+        before, behind, forward = part._forward_pre_hooks, part._forward_hooks, part.__dict__.get("forward")
+        if not before and not behind and forward is None:
+            continue
+        for function in (*before.values(), *behind.values(), *([] if forward is None else [forward])):
             plain = _undecorated(function)
             # Not `__module__`, which functools.wraps takes from what is wrapped.
             maker = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
