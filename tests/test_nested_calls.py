@@ -1,0 +1,90 @@
+"""Code of the user's own that draws, or samples texts itself, while a drafted call runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from compare import assert_identical, run
+from tiny import prompts, tiny_head, tiny_target
+from torch import Tensor
+from transformers import LogitsProcessor, LogitsProcessorList
+from transformers.generation.streamers import BaseStreamer
+
+from hf_dart import DartHead
+
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
+INPUTS = prompts([7])
+
+
+@pytest.fixture
+def target() -> Any:
+    return tiny_target("qwen3")
+
+
+@pytest.fixture
+def head(target: Any) -> DartHead:
+    return tiny_head(target)
+
+
+class Plain(LogitsProcessor):
+    """Does nothing, and is not known."""
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        return scores
+
+
+class NestsIn(LogitsProcessor):
+    """A processor that samples a text of its own at every call."""
+
+    def __init__(self, model: Any, **drafting: Any) -> None:
+        self.model, self.drafting = model, drafting
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        text = self.model.generate(**INPUTS, do_sample=True, max_new_tokens=2, **self.drafting)
+        return scores.index_fill(-1, text[0, -1:], 3.0)
+
+
+def test_processors_that_sample_texts_themselves(target: Any, head: DartHead) -> None:
+    runs = []
+    for inner, outer in (({}, {}), ({}, {"assistant": head}), ({"assistant": head}, {"assistant": head})):
+        processors = LogitsProcessorList([NestsIn(target, **inner)])
+        runs.append(run(target, INPUTS, 0, **SAMPLED, logits_processor=processors, **outer))
+    for ours in runs[1:]:
+        assert torch.equal(ours.sequences, runs[0].sequences)
+        assert torch.equal(ours.state, runs[0].state)
+
+
+class Draws(BaseStreamer):
+    """Does something at every token."""
+
+    def __init__(self, what: Any) -> None:
+        self.what = what
+
+    def put(self, value: Tensor) -> None:
+        self.what()
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+def test_streamers_that_draw(target: Any, head: DartHead) -> None:
+    """Tokens were drawn ahead of them, if tokens are drawn."""
+    texts, sampled = {"do_sample": True, "max_new_tokens": 2}, {**SAMPLED, "max_new_tokens": 4}
+    own = torch.Generator().manual_seed(0)
+    for what, refused in (
+        (lambda: torch.rand(3), True),
+        (lambda: target.generate(**INPUTS, **texts), True),
+        (lambda: target.generate(**INPUTS, **texts, assistant=head), True),
+        (lambda: torch.rand(3, generator=own), False),
+        (lambda: target.generate(**INPUTS, do_sample=False, max_new_tokens=2, assistant=head), False),
+    ):
+        torch.manual_seed(0)
+        if refused:
+            with pytest.raises(ValueError, match=r"The streamer draws from the generator .* leave assistant= out\.$"):
+                target.generate(**INPUTS, **sampled, streamer=Draws(what), assistant=head)
+            processors = LogitsProcessorList([Plain()])  # in step with stock
+            assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what), logits_processor=processors)
+        else:
+            assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what))
