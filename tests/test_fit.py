@@ -90,13 +90,6 @@ def test_tokens_that_the_target_has_no_embeddings_of_make_no_other_vocabulary(ta
     one_sentence(error)
 
 
-def test_a_drafter_of_another_kind_is_named(target: Any, tmp_path: Path) -> None:
-    tiny_diffusion_drafter(target).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="load it with DiffusionDrafter, or train it on with --drafter diff") as error:
-        DartHead.from_pretrained(str(tmp_path), target=target)
-    one_sentence(error)
-
-
 def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from transformers import AutoModelForCausalLM
 

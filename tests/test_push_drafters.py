@@ -146,7 +146,7 @@ def test_the_command(alice: Hub, target: Any, tmp_path: Path, capsys: pytest.Cap
     shown = capsys.readouterr().err
     assert "holds no config.json of a DART head, a diffusion drafter or an EAGLE head; give what" in shown
     assert "alice/target" not in alice.repositories
-    with pytest.raises(ValueError, match="of a diffusion drafter"):
+    with pytest.raises(ValueError, match="an EAGLE head, and no diffusion drafter: load it with EagleDrafter"):
         DiffusionDrafter.from_pretrained("alice/eagle", target=target)
     assert type(EagleDrafter.from_pretrained("alice/eagle")) is EagleDrafter
 
