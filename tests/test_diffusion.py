@@ -216,7 +216,7 @@ def test_files_of_another_kind_of_drafter(target: Any, tmp_path: Path) -> None:
     tiny_diffusion_drafter(target).save_pretrained(tmp_path / "diffusion")
     with pytest.raises(ValueError, match=r"a DART head, .* load it with DartHead, or .* --drafter dart\.$"):
         DiffusionDrafter.from_pretrained(str(tmp_path / "head"), target=target)
-    with pytest.raises(ValueError, match=r"a diffusion drafter, .* load it with DiffusionDrafter, or .* --drafter diffusion\.$"):
+    with pytest.raises(ValueError, match=r"a diffusion drafter, .* load it with DiffusionDrafter, or .* diffusion\.$"):
         DartHead.from_pretrained(str(tmp_path / "diffusion"), target=target)
     assert type(load_drafter(str(tmp_path / "head"), target=target)) is DartHead
     assert type(load_drafter(str(tmp_path / "diffusion"), target=target)) is DiffusionDrafter

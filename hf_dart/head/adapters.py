@@ -275,10 +275,7 @@ def head_of(
     tokenizer: Any,
     **kwargs: Any,
 ) -> DartHead:
-    """The head that the adapter in `path` stands on, without the adapter.
-
-    `base` is where the user says it lies, `adapter` what its adapter_config.json says.
-    """
+    """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json, `adapter`, says."""
     where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     content = optional_json(path, "config.json", **where) or {}
     if content.get("copied_layer") is not None:
@@ -352,8 +349,8 @@ def take_settings(head: DartHead, path: str, **where: Any) -> None:
         ValueError: the file is none of a head.
     """
     content = optional_json(path, "config.json", **where)
-    if content is None:  # PEFT alone wrote the adapter
-        return
+    if content is None:
+        return  # PEFT alone wrote the adapter
     try:
         config = type(head.config).from_dict({**head.config.to_dict(), **content})
         head.tree_config = TreeConfig(**config.tree)
