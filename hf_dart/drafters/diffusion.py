@@ -113,7 +113,7 @@ class DiffusionDrafter(FittedDrafter):
         self.post_init()
 
     def passes(self, depth: int) -> int:
-        return min(self.denoise_steps, depth)
+        return min(self.denoise_steps, max(depth, self.draft_length))  # a shorter draft is cut from the whole block
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
