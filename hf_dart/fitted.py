@@ -34,6 +34,9 @@ _TRAINED_AS = {"DartHead": "dart", "DiffusionDrafter": "diffusion", "EagleDrafte
 # What growing and walking a tree costs, relative to a forward of the target over one token.
 _GROWTH = 0.1
 
+# What an operation takes besides reading its weight, in weights that could be read meanwhile: on a CPU and elsewhere.
+_CALL, _LAUNCH = 400_000, 100_000_000
+
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
@@ -117,12 +120,13 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         return weights * len(self.draft_vocabulary) // self._shared.embeddings.num_embeddings
 
     def draft_cost(self, target: Any, depth: int | None = None) -> float:
-        """As `Drafter.draft_cost`: by the weights that are read, which is most of what short forwards do."""
+        """As `Drafter.draft_cost`: by the weights that are read, and by how many they are."""
         embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        read = sum(weight.numel() for weight in target.parameters())
+        call = _CALL if device_of(embeddings).type == "cpu" else _LAUNCH
+        read = sum(weight.numel() + call for weight in target.parameters())
         if embeddings.weight is not lm_head.weight:  # a few rows of it are read
             read -= embeddings.weight.numel()
-        own = sum(weight.numel() for weight in self.parameters()) + self.lent_weights
+        own = sum(weight.numel() + call for weight in self.parameters()) + self.lent_weights + call
         return max(DRAFT_COST, _GROWTH + self.passes(depth or self.draft_length) * own / read)
 
     def get_input_embeddings(self) -> None:  # type: ignore[override]

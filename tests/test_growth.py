@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
+from hf_dart.fitted import _CALL
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.pace import Pace, headway, shares
 from hf_dart.lookup import LookupDrafter
@@ -235,15 +236,14 @@ def test_trees_grow_for_the_rows_that_count(context: bool) -> None:
 
 
 def test_what_a_draft_is_taken_to_cost() -> None:
-    """By weights: a head beside which the target is small is charged for it."""
+    """By weights and by their number: a head beside which the target is small is charged for it."""
     target = tiny_target("llama")
     small, large = tiny_head(target), tiny_head(target, num_layers=5)
     assert 0.2 < small.draft_cost(target) < large.draft_cost(target)
-    own = sum(weight.numel() for weight in small.parameters())
     lm_head, embeddings = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    read = sum(weight.numel() for weight in target.parameters())
-    tied = lm_head is embeddings
-    ratio = (own + lm_head.numel()) / (read if tied else read - embeddings.numel())
+    own, read = ([weight.numel() for weight in model.parameters()] for model in (small, target))
+    looked_up = 0 if lm_head is embeddings else embeddings.numel()
+    ratio = (sum(own) + lm_head.numel() + _CALL * (len(own) + 1)) / (sum(read) - looked_up + _CALL * len(read))
     assert small.draft_cost(target) == pytest.approx(0.1 + ratio)
     alone = tiny_head(target, own_lm_head=True)
     assert alone.lent_weights == 0
