@@ -13,16 +13,10 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
 from hf_dart.checks import check_shape, check_types
-from hf_dart.trees.costs import RoundCost, checked_points
+from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
 
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
-
-
-DRAFT_COST = 0.2
-"""What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
-
-_ANY_TREE = 0.1  # what a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query
 
 
 class DartConfig(PreTrainedConfig):
@@ -399,5 +393,5 @@ class TreeConfig:
             return RoundCost.measured(draft, self.verify_costs, batch_size)
         counts = self.nodes is None and device_type == "cpu"
         if counts and self.node_cost:
-            return RoundCost.linear(draft, self.node_cost, batch_size, _ANY_TREE)
+            return RoundCost.linear(draft, self.node_cost, batch_size, ANY_TREE)
         return RoundCost.linear(draft, 0.0, batch_size)

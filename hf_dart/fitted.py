@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.configuration import DRAFT_COST, TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.devices import device_of, host_by_default
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
@@ -21,6 +21,7 @@ from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
 from hf_dart.slots import SlotDrafter
+from hf_dart.trees.costs import DRAFT_COST
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -10,9 +10,10 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import DRAFT_COST, TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.generation.stats import DraftStats
 from hf_dart.ngram.table import NgramTable
+from hf_dart.trees.costs import DRAFT_COST
 from hf_dart.vocabulary import columns_of
 
 State = TypeVar("State")

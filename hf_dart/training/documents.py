@@ -158,7 +158,9 @@ def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:
         raise reading.error(error) from error
     if not isinstance(documents, datasets.Dataset):
         raise ValueError(f"{name} holds several splits; give the folder of one of them.")
-    return _first_seen(name, documents.to_iterable_dataset() if streaming else documents, reading)
+    if streaming:
+        documents = _watched(datasets, documents.to_iterable_dataset(), reading)
+    return _first_seen(name, documents, reading)
 
 
 def _watched(datasets: Any, documents: Any, reading: _Reading) -> Any:

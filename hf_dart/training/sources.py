@@ -247,6 +247,8 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
         first = next(iter(rows), None)
     except UnicodeDecodeError as error:
         raise ValueError(f"{encoder.source} is no UTF-8 text ({sentence(error)}).") from error
+    except SystemError as error:  # what pyarrow raises where lengths in a damaged file are impossible
+        raise ValueError(f"{encoder.source} is damaged ({sentence(error)}); write or fetch it anew.") from error
     if first is None:
         raise ValueError(_why_nothing(documents, encoder))
     if endless:

@@ -21,6 +21,12 @@ from numpy.typing import NDArray
 Points = tuple[tuple[float, float], ...]
 """(size, cost), both rising; straight lines between them, and on behind the last one."""
 
+DRAFT_COST = 0.2
+"""What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
+
+ANY_TREE = 0.1
+"""What a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query."""
+
 
 def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
     """The cost of a size, from at least two points."""
