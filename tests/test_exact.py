@@ -319,12 +319,13 @@ def test_a_root_that_sees_all_needs_no_mask(family: str) -> None:
 
     def note(module: Any, given: Any, named: dict[str, Any]) -> None:
         if named["input_ids"].shape[1] == 1:
-            mask = named["attention_mask"]
+            mask = named.get("attention_mask")
             masks.append(mask is None or (isinstance(mask, dict) and all(one is None for one in mask.values())))
 
     for lengths, options in (([5], GREEDY), ([5, 5], SAMPLED), ([5, 3], GREEDY)):
         stock, _ = assert_identical(model, head, prompts(lengths), **options)
         handle = model.register_forward_pre_hook(note, with_kwargs=True)
+        run(model, prompts(lengths), 0, assistant=head, **options)  # proves what the target has become
         masks.clear()
         assert torch.equal(run(model, prompts(lengths), 0, assistant=head, **options).sequences, stock.sequences)
         handle.remove()

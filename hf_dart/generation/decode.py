@@ -89,8 +89,6 @@ def speculative_generate(
     tree_config = tree_config or assistant.tree_config
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
-    if tree_config.draft_cost is None:
-        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
     if tree_config.refine and not assistant.refines:
         raise ValueError(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
@@ -102,6 +100,8 @@ def speculative_generate(
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     refuse_drafter(assistant)
     assistant.check_target(model)
+    if tree_config.draft_cost is None:
+        tree_config = replace(tree_config, draft_cost=assistant.draft_cost(model, tree_config.depth))
     in_step = needs_stocks_steps(logits_processor, stopping_criteria, generation_config)
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
     stats = DraftStats(trace=Trace(input_ids.shape[1]) if trace else None)

@@ -89,6 +89,8 @@ def test_what_the_target_runs_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return embed(ids)
 
     monkeypatch.setattr(target.model.embed_tokens, "forward", counted)
+    assert_identical(target, head, inputs, tree_config=TREE, **GREEDY, **ENDS)  # proves what the target has become
+    sizes.clear()
     assert_identical(target, head, inputs, tree_config=TREE, **GREEDY, **ENDS)
     assert set(sizes) == {32}  # 5 rows of 6
     assert any(0 in counts for counts in head.last_stats.committed)

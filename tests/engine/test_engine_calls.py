@@ -241,6 +241,8 @@ def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyP
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(target.model.layers[0], "forward", counted)
+    target.generate(**prompts([7]), assistant=head, **GREEDY)  # proves what the target has become
+    forwards.clear()
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     stats = head.last_stats
     assert stats.rounds == stats.row_rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
