@@ -49,8 +49,7 @@ def checkpoints(folder: Path) -> set[str]:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen([sys.executable, __file__, str(folder), *words], env=environment)
+    return subprocess.Popen([sys.executable, __file__, str(folder), *words])
 
 
 def test_killed_while_it_saves(tmp_path: Path) -> None:

@@ -117,7 +117,9 @@ def test_untrained_editor_changes_nothing(target: Any, shape: dict[str, Any]) ->
     head = tiny_head(target, **shape).add_editor()
     features, tokens = texts(head, [5])
     state, first = begun(head, features, tokens, [5])
-    assert torch.equal(head.refine(state, first, first.logits.argmax(-1)).logits, first.logits)
+    again = head.refine(state, first, first.logits.argmax(-1))
+    assert torch.equal(again.hidden, first.hidden)
+    torch.testing.assert_close(again.logits, first.logits, **CLOSE)  # a product of fewer rows may round otherwise
 
 
 @torch.no_grad()

@@ -28,7 +28,6 @@ def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
     command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, *words]
     return subprocess.run(
         [sys.executable, *command],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=300,

@@ -32,7 +32,7 @@ from hf_dart.trees.tree import DraftTree
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
-_PATHS = ([0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4])
+_KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # behind, every node is past it.
 _AROUND = (-3, 5)
@@ -210,7 +210,7 @@ class _Trial:
 
         Layers that keep more than keys and values are filled by a prompt of that length.
         """
-        if length <= _PROMPT or not keeps_only_states(self.short):
+        if not keeps_only_states(self.short):
             return self._prefill(length)
         loudness = torch.ones(length)
         for mark in self.marks:
@@ -238,18 +238,17 @@ class _Trial:
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [])
         parents = torch.tensor([_PARENTS], device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
-        error = noise = 0.0
-        for path in _PATHS:
-            whole, steps = self._plain(length, nodes[:, path])
-            error = max(error, _difference(logits[:, path], whole))
+        trees.commit(torch.tensor([_KEPT]), [len(_KEPT)])
+        behind, _ = verify(DraftTree.chain(after))
+        error = noise = largest = 0.0
+        for text, drafted in (
+            (torch.cat([nodes[:, _KEPT], after], dim=1), torch.cat([logits[:, _KEPT], behind], dim=1)),
+            *((nodes[:, path], logits[:, path]) for path in _LEFT),
+        ):
+            whole, steps = self._plain(length, text)
+            error = max(error, _difference(drafted, whole))
             noise = max(noise, _difference(steps, whole))
-        kept = _PATHS[0]
-        trees.commit(torch.tensor([kept]), [len(kept)])
-        logits, _ = verify(DraftTree.chain(after))
-        whole, steps = self._plain(length, torch.cat([nodes[:, kept], after], dim=1))
-        error = max(error, _difference(logits[:, -1], whole[:, -1]))
-        noise = max(noise, _difference(steps, whole))
-        largest = float(whole.abs().max())
+            largest = max(largest, float(whole.abs().max()))
         # Some families compute parts in fp32 whatever their dtype.
         least = max(_ULPS * torch.finfo(self._model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
         allowed = 8 * noise + least * largest

@@ -36,6 +36,7 @@ def test_one_graph_without_a_break() -> None:
     assert len(made._tiers) == 1
 
 
+@pytest.mark.matrix
 def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
     """Each round may be compiled as often as Dynamo allows for one function; here, once."""
     target, head, made = compiled("llama", "eager")
