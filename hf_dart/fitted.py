@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 # What says where on the Hub a file lies.
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
 
-# What `hf-dart train` calls the kinds of drafters.
-_TRAINED_AS = {"DartHead": "dart", "DiffusionDrafter": "diffusion", "EagleDrafter": "eagle"}
-
 # What growing and walking a tree costs, relative to a forward of the target over one token.
 _GROWTH = 0.1
 
@@ -236,7 +233,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         if kind is not None:
             raise ValueError(
                 f"{path} holds {kind.called}, and no {cls.described_as}: load it with {kind.class_name}, or train it "
-                f"on with --drafter {_TRAINED_AS[kind.class_name]}."
+                f"on with --drafter {kind.trained_as}."
             )
         raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
 

@@ -14,13 +14,17 @@ from hub import card_errors
 from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
 from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 
+import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.report import as_table
 from hf_dart.configuration import cached_commit
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.training.recipe import parser
 from hf_dart.training.record import training_record
+from hf_dart.training.run import _KINDS
 
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
 BENCH = DEMO_CARD / "bench.json"
@@ -34,6 +38,15 @@ def front_matter(card: str) -> dict[str, Any]:
     text = card.split("---\n")[1]
     assert card_errors(text) == []
     return yaml.safe_load(text)
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=lambda kind: kind.class_name)
+def test_what_cards_import_is_exported_and_trained(kind: Kind) -> None:
+    assert kind.class_name in hf_dart.__all__
+    drafter = getattr(hf_dart, kind.class_name)
+    assert drafter.config_class is kind.config_class
+    assert _KINDS[kind.trained_as][0] is drafter
+    assert kind.trained_as in parser(kind.trained_as).format_help()
 
 
 def measured() -> list[dict[str, Any]]:

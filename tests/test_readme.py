@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dart
 from hf_dart import DartHead
+from hf_dart.ngram.build import build
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 
 ROOT = Path(__file__).parents[1]
@@ -30,6 +31,7 @@ def run(code: str, names: dict[str, Any], folder: Path) -> None:
         '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
         '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
         '"runs/': f'"{folder}/',
+        '"all.ngram"': repr(str(folder / "all.ngram")),
         '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
         "max_new_tokens=512": "max_new_tokens=24",
         "max_steps=20_000": "max_steps=2, per_device_train_batch_size=1",
@@ -74,6 +76,14 @@ def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
     drafter = names["BigramDrafter"](names["text"])
     assert names["model"].generate(**given, assistant=drafter).equal(stock)
     assert drafter.last_stats.accepted > 0
+
+
+def test_ngram_table(names: dict[str, Any], tmp_path: Path) -> None:
+    build(["import os\nimport sys\n"] * 8, tmp_path / "all.ngram", tokenizer=names["tokenizer"])
+    (code,) = blocks(ROOT / "docs" / "ngram_table.md")
+    names["inputs"]["max_new_tokens"] = 12
+    run(code, names, tmp_path)
+    assert names["head"].last_stats.rounds > 0
 
 
 @pytest.mark.matrix

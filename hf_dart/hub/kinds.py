@@ -21,6 +21,7 @@ class Kind:
     Attributes:
         config_class: its config.
         class_name: of the drafter, in `hf_dart`.
+        trained_as: what `hf-dart train --drafter` calls it.
         called: what it is called, with its article.
         short: what it is called in code, and where nothing else is meant.
         tag: of the card's front matter.
@@ -31,6 +32,7 @@ class Kind:
 
     config_class: type[Config]
     class_name: str
+    trained_as: str
     called: str
     short: str
     tag: str
@@ -109,6 +111,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             DartConfig,
             "DartHead",
+            "dart",
             "a DART head",
             "head",
             "dart",
@@ -124,6 +127,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             DiffusionConfig,
             "DiffusionDrafter",
+            "diffusion",
             "a diffusion drafter",
             "drafter",
             "masked-diffusion",
@@ -139,6 +143,7 @@ KINDS: dict[str, Kind] = {
         Kind(
             EagleConfig,
             "EagleDrafter",
+            "eagle",
             "an EAGLE head",
             "head",
             "eagle",

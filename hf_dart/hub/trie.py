@@ -27,7 +27,6 @@ _HEADER = np.dtype([("order", "<u8"), ("nodes", "<u8")])
 _NODE = np.dtype([("token", "<i4"), ("parent", "<u8"), ("count", "<i4"), ("children", "<u8")])
 _CHILD = np.dtype([("token", "<i4"), ("node", "<u8")])
 _MOST_COUNTED = 2**31 - 1
-_NOBODY = -1
 
 Progress = Callable[[str], object]
 

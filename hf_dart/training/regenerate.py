@@ -81,8 +81,11 @@ def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -
     row = index = 0
     random = np.random.default_rng(settings.seed)
     for documents, encoder in sources:
-        find = _conversations if encoder.kind == "messages" else _pieces
-        contents = find(documents, encoder, settings)
+        contents: Iterator[Any] = (
+            _conversations(documents, encoder)
+            if encoder.kind == "messages"
+            else _pieces(documents, encoder, settings)
+        )
         while window := list(islice(contents, _WINDOW * settings.batch_size)):
             rows = list(enumerate(window, start=row))
             row += len(rows)
@@ -106,7 +109,7 @@ def _pieces(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> I
                     yield piece.tolist()
 
 
-def _conversations(documents: Any, encoder: Encoder, settings: RegenerateSettings) -> Iterator[Conversation]:
+def _conversations(documents: Any, encoder: Encoder) -> Iterator[Conversation]:
     """Conversations up to the first use of a tool, whose result would not fit another call."""
     for examples in documents.iter(100):
         for messages, tools in encoder.conversations(examples):
