@@ -28,6 +28,7 @@ from hf_dart.hub.card import BEGIN, END
 from hf_dart.hub.push import push_folder
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
 
+WEIGHTS = PACKAGED_HEAD / "model.safetensors"
 BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
 # The client hands httpx the bytes of an upload by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -343,8 +344,11 @@ def test_a_dry_run_writes_what_would_be_pushed(alice: Hub, tmp_path: Path, capsy
         ([str(PACKAGED_TARGET), "alice/head"], "holds no config.json of a DART head"),
         ([str(PACKAGED_HEAD), "alice/head", "--bench", "./none.json"], "Cannot read none.json"),
         ([str(PACKAGED_HEAD), "alice/head", "--card", "./none.md"], "none.md"),
+        ([str(PACKAGED_HEAD), "alice/head", "--card", str(WEIGHTS)], "give a file of UTF-8"),
         ([str(PACKAGED_HEAD), "bob/head"], "403"),
-        ([str(PACKAGED_HEAD), "not an id"], "Repo id must"),
+        ([str(PACKAGED_HEAD), "not an id"], "give one such as user/name"),
+        ([str(PACKAGED_HEAD), "a/b/c", "--dry-run", "./none"], "give one such as user/name"),
+        ([str(PACKAGED_HEAD), "", "--dry-run", "./none"], "give one such as user/name"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, alice: Hub, capsys: pytest.CaptureFixture[str]) -> None:

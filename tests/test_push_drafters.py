@@ -21,6 +21,7 @@ from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
+from hf_dart.pair import PACKAGED_HEAD
 
 # The client hands httpx the bytes of an upload by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -157,3 +158,16 @@ def test_a_folder_without_weights_is_not_pushed(alice: Hub, target: Any, tmp_pat
     with pytest.raises(ValueError, match="holds no weights"):
         push_folder(tmp_path, "alice/nothing")
     assert not alice.repositories
+
+
+def test_a_dry_run_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    (tmp_path / "file").touch()
+    words = ["push", str(PACKAGED_HEAD), "alice/head", "--dry-run"]
+    assert main([*words, str(project)]) == 0  # an empty folder is taken
+    (project / "README.md").write_text("my own")
+    for taken in (project, tmp_path / "file"):
+        assert main([*words, str(taken)]) == 2
+        assert "is there already; give an empty folder" in capsys.readouterr().err
+    assert (project / "README.md").read_text() == "my own"

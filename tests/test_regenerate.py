@@ -129,7 +129,7 @@ def test_with_a_head_the_text_is_the_same(tmp_path: Path) -> None:
 def killed_run(folder: str, source: str, batches: str) -> None:
     """Writes until the bytes of a batch are on the disk, and dies before it counts."""
     sources = sources_of(Path(folder).parent, source)
-    synced, count = os.fsync, 2 * int(batches)
+    synced, count = os.fsync, 2 * int(batches) + 1  # text and note of each, and the note before all
 
     def fsync(file: int) -> None:
         nonlocal count
@@ -178,6 +178,22 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     part.write_text("")
     with pytest.raises(ValueError, match=r"has lost its end; remove it and part-00000-of-00001.progress"):
         Shard(out)
+
+
+def test_text_without_a_note_of_what_is_whole_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    notes = iter([None])
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", lambda _: next(notes))  # the end comes when the text is written
+        with pytest.raises(StopIteration):
+            Shard(tmp_path).append([{"text": "of a first batch"}])
+    shard = Shard(tmp_path)
+    assert (shard.batches, shard.path.stat().st_size) == (0, 0)
+    shard.append([{"text": "import os"}])
+    written = shard.path.read_bytes()
+    shard.path.with_suffix(".progress").unlink()
+    with pytest.raises(ValueError, match=r"jsonl lacks part-00000-of-00001.progress.*put that back, or remove"):
+        Shard(tmp_path)
+    assert shard.path.read_bytes() == written
 
 
 def test_processes_share_the_batches(tmp_path: Path) -> None:

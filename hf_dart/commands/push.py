@@ -28,9 +28,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--private", action="store_true", default=None, help="if the repository has to be made")
     parser.add_argument("--revision", metavar="BRANCH", help="default: main")
     parser.add_argument("--create-pr", action="store_true", help="as a pull request")
-    parser.add_argument(
-        "--dry-run", type=Path, metavar="DIR", help="write what would be pushed there, and push nothing"
-    )
+    parser.add_argument("--dry-run", type=Path, metavar="DIR", help="write all to this new or empty folder instead")
     parser.set_defaults(command=_run)
 
 
@@ -41,7 +39,7 @@ def _run(arguments: argparse.Namespace) -> int:
     for name in ("language", "datasets", "tags"):
         known[name] = tuple(known[name])
     try:
-        known["card"] = None if arguments.card is None else arguments.card.read_text(encoding="utf8")
+        known["card"] = None if arguments.card is None else _card(arguments.card)
         if arguments.dry_run is not None:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)
             print(f"Wrote {arguments.dry_run}; nothing was pushed.")
@@ -58,3 +56,15 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(sentence(error)) from error
     print(commit.pr_url or commit.commit_url)
     return 0
+
+
+def _card(file: Path) -> str:
+    """Its text.
+
+    Raises:
+        UserError: it has none.
+    """
+    try:
+        return file.read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read the card {file} ({sentence(error)}); give a file of UTF-8 text.") from error

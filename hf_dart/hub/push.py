@@ -18,12 +18,14 @@ from huggingface_hub import (
     constants,
     eval_result_entries_to_yaml,
 )
-from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.utils import validate_repo_id
 
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.pair import sentence
 from hf_dart.version import __version__
 
 BENCH = "bench.json"
@@ -112,17 +114,26 @@ def write_folder(
     """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub.
 
     Raises:
-        ValueError: as for `push_folder`.
+        ValueError: as for `push_folder`, or `destination` holds something.
     """
+    destination = Path(destination)
+    if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
+        raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")
     facts = _facts(folder, repository, **known)
     for name, content in repository_files(folder, facts, card).items():
-        file = Path(destination, name)
+        file = destination / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())
 
 
 def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
     """What is known about the drafter, which others have to be able to load."""
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ValueError(
+            f"{repository!r} cannot name a repository ({sentence(error)}); give one such as user/name."
+        ) from error
     base = (optional_json(str(folder), ADAPTER_CONFIG) or {}).get("base_model_name_or_path")
     if base is not None and (Path(base).is_absolute() or Path(base).is_dir()):
         raise ValueError(

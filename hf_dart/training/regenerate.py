@@ -212,7 +212,7 @@ class Shard:
         rank, processes: of all that write there.
 
     Raises:
-        ValueError: the file is shorter than what was written to it.
+        ValueError: the file is shorter than what was written to it, or nothing says how much that was.
     """
 
     def __init__(self, folder: Path, rank: int = 0, processes: int = 1) -> None:
@@ -226,6 +226,11 @@ class Shard:
                 raise ValueError(f"{self._progress} does not say what was written; remove it and {self.path.name}.")
             self.batches, self._bytes = written
         size = self.path.stat().st_size if self.path.is_file() else 0
+        if size and not self._progress.is_file():
+            raise ValueError(
+                f"{self.path} lacks {self._progress.name}, which says how much of it is whole; put that back, or remove "
+                "what there is and begin it anew."
+            )
         if size < self._bytes:
             raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it anew.")
         if size > self._bytes:
@@ -234,12 +239,17 @@ class Shard:
     def append(self, records: list[dict[str, Any]]) -> None:
         """Write a batch; it counts when all of it is on the disk."""
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
+        if not self.batches:
+            self._note()  # so that a first batch that is interrupted is known as one
         with self.path.open("ab") as file:
             file.write(lines)
             file.flush()
             os.fsync(file.fileno())
         self.batches += 1
         self._bytes += len(lines)
+        self._note()
+
+    def _note(self) -> None:
         _replace(self._progress, {"batches": self.batches, "bytes": self._bytes})
 
 
