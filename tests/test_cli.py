@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -15,12 +16,14 @@ from chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.cli import main
+from hf_dart.commands.common import check_file, write_json
 from hf_dart.configuration import TreeConfig
 from hf_dart.demo import demo, tree_behind
 from hf_dart.drawing import accepted_path, drafted_tokens
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, load_pair
+from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, UserError, load_pair
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
+MEASURE = [["bench"], ["bench", "train"], ["bench", "engine"], ["audit"], ["profile"], ["drafts"]]
 TARGET, HEAD = str(PACKAGED_TARGET), str(PACKAGED_HEAD)
 
 
@@ -164,6 +167,10 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["bench", "--text", "./nowhere.py"], "Cannot read"),
         (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),
         (["bench", "--json", "./nowhere/bench.json"], "no folder"),
+        *(([*words, "--json", HEAD], "is a folder; give a file to write the JSON to") for words in MEASURE),
+        (["view", "x", "--output", HEAD], "is a folder; give a file to write the page to"),
+        (["bench", "--plots", f"{HEAD}/config.json/plots"], "is a file; give a folder"),
+        (["regenerate", "data.txt", "--output", f"{HEAD}/config.json"], "is a file; give a folder"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -174,6 +181,15 @@ def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.C
     assert shown.err.count("\n") == 1
     assert "Traceback" not in shown.err
     assert not shown.out
+
+
+def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"Cannot write .* a directory.*; make room there"):
+        write_json(PACKAGED_HEAD, {"tau": 3.0})
+    check_file(Path(HEAD, "new.json"))
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with pytest.raises(UserError, match="may not be written; give another file for the JSON"):
+        check_file(Path(HEAD, "new.json"))
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.commands.common import (
-    check_folder,
+    check_file,
     load,
     pair_options,
     positive,
@@ -37,7 +37,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_folder(arguments.json)
+    check_file(arguments.json)
     set_threads(arguments.threads)
     from hf_dart.bench import audit, report, speed, suites
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_dart.commands import engine
 from hf_dart.commands.common import (
+    check_file,
     check_folder,
     load,
     pair_options,
@@ -19,6 +20,7 @@ from hf_dart.commands.common import (
     tree_config,
     tree_options,
     write_json,
+    writing,
 )
 from hf_dart.pair import DTYPES, PACKAGED_HEAD, UserError, load_head, sentence
 
@@ -110,7 +112,7 @@ def _run_render(arguments: argparse.Namespace) -> int:
 
 
 def _run_train(arguments: argparse.Namespace) -> int:
-    check_folder(arguments.json)
+    check_file(arguments.json)
     set_threads(arguments.threads)
     from hf_dart.bench import suites, train
 
@@ -132,7 +134,8 @@ def _run_train(arguments: argparse.Namespace) -> int:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_folder(arguments.json)
+    check_file(arguments.json)
+    check_folder(arguments.plots)
     set_threads(arguments.threads)
     from hf_dart.bench import plots, report, rivals, speed
 
@@ -167,7 +170,8 @@ def _run(arguments: argparse.Namespace) -> int:
     print(report.as_table(content))
     write_json(arguments.json, content)
     if arguments.plots is not None:
-        plots.write_plots(arguments.plots, content)
+        with writing(arguments.plots):
+            plots.write_plots(arguments.plots, content)
     return 0 if identical else 1
 
 

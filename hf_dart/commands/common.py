@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
@@ -70,16 +73,45 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def check_folder(file: Path | None) -> None:
-    """Before a long run, not behind it."""
-    if file is not None and not file.parent.is_dir():
-        raise UserError(f"There is no folder {str(file.parent)!r} to write the JSON to.")
+def check_file(file: Path | None, what: str = "JSON") -> None:
+    """Can it be written, if one was named? Asked before a long run, not behind it.
+
+    Raises:
+        UserError: it cannot.
+    """
+    if file is None:
+        return
+    if not file.parent.is_dir():
+        raise UserError(f"There is no folder {str(file.parent)!r} to write the {what} to.")
+    if file.is_dir():
+        raise UserError(f"{str(file)!r} is a folder; give a file to write the {what} to.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise UserError(f"{str(file)!r} may not be written; give another file for the {what}.")
+
+
+def check_folder(folder: Path | None) -> None:
+    """Can it be made, if it was named and is not there? Errors as for `check_file`."""
+    if folder is None:
+        return
+    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+    if not there.is_dir():
+        raise UserError(f"{str(there)!r} is a file; give a folder, or a name that is free.")
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """What the system refuses inside becomes a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"Cannot write {str(path)!r} ({sentence(error)}); make room there or name another.") from error
 
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
     """Write a report, if a file was named."""
     if file is not None:
-        file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+        with writing(file):
+            file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 def positive(text: str) -> int:

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import check_folder, positive, set_threads, write_json
+from hf_dart.commands.common import check_file, positive, set_threads, write_json
 from hf_dart.pair import UserError, sentence
 
 _NUMBERS = {
@@ -39,7 +39,7 @@ def add(commands: Any) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_folder(arguments.json)
+    check_file(arguments.json)
     set_threads(arguments.threads)
     from hf_dart.bench import engine
 

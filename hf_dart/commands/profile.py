@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import check_folder, load, pair_options, set_threads, write_json
+from hf_dart.commands.common import check_file, load, pair_options, set_threads, write_json, writing
 from hf_dart.pair import UserError
 
 
@@ -25,10 +25,11 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_folder(arguments.json)
+    check_file(arguments.json)
     config = Path(arguments.head or "", "config.json")
     if arguments.save and (arguments.head is None or not config.is_file()):
         raise UserError("--save writes into a head's own folder: give one with --head.")
+    check_file(config if arguments.save else None, "costs")
     set_threads(arguments.threads)
     from hf_dart.bench import profile
     from hf_dart.machine import hardware, versions
@@ -53,8 +54,9 @@ def _run(arguments: argparse.Namespace) -> int:
         content["tree"].pop("nodes", None)
         # Whole or not at all.
         new = config.with_name(f"{config.name}.new")
-        new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
-        new.replace(config)
+        with writing(config):
+            new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
+            new.replace(config)
     return 0
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from hf_dart.commands.common import positive, set_threads, share, target_options, temperature
+from hf_dart.commands.common import check_folder, positive, set_threads, share, target_options, temperature
 from hf_dart.pair import UserError, load_head, load_target, load_tokenizer, sentence
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -70,6 +70,7 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError("A server has its own chat template; start it with this one, and leave --chat-template out.")
     if arguments.model and not arguments.server:
         raise UserError("--model is the target's name on a server; give --server, or --target instead.")
+    check_folder(arguments.output)
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)

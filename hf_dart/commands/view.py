@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import load, pair_options, set_threads, tree_config, tree_options
+from hf_dart.commands.common import check_file, load, pair_options, set_threads, tree_config, tree_options, writing
 from hf_dart.commands.prompting import encode_prompt, prompt_options, read_prompt, sampling
 from hf_dart.pair import UserError, sentence
 
@@ -24,8 +24,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     options = {**sampling(arguments), "max_new_tokens": arguments.max_new_tokens}
     set_threads(arguments.threads)
-    if not arguments.output.parent.is_dir():
-        raise UserError(f"There is no folder {str(arguments.output.parent)!r} to write the page to.")
+    check_file(arguments.output, "page")
     prompt = read_prompt(arguments)
     pair = load(arguments)
     from hf_dart.bench.exact import compare, run
@@ -45,6 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     )
     ids, stats = drafted.sequences[0].tolist(), pair.head.last_stats
     start = inputs["input_ids"].shape[1]
-    View(pair.tokenizer, ids[:start], ids[start:], stats, notes=(note,)).save(arguments.output)
+    with writing(arguments.output):
+        View(pair.tokenizer, ids[:start], ids[start:], stats, notes=(note,)).save(arguments.output)
     print(f"{arguments.output}: τ {stats.tau:.2f}, the same text as stock's: {verdict}")
     return 0 if verdict.identical else 1

@@ -228,8 +228,8 @@ class Shard:
         size = self.path.stat().st_size if self.path.is_file() else 0
         if size and not self._progress.is_file():
             raise ValueError(
-                f"{self.path} lacks {self._progress.name}, which says how much of it is whole; put that back, or remove "
-                "what there is and begin it anew."
+                f"{self.path} lacks {self._progress.name}, which says how much of it is whole; put that back, or "
+                "remove what there is and begin it anew."
             )
         if size < self._bytes:
             raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it anew.")
