@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
+from hf_dart.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.sampling import Sampling
 from hf_dart.training.writers import ModelWriter
@@ -99,6 +100,8 @@ def main() -> None:
     print(f"\nthe adapter: {saved / 1e6:.1f} MB in {arguments.output / 'adapter'}")
     for what, old, new in zip(("greedy decoding", "offline, greedy", "offline, T = 1"), before, after, strict=True):
         print(f"tau, {what:16} {old:.3f} -> {new:.3f} ({new / old - 1:+.1%})")
+    with_what = ", ".join(f"{name} {version}" for name, version in versions().items())
+    print(f"float32, {hardware(head.device)}; {with_what}")
 
 
 def files_of(package: str, suffix: str) -> list[Path]:

@@ -62,6 +62,7 @@ def test_sampled_without_a_break(nodes: int) -> None:
     assert len(made._tiers) == 1
 
 
+@pytest.mark.matrix
 @pytest.mark.filterwarnings("default:This call runs the eager round")
 def test_a_round_that_is_compiled_too_often() -> None:
     """Dynamo guards on more than tensors; where it gives up in the middle of a text, the eager round goes on."""
