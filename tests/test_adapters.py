@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -313,7 +314,8 @@ def test_arguments_are_flags(target: Any, base: str) -> None:
     assert (config.r, config.lora_alpha, set(config.target_modules)) == (3, 6, {"q_proj", "fc"})
     assert not apply_lora(DartHead.from_pretrained(base, target=target), LoraArguments()).adapted
     assert LoraArguments(copy_layer="last").head_options() == {"copy_layer": "last"}
-    for wrong in (LoraArguments(lora_rank=0), LoraArguments(lora_rank=2, lora_dropout=1.0)):
+    out_of_range = ({"lora_rank": 0}, {"lora_dropout": 1.0}, {"lora_alpha": math.nan}, {"lora_alpha": 0.0})
+    for wrong in (LoraArguments(**{"lora_rank": 2, **one}) for one in out_of_range):
         with pytest.raises(ValueError, match="lora_rank") as error:
             apply_lora(head, wrong)
         one_sentence(error)

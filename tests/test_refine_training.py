@@ -171,6 +171,9 @@ def test_training(options: dict[str, Any], tmp_path: Path) -> None:
     assert metrics["eval_changed_pass_1"] > 0
     assert metrics["eval_tau_sampled_edited"] > metrics["eval_tau_sampled"]
     assert ("eval_tau_pass_2" in metrics) == ("edit_passes" in options)
+    timed = {"eval_runtime", "eval_model_preparation_time", "eval_samples_per_second", "eval_steps_per_second", "epoch"}
+    named = {f"eval_{name}" for name in trainer.args.metric_names(head.draft_length)}
+    assert set(metrics) <= named | timed
     moved = {name for name, weight in head.named_parameters() if not torch.equal(weight, before[name])}
     assert "editor.correction.weight" in moved
     assert "editor.fc.weight" in moved

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import fields
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -209,6 +210,15 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--tree", '{"node": 8}'], "tree has the field 'node'; TreeConfig has nodes"),
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
+        (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "config.json' is a file; give a folder"),
+        (["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps is 0; give 1 or more"),
+        (["--loss_chunk", "-3"], "loss_chunk is -3; give 0 or more"),
+        (["--selector_candidates", "1"], "selector_candidates is 1; give 2 or more"),
+        (["--neftune_noise_alpha", "5"], "neftune_noise_alpha has no effect"),
+        (["--label_smoothing_factor", "0.1"], "label_smoothing_factor has no effect"),
+        (["--use_liger_kernel", "true"], "use_liger_kernel has no effect"),
+        (["--metric_for_best_model", "xyz"], "give one of acceptance_1, acceptance_2, acceptance_3, loss, tau, tau_s"),
+        (["--report_to", "clearml"], "to be installed); install what is missing, or change the option"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
@@ -281,6 +291,17 @@ def test_the_tree_of_a_given_head_is_changed_or_refused(
     assert main(["train", str(recipe), "--tree", '{"nodes": 9}']) == 0
     target = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype=torch.float32)
     assert DartHead.from_pretrained(str(run_of(recipe) / "final"), target=target).tree_config.nodes == 9
+
+
+def test_a_package_that_is_missing_is_named(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def lacking(words: list[str]) -> None:
+        raise PackageNotFoundError("deepspeed>=0.9.3")
+
+    monkeypatch.setattr("hf_dart.training.recipe.read_recipe", lacking)
+    assert main(["train", str(recipe), "--deepspeed", "x.json"]) == 2
+    assert "deepspeed>=0.9.3); install it, or leave out the option that asks" in capsys.readouterr().err
 
 
 def test_fsdp_is_a_word_in_a_recipe(tmp_path: Path) -> None:

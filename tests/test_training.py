@@ -51,6 +51,8 @@ def test_a_selector_is_trained_on_a_frozen_head(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="add_selector"):
         tiny_trainer(tmp_path, head, target, rows, max_steps=1, selector_only=True)
     head.add_selector(8)
+    with pytest.raises(ValueError, match=f"selector_candidates is 999; give 2 to {head.config.vocab_size}"):
+        tiny_trainer(tmp_path, head, target, rows, selector_only=True, selector_candidates=999)
     before = {name: value.clone() for name, value in head.state_dict().items()}
     trainer = tiny_trainer(
         tmp_path,

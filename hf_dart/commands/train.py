@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
+from hf_dart.commands.common import check_folder
 from hf_dart.pair import UserError, sentence
 
 
@@ -27,9 +29,13 @@ def _run(arguments: argparse.Namespace) -> int:
             recipe.parser(recipe.drafter_of(arguments.options)).print_help()
             return 0
         options = recipe.read_recipe(arguments.options)
+        check_folder(Path(options.training.output_dir))
         final, metrics = run(options)
     except (ValueError, OSError, FloatingPointError) as error:
         raise UserError(sentence(error)) from error
+    except ImportError as error:
+        lacks = sentence(error).rstrip(".")
+        raise UserError(f"A package is missing ({lacks}); install it, or leave out the option that asks.") from error
     if options.training.should_log:
         tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
         print(f"The head is in {final}{tau}", file=sys.stderr)

@@ -88,15 +88,16 @@ def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
     """
     if arguments.lora_rank is None:
         return head
-    if arguments.lora_rank < 1 or not 0 <= arguments.lora_dropout < 1:
+    alpha = 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
+    if arguments.lora_rank < 1 or not 0 <= arguments.lora_dropout < 1 or not 0 < alpha < float("inf"):
         raise ValueError(
-            f"lora_rank is {arguments.lora_rank} and lora_dropout {arguments.lora_dropout}; give a rank of 1 or more "
-            "and a dropout in [0, 1)."
+            f"lora_rank is {arguments.lora_rank}, lora_alpha {alpha} and lora_dropout {arguments.lora_dropout}; give a "
+            "rank of 1 or more, a finite alpha above 0 and a dropout in [0, 1)."
         )
     head.add_adapter(
         LoraConfig(
             r=arguments.lora_rank,
-            lora_alpha=arguments.lora_alpha or 2 * arguments.lora_rank,
+            lora_alpha=alpha,
             lora_dropout=arguments.lora_dropout,
             target_modules=arguments.lora_targets,
         ),

@@ -12,7 +12,11 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
+from hf_dart.training.evaluate import DraftQuality
 from hf_dart.training.objective import PRESETS, Objective
+
+# Of models that transformers trains by losses of its own.
+_OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel")
 
 
 @dataclass
@@ -203,10 +207,16 @@ class DartTrainingArguments(TrainingArguments):
             ("decode_prompt_tokens", 1),
             ("decode_new_tokens", 1),
             ("early_stopping_patience", 1),
+            ("gradient_accumulation_steps", 1),
+            ("loss_chunk", 0),
+            ("selector_candidates", 2),
         ):
             value = getattr(self, name)
             if value is not None and value < least:
                 raise ValueError(f"{name} is {value}; give {least} or more.")
+        for name in _OF_NO_USE:
+            if getattr(self, name):
+                raise ValueError(f"{name} has no effect on how drafters are trained; leave it out.")
         if self.loss not in PRESETS:
             raise ValueError(f"loss is {self.loss!r}; give one of {', '.join(PRESETS)}.")
         objective = self.objective  # says what is out of range
@@ -218,6 +228,10 @@ class DartTrainingArguments(TrainingArguments):
             raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
+
+    def metric_names(self, draft_length: int) -> set[str]:
+        """What evaluations of drafts of that length can measure, for `metric_for_best_model`."""
+        return {"loss", *DraftQuality.names(draft_length), *(["tau_decoded"] if self.decode_prompts else [])}
 
     @property
     def objective(self) -> Objective:

@@ -56,6 +56,13 @@ class DraftQuality:
         """Add the counts [..., 4 + 2 d] of some blocks."""
         self.sums += counts.flatten(0, -2).sum(0).double().cpu()
 
+    @classmethod
+    def names(cls, draft_length: int) -> set[str]:
+        """All that `metrics` can tell."""
+        quality = cls(draft_length)
+        quality.sums.add_(1)
+        return set(quality.metrics())
+
     def metrics(self) -> dict[str, float]:
         """What the sums say; a figure that has nothing to stand on is left out.
 

@@ -72,6 +72,9 @@ class EditTrainingArguments(DartTrainingArguments):
         if self.selector_only:
             raise ValueError("selector_only and edit passes are trained apart; leave one of them out.")
 
+    def metric_names(self, draft_length: int) -> set[str]:
+        return super().metric_names(draft_length) | EditQuality.names(draft_length, self.edit_passes)
+
 
 class EditTrainer(DartTrainer):
     """Trains a [`DartHead`] together with its editor, or the editor alone.
@@ -302,6 +305,14 @@ class EditQuality:
         self._sums += counts[..., :own].flatten(0, -2).sum(0).double().cpu()
         for quality, part in zip(self._qualities, counts[..., own:].split(self._width, dim=-1), strict=True):
             quality.add(part)
+
+    @classmethod
+    def names(cls, draft_length: int, passes: int) -> set[str]:
+        """All that `metrics` can tell."""
+        edits = cls(draft_length, passes)
+        for sums in (edits._sums, *(quality.sums for quality in edits._qualities)):
+            sums.add_(1)
+        return set(edits.metrics())
 
     def metrics(self) -> dict[str, float]:
         """`EditTrainer` says which."""

@@ -20,7 +20,7 @@ from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
-from hf_dart.pair import load_target
+from hf_dart.pair import load_target, sentence
 from hf_dart.training.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.checkpoints import STAGING
 from hf_dart.training.diffusion import DiffusionTrainer
@@ -70,6 +70,9 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
+    metric = args.metric_for_best_model
+    if metric is not None and metric.removeprefix("eval_") not in (names := args.metric_names(head.draft_length)):
+        raise ValueError(f"metric_for_best_model is {metric!r}; give one of {', '.join(sorted(names))}.")
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")
@@ -80,7 +83,13 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     if checkpoint is not None and recipe.lora.lora_rank is None and not head.adapted:
         _check_same_head(checkpoint, head)
     head = apply_lora(head, recipe.lora)
-    trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    try:
+        trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+    except RuntimeError as error:  # as transformers says that what report_to names is not installed
+        raise ValueError(
+            f"Training cannot be set up ({sentence(error)}); install what is missing, or change the option that asks "
+            "for it."
+        ) from error
     trainer.recipe = recipe.given
     if args.should_save and checkpoint is None:
         folder = Path(args.output_dir)

@@ -381,6 +381,8 @@ def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
             raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
         if head.adapted:
             raise ValueError("An adapter would be saved without the selector; merge it into its head first.")
+        if args.selector_candidates > (drafted := head.config.draft_vocab_size or head.config.vocab_size):
+            raise ValueError(f"selector_candidates is {args.selector_candidates}; give 2 to {drafted}.")
         head.requires_grad_(False)
         head.selector.requires_grad_(True)
     else:
