@@ -20,6 +20,7 @@ from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
+from hf_dart.pair import missing_folder
 from hf_dart.slots import SlotDrafter
 from hf_dart.trees.costs import DRAFT_COST
 
@@ -178,7 +179,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         """
         if "dtype" in kwargs:
             kwargs["dtype"] = as_dtype(kwargs["dtype"])
-        if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+        if missing_folder(path):
             raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.

@@ -8,6 +8,8 @@ from typing import Any, NamedTuple
 
 PACKAGED_TARGET = Path(__file__).parent / "demo_pair" / "target"
 PACKAGED_HEAD = Path(__file__).parent / "demo_pair" / "head"
+LEAST_TEMPERATURE = 1e-6
+"""Of sampling; logits divided by much less would be no numbers any more."""
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
@@ -131,13 +133,19 @@ def load_target(
         raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
 
 
+def missing_folder(path: str | Path) -> bool:
+    """Can it only be a folder, as it is no id of the Hub, and is there none?"""
+    name = str(path)
+    local = name.startswith((".", "~", "\\")) or Path(path).is_absolute() or name.count("/") > 1
+    return local and not Path(path).is_dir()
+
+
 def _check_path(what: str, path: str) -> None:
-    looks_local = path.startswith((".", "/", "~", "\\")) or path.count("/") > 1
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
             raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
-    elif looks_local or folder.exists():
+    elif missing_folder(path) or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
 
 

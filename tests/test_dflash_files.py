@@ -103,6 +103,7 @@ def test_what_the_weights_must_not_be(target: Any, tmp_path: Path, name: str) ->
 
 def test_files_that_are_not_there(target: Any, tmp_path: Path) -> None:
     refused(lambda: load(tmp_path / "nowhere", target), "no folder")
+    refused(lambda: load("nowhere/at/all", target), "There is no folder nowhere/at/all")
     (tmp_path / "empty").mkdir()
     refused(lambda: load(tmp_path / "empty", target), "no config.json")
     with pytest.raises(OSError, match="cannot be reached"):

@@ -355,6 +355,7 @@ def test_build_merge_and_info(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ("words", "message"),
     [
         (["build", "{}/t", "--text", "{}/none"], "Cannot read"),
+        (["build", "{}/t", "--text", os.devnull], "There is nothing to count"),
         (["build", "{}/none/t", "--text", __file__], "There is no folder"),
         (["build", "{}/t", "--text", __file__, "--order", "5"], "give 2 to 4"),
         (["build", "{}/t", "--text", __file__, "--tokenizer", "{}/none"], "Cannot load the tokenizer"),

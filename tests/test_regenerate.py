@@ -342,7 +342,8 @@ def test_sampling_reads_and_refuses() -> None:
         ("0.3 temperature", "does not read like"),
         ("0.3 heat=1", "names 'heat'; give any of"),
         ("0 temperature=1", "share is 0.0; give a number above 0"),
-        ("1 temperature=-1", "temperature is -1.0; give 0 or more"),
+        ("1 temperature=-1", "temperature is -1.0; give 0, or 1e-06 or more"),
+        ("1 temperature=1e-320", "give 0, or 1e-06 or more"),
         ("1 temperature=nan", "temperature is nan"),
         ("1 top_p=0.9", "give a temperature too"),
     ):

@@ -12,6 +12,7 @@ from hf_dart.commands.common import (
     load,
     pair_options,
     positive,
+    seed,
     set_threads,
     tree_config,
     tree_options,
@@ -31,7 +32,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
     parser.add_argument("--new-tokens", type=positive, default=64, help="per prompt and run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the sampled runs (default: %(default)s)")
+    parser.add_argument("--seed", type=seed, default=0, help="of the sampled runs (default: %(default)s)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
     parser.set_defaults(command=_run)
 

@@ -12,7 +12,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import DTYPES, Pair, UserError, load_pair, sentence
+from hf_dart.pair import DTYPES, LEAST_TEMPERATURE, Pair, UserError, load_pair, sentence
 
 
 def pair_options() -> argparse.ArgumentParser:
@@ -123,10 +123,18 @@ def positive(text: str) -> int:
 
 
 def temperature(text: str) -> float:
-    """A number of 0 or more, for argparse."""
+    """A number of 0, or of `LEAST_TEMPERATURE` or more, for argparse."""
     number = float(text)
-    if not 0 <= number < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    if number and not LEAST_TEMPERATURE <= number < inf:
+        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor {LEAST_TEMPERATURE:g} or more")
+    return number
+
+
+def seed(text: str) -> int:
+    """A whole number that random generators of all libraries take, for argparse."""
+    number = int(text)
+    if not 0 <= number < 2**32:
+        raise argparse.ArgumentTypeError(f"{text} does not lie in 0..{2**32 - 1}")
     return number
 
 

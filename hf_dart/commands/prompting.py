@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from hf_dart.commands.common import positive, share, temperature
+from hf_dart.commands.common import positive, seed, share, temperature
 from hf_dart.pair import UserError, check_text, sentence
 
 
@@ -19,7 +19,7 @@ def prompt_options() -> argparse.ArgumentParser:
         "--temperature", type=temperature, help="0 is greedy (default: the target's generation_config)"
     )
     prompt.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
-    prompt.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    prompt.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
     prompt.add_argument(
         "--thinking",

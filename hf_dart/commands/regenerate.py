@@ -9,7 +9,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
-from hf_dart.commands.common import check_folder, positive, set_threads, share, target_options, temperature
+from hf_dart.commands.common import check_folder, positive, seed, set_threads, share, target_options, temperature
 from hf_dart.pair import UserError, load_head, load_target, load_tokenizer, sentence
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -58,7 +58,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write so many, in whole batches (default: all)")
     parser.add_argument("--minutes", type=float, help="begin no batch after that")
-    parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     parser.set_defaults(command=_run)
 
 

@@ -16,6 +16,7 @@ from hf_dart.head.drafting import DraftingModel
 from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
+from hf_dart.pair import missing_folder
 from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
@@ -106,9 +107,8 @@ class DartHead(DraftingModel):
             ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
             OSError: there are no such files, or the Hub does not give them.
         """
-        local = Path(path).is_absolute() or str(path).startswith(".")
         where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        adapter = None if local and not Path(path).is_dir() else optional_json(path, ADAPTER_CONFIG, **where)
+        adapter = None if missing_folder(path) else optional_json(path, ADAPTER_CONFIG, **where)
         if adapter is None:
             if base is not None:
                 raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")

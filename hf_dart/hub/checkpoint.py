@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers.utils import cached_file
 
 from hf_dart.hub.errors import hub_errors
+from hf_dart.pair import missing_folder
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_JSON = 64 * 1024**2
@@ -36,7 +37,7 @@ def read_config(path: str, **where: Any) -> dict[str, Any]:
         ValueError: there is no such folder, or the file is not one JSON object with every name once.
         OSError: there is no such file, or the Hub does not give it.
     """
-    if not Path(path).is_dir() and (Path(path).is_absolute() or str(path).startswith(".")):
+    if missing_folder(path):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     sentence = f"{path} holds no config.json; give the folder or the Hub repository of a drafter."
     return _read_json(Path(_located(path, "config.json", where, sentence)))

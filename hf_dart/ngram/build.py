@@ -97,8 +97,8 @@ def build(
             stack.push(table)
             tokens += counted
             progress(f"{tokens} tokens counted")
-        if not tokens:
-            raise ValueError("There is nothing to count: the corpus has no tokens.")
+        if not any(len(NgramTable.load(table, check=False).keys[0]) for table in stack.tables):
+            raise ValueError("There is nothing to count: no document has two tokens; give some text.")
         return merge(stack.tables, path, min_counts=min_counts, progress=progress)
 
 

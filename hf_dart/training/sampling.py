@@ -6,6 +6,8 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from hf_dart.pair import LEAST_TEMPERATURE
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -31,7 +33,10 @@ class Sampling:
     def __post_init__(self) -> None:
         ranges = {
             "share": (self.share > 0, "a number above 0"),
-            "temperature": (self.temperature >= 0, "0 or more"),
+            "temperature": (
+                self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
+                f"0, or {LEAST_TEMPERATURE:g} or more",
+            ),
             "top_p": (0 < self.top_p <= 1, "a number above 0 and up to 1"),
             "top_k": (self.top_k >= 0, "0 or more"),
             "min_p": (0 <= self.min_p < 1, "a number from 0 to below 1"),
