@@ -127,7 +127,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=PackedTokens(corpus, arguments.length, eos=config.eos_token_id),
+        train_dataset=PackedTokens(corpus, arguments.length, eos=config.eos_token_id, vocab_size=config.vocab_size),
         data_collator=collate,
     )
     trainer.train()

@@ -12,9 +12,14 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 
+def id_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
+    """What token ids are written as: 16 bits where the vocabulary allows it."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
 def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
-    """Token ids [n] of `texts`, the end-of-text token behind each; uint16 where the vocabulary allows it."""
-    dtype = np.uint16 if len(tokenizer) <= 2**16 else np.uint32
+    """Token ids [n] of `texts`, the end-of-text token behind each, as `id_type` says."""
+    dtype = id_type(len(tokenizer))
     parts = []
     for text in texts:
         ids = tokenizer(text, add_special_tokens=False)["input_ids"]
@@ -29,11 +34,16 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
     into the next row with room. Rows are filled up with padding, never with half a document.
 
     Args:
-        stream: token ids [n], or a file of raw uint16 ids, which is memory-mapped; documents end with `eos`.
+        stream: token ids [n], or a file of them, which is memory-mapped, as `tokenize(...).tofile(file)` writes it;
+            documents end with `eos`.
         length: T, tokens of a row.
         eos: the end-of-text token; it belongs to the document that it ends.
         minimum: shorter pieces are left out. A piece of m tokens has m - d anchors.
         share_rows: False gives every piece a row of its own, for targets that cannot tell documents apart.
+        vocab_size: of the tokenizer, by which the width of a file's ids is known; an array has its own.
+
+    Raises:
+        ValueError: it is not known how wide the ids of a file are, or they lie beyond the vocabulary.
     """
 
     def __init__(
@@ -43,9 +53,17 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         eos: int,
         minimum: int = 16,
         share_rows: bool = True,
+        vocab_size: int | None = None,
     ) -> None:
         if isinstance(stream, (str, Path)):
-            stream = np.memmap(stream, dtype=np.uint16, mode="r")
+            if vocab_size is None:
+                raise ValueError(f"{stream} does not say how wide its ids are; give vocab_size, len(tokenizer).")
+            path, stream = stream, np.memmap(stream, dtype=id_type(vocab_size), mode="r")
+            if stream.max() >= vocab_size:
+                raise ValueError(
+                    f"{path} holds the id {stream.max()}, and the vocabulary ends at {vocab_size - 1}; give the "
+                    "vocab_size that it was written with."
+                )
         self.stream = stream
         self.length = length
         ends = np.flatnonzero(stream == eos) + 1
