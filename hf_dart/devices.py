@@ -41,6 +41,17 @@ def users_default() -> AbstractContextManager[Any]:
     return nullcontext() if named is None else named
 
 
+def matmul_precision() -> tuple[str, ...]:
+    """How PyTorch was told to multiply float32 matrices: on GPUs and on the CPU, or everywhere.
+
+    Once a switch of one backend was used (torch 2.9 and newer have them), the getter for all of them raises.
+    """
+    backends: Any = torch.backends
+    if hasattr(backends.cuda.matmul, "fp32_precision"):
+        return backends.cuda.matmul.fp32_precision, backends.mkldnn.matmul.fp32_precision
+    return (torch.get_float32_matmul_precision(),)
+
+
 def device_of(module: Any) -> torch.device:
     """Where a module with a weight runs. Between calls an offloaded weight lies on "meta"."""
     weight = module.weight

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hf_dart.devices import matmul_precision
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import RaggedCache
@@ -76,7 +77,7 @@ def _precision() -> list[Any]:
     matmul, backends = torch.backends.cuda.matmul, torch.backends.cuda
     reduced = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
     kernels = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
-    return [torch.get_float32_matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled()]
+    return [matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled()]
 
 
 def _hooked(target: Any) -> bool:

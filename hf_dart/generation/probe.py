@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_dart.devices import device_of, host_by_default, users_default
+from hf_dart.devices import device_of, host_by_default, matmul_precision, users_default
 from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.options import parts_of, refuse_cache, refuse_compressed, refuse_model
@@ -259,7 +259,7 @@ class _Trial:
         states = attention_layers(self.short)[0].values
         coarsest = max(torch.finfo(part.dtype).eps for part in (logits, states))
         coarsest = max(coarsest, torch.finfo(self._model.dtype).eps)
-        lowered = logits.device.type != "cpu" or torch.get_float32_matmul_precision() != "highest"
+        lowered = logits.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
         return max(coarsest, 2**-10) if lowered else coarsest  # TF32
 
     def _plain(self, length: int, tokens: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ import functools
 import pickle
 import warnings
 from threading import Event, Thread
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart
 from hf_dart import TreeConfig
+from hf_dart.devices import matmul_precision
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import PACKED, packed
 from hf_dart.engine.compiled import Engine
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.probe import prove
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -286,6 +289,26 @@ def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         target.generate(**prompts([7]), assistant=head, **GREEDY)
     assert list(made._tiers.values()) != before
+
+
+def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of torch 2.9, with which the older one raises; other graphs behind them. Older versions have that one."""
+    target, head = pair
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):
+        made = engine(target, head)
+        target.generate(**prompts([7]), assistant=head, **GREEDY)
+        before = list(made._tiers.values())
+        try:
+            matmul.fp32_precision = "tf32"
+            assert matmul_precision()[0] == "tf32"
+            prove(tiny_target("qwen3"))
+            assert_identical(target, head, prompts([7]), **GREEDY)
+        finally:
+            matmul.fp32_precision = "none"
+        assert list(made._tiers.values()) != before
+    monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
+    assert matmul_precision() == (torch.get_float32_matmul_precision(),)
 
 
 def test_copies_have_none(pair: tuple[Any, Any]) -> None:
