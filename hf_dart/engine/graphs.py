@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from hf_dart.engine.memory import Memory
 
@@ -91,7 +92,9 @@ class NoHost(TorchDispatchMode):
     _READ = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "is_nonzero", "_unique2", "bincount")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, found = func.overloadpacket.__name__, func(*args, **(kwargs or {}))
+        name, found = func.overloadpacket.__name__, self._inside(func, args, kwargs or {})
+        if found is NotImplemented:
+            found = func(*args, **(kwargs or {}))
         reads = name in self._READ
         if name in ("index", "index_put", "index_put_"):  # how many are True? And places may come from the host
             places, here = [part for part in args[1] if part is not None], args[0].device
@@ -100,6 +103,20 @@ class NoHost(TorchDispatchMode):
             reads = found.device != (args[0] if name == "_to_copy" else args[1]).device
         if reads:
             raise RuntimeError(f"{func} asks the host for something, which a graph cannot")
+        return found
+
+    def _inside(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        """What an operation made of others returns, while those are looked at, too; NotImplemented of one that is not.
+
+        Of custom ones nothing is known by name, and what they call comes here before PyTorch has taken it apart.
+        """
+        tensors = [part for part in tree_leaves((args, kwargs)) if isinstance(part, torch.Tensor)]
+        with self:
+            found = func.decompose(*args, **kwargs)
+            if found is NotImplemented and func.namespace not in ("aten", "prims") and tensors:
+                # Straight to the device's kernel: called by its name, it would come here again.
+                key = getattr(torch._C.DispatchKey, tensors[0].device.type.upper())
+                found = func.redispatch(torch._C.DispatchKeySet(key), *args, **kwargs)
         return found
 
 
@@ -116,16 +133,19 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> tor
     with _capturing, torch.cuda.device(device), _without_cached_casts():
         # On a stream of its own, as PyTorch's notes on CUDA graphs ask for, and of this device: the one that
         # torch.cuda.graph would take is of whichever device was captured on first.
-        stream = pool.stream
-        stream.wait_stream(torch.cuda.current_stream())
+        stream, before = pool.stream, torch.cuda.current_stream()
+        stream.wait_stream(before)
         with torch.cuda.stream(stream):
             for _ in range(_WARM_UPS):
                 step()
-        torch.cuda.current_stream().wait_stream(stream)
+        before.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        # Other threads may use the device meanwhile.
-        with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
-            step()
+        try:
+            # Other threads may use the device meanwhile.
+            with torch.cuda.graph(graph, pool=pool.handle, stream=stream, capture_error_mode="thread_local"):
+                step()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that cannot be ended leaves the thread on its own
     return graph
 
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
 from cases import batch
 from test_ngram_scorer import random_table
 from tiny import tiny_head, tiny_target
+from torch import Tensor
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine.graphs import NoHost
+from hf_dart.engine.graphs import Launch, NoHost, Pool
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 
@@ -35,6 +38,62 @@ pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 def test_what_asks_the_host(asks: Callable[[Any], Any]) -> None:
     with pytest.raises(RuntimeError, match="asks the host"), NoHost():
         asks(torch.arange(4.0))
+
+
+@torch.library.custom_op("hf_dart_tests::shifted", mutates_args=(), schema="(Tensor x) -> Tensor")
+def shifted(x: Tensor) -> Tensor:
+    return x + x.max().item()
+
+
+@torch.library.custom_op("hf_dart_tests::bounded", mutates_args=(), schema="(Tensor x) -> Tensor")
+def bounded(x: Tensor) -> Tensor:
+    return x.clamp(max=1)
+
+
+def test_custom_operations() -> None:
+    """By what they are made of."""
+    x = torch.arange(4.0)
+    with pytest.raises(RuntimeError, match=r"_local_scalar_dense.* asks the host"), NoHost():
+        shifted(x)
+    with NoHost():
+        found = bounded(x)
+    assert found.tolist() == [0, 1, 1, 1]
+
+
+class _Cuda:
+    """As much of a device as a capture sees; one that cannot be ended leaves its stream behind."""
+
+    def __init__(self) -> None:
+        self.before = Mock()
+        self.stream_now: Any = self.before
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        before, self.stream_now = self.stream_now, stream
+        yield
+        self.stream_now = before
+
+    def graph(self, graph: Any, *, stream: Any, **options: Any) -> Any:
+        context = MagicMock()
+        context.__enter__.side_effect = lambda *args: self.set_stream(stream)
+        context.__exit__.side_effect = RuntimeError("operation failed due to a previous error during capture")
+        return context
+
+    def set_stream(self, stream: Any) -> None:
+        self.stream_now = stream
+
+
+def test_a_capture_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its thread goes on where it was."""
+    cuda = _Cuda()
+    for name in ("stream", "graph", "set_stream"):
+        monkeypatch.setattr(torch.cuda, name, getattr(cuda, name))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *args: cuda.stream_now)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", Mock)
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    with pytest.raises(RuntimeError, match="during capture"):
+        Launch(lambda: None, torch.device("cuda"), Pool(None, Mock()))
+    assert cuda.stream_now is cuda.before
 
 
 def test_what_does_not() -> None:
