@@ -127,7 +127,7 @@ class _Sized:
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of a tree whose roots stand at `roots` [B].
 
-        On a GPU the next launch writes its own in the same place.
+        On a GPU the next launch writes its own in the same place; a root's features may be kept (`Call.pending`).
         """
         wide = tree.padded(self._tree.size)
         for mine, given in (
@@ -140,7 +140,7 @@ class _Sized:
             mine.copy_(given)
         self._launch()
         logits, features = self._found
-        return logits[:, : tree.size], features[:, : tree.size]
+        return logits[:, : tree.size], features.clone() if tree.size == 1 else features[:, : tree.size]
 
 
 class Lent:

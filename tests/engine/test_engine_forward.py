@@ -18,6 +18,7 @@ from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.engine.compiled import Engine
 from hf_dart.engine.draft import Drafting
 from hf_dart.engine.forward import Forward, _Sized
+from hf_dart.generation.decode import Call
 
 FORWARDS = tally("float64, captured forwards")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -170,6 +171,36 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
     assert head.last_stats.committed == eager
     assert len(drafts) == 2 + fails
     assert all(made._forwards.values()) != fails
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
+def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
+    step, propose = _Sized._step, Call.propose
+    taken: list[torch.Tensor] = []
+
+    def in_place(self: Any, run: Any) -> None:
+        before = getattr(self, "_found", None)
+        step(self, run)
+        if before is not None:
+            for place, found in zip(before, self._found, strict=True):
+                place.copy_(found)
+            self._found = before
+
+    def watched(self: Call, *args: Any) -> Any:
+        if len(self.pending) > 1 and self.pace.drafting:
+            taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
+        return propose(self, *args)
+
+    monkeypatch.setattr(_Sized, "_step", in_place)
+    monkeypatch.setattr(Call, "propose", watched)
+    target = tiny_target("llama")
+    head = tiny_head(target, tree={"nodes": None})
+    engine(target, head, first_tier=128)
+    options = {"max_new_tokens": 60, "no_repeat_ngram_size": 2, "tree_config": TreeConfig(lookup=0, draft_cost=3.0)}
+    assert_identical(target, head, prompts([7]), **{**GREEDY, **options})
+    assert len(taken) == 1
+    assert len(taken[0].unique(dim=0)) == len(taken[0]) > 40
 
 
 @pytest.mark.filterwarnings("ignore:Of this call")
