@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.attention import attention_of
-from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Means, Pool, memory_pool
 from hf_dart.engine.loop import run
 from hf_dart.engine.memory import Memory
-from hf_dart.engine.shapes import shape_of
+from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
 from hf_dart.generation.cache import RaggedCache
@@ -243,19 +242,18 @@ class Engine:
         rooms = zip(call.cache.lengths.tolist(), call.rows.rooms, strict=True)
         shape = self._shape(call, [(length, room) for length, room in rooms if room > 0], features)
         key = _key(shape, call, features)
-        if key not in self._tiers:
-            made = self._make(shape, call, features, accepted)
-            if isinstance(made, _Refused):
-                if made.computes_otherwise and self._keeps_to_itself(made.reason):
-                    return self._tier(call, features, accepted)
-                self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
-                if made.passing:
-                    return None
-            self._tiers[key] = made if isinstance(made, Tier) else None
-        tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
+        made = self._tiers[key] if key in self._tiers else self._make(shape, call, features, accepted)
+        if isinstance(made, Tier):
+            made = _loaded(made, call, features, accepted)
+        if isinstance(made, _Refused):
+            if made.computes_otherwise and self._keeps_to_itself(made.reason):
+                return self._tier(call, features, accepted)
+            self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
+            if made.passing:
+                return None
+        self._tiers.pop(key, None)
+        tier = self._tiers[key] = made if isinstance(made, Tier) else None  # the one used last stands last
         _drop_first(self._tiers)
-        if tier is not None:
-            tier.load(call, features, accepted)
         return tier
 
     def _keeps_to_itself(self, reason: str) -> bool:
@@ -274,8 +272,10 @@ class Engine:
             nonlocal looked_at
             if len(running) == looked_at or max(room for _, room in running) < _WORTH_A_MOVE:
                 return False
-            looked_at = len(running)
-            return self._shape(call, running, features).batch < tier.shape.batch
+            fewer_will_do = self._shape(call, running, features).batch < tier.shape.batch
+            if not fewer_will_do:  # else it is asked again until rounds that were launched before are read
+                looked_at = len(running)
+            return fewer_will_do
 
         return leaves
 
@@ -288,9 +288,7 @@ class Engine:
         Args:
             running: committed tokens of the rows that run, and how many more they may emit.
         """
-        batch, share = len(call.rows), self.config.share if self._hands_down else 1
-        sizes = [batch] if call.returns_cache else batch_sizes(len(running), batch)
-        shapes = [shape_of(call, size, running, self.config.first_tier, share) for size in sizes]
+        shapes = shapes_of(call, running, self.config.first_tier, self.config.share if self._hands_down else 1)
         possible = [shape for shape in shapes if self._tiers.get(_key(shape, call, features), True) is not None]
         made = [shape for shape in possible if _key(shape, call, features) in self._tiers]
         if not made or possible[0] in self._wanted:
@@ -305,6 +303,9 @@ class Engine:
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
             tier = self._made(lambda: Tier(shape, call, features, self._means(call)))
+            loaded = _loaded(tier, call, features, accepted)
+            if isinstance(loaded, _Refused):
+                return loaded
             for error, allowed in tier.differs(call, features, accepted):
                 if not error <= allowed:
                     return _Refused(_differs(call, error, allowed), computes_otherwise=True)
@@ -365,6 +366,15 @@ def _key(shape: Shape, call: Call, features: Tensor) -> tuple[Any, ...]:
     """Calls of one target and head for which this is the same go into one tier."""
     assert isinstance(call.cache, RaggedCache)
     return shape, features.shape[-1], features.dtype, *call.cache.store.specs
+
+
+def _loaded(tier: Tier, call: Call, features: Tensor, accepted: Accepted) -> Tier | _Refused:
+    """It, with what the call has come to; or why that could not be, which says nothing of the target."""
+    try:
+        tier.load(call, features, accepted)
+    except Exception as failure:
+        return _Refused(f"it could not be loaded ({_told(failure)})", passing=True)
+    return tier
 
 
 def _drop_first(kept: dict[tuple[Any, ...], Any]) -> None:

@@ -7,12 +7,25 @@ from typing import TYPE_CHECKING
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
+from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.state import Shape, filled_up, most_nodes
 from hf_dart.generation.cache import RaggedCache
 from hf_dart.head.drafting import DraftingModel
 
 if TYPE_CHECKING:
     from hf_dart.generation.decode import Call
+
+
+def shapes_of(call: Call, running: list[tuple[int, int]], first_tier: int, share: int) -> list[Shape]:
+    """Those that the rounds of a call may have, for as few rows as will do first, and for all of them last.
+
+    Args: as for `shape_of`.
+    """
+    batch = len(call.rows)
+    sizes = [batch] if call.returns_cache else batch_sizes(len(running), batch)
+    shapes = [shape_of(call, size, running, first_tier, share) for size in sizes]
+    # A row that shared its nodes with others may come with a longer path than a round of its own has room for.
+    return [shape for shape in shapes if shape.path >= shapes[-1].path]
 
 
 def shape_of(call: Call, batch: int, running: list[tuple[int, int]], first_tier: int, share: int) -> Shape:

@@ -113,7 +113,8 @@ class Tier:
         state.turn.zero_()
         self.round.processors.load(call.processors, rows, seats, state.seen)
         if self.text is not None:
-            self.text.load([rows.tokens[row] for row in seats])
+            # Of rows that have ended nothing is copied, and there may be no room for what they say.
+            self.text.load([rows.tokens[row] if runs[row] else rows.tokens[row][-1:] for row in seats])
         self._supplied = rows.slowest()
         # Not a list, which would be brought to the device for every position.
         self._places = None if len(seats) == len(rows) else torch.tensor(seats, device=rows.device)

@@ -11,6 +11,7 @@ from tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
+from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.engine import compiled as module
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.compiled import Engine
@@ -81,6 +82,56 @@ def test_what_is_left_is_shared_by_fewer() -> None:
     assert shares[0] == {5: 6}
     assert len(shares[1]) > 1
     assert all(32 // batch <= share for batch, share in shares[1].items())
+
+
+def test_a_long_row_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What it says has no room in the tier of the short one, and is not looked at for copies."""
+    monkeypatch.setattr(module, "_WORTH_A_MOVE", 64)  # the call stays in that tier
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    made = engine(target, head)
+    inputs = prompts([60, 5])
+    options = {"tree_config": TreeConfig(nodes=8), "do_sample": False, "max_new_tokens": 12, "pad_token_id": 0}
+    target.generate(**prompts([5, 5], seed=3), assistant=head, **options)
+    first, other = target.generate(**inputs, do_sample=False, max_new_tokens=1)[:, -1].tolist()
+    assert first != other
+    assert_identical(target, head, inputs, eos_token_id=[first], into=ENDED, **options)
+    assert batches(made) == [2]
+
+
+COUNTING = {"do_sample": False, "max_new_tokens": 28, "eos_token_id": [130], "pad_token_id": 0}
+
+
+def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """A target that counts, a head that does, and two rows to go on with: the first one soon comes to 130."""
+    target = build_target("tiny", torch.float32, torch.device("cpu"))
+    ids = torch.stack([torch.arange(8) + 110, torch.arange(8) + 10])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return target, SimulatedHead.from_target(target, draft_length=7).aim(tau), inputs
+
+
+def test_a_path_that_is_longer_than_trees_of_one_row() -> None:
+    """Of 12 nodes of two rows one may have 8 in a row; by itself it has no more than 6."""
+    target, head, inputs = counting(8.0)
+    made = engine(target, head, first_tier=64, lag=0)
+    for rows in (slice(1, 2), slice(2), slice(2)):
+        some = {name: part[rows] for name, part in inputs.items()}
+        assert_identical(target, head, some, tree_config=TREE, **COUNTING)
+    assert max(max(counts) for counts in head.last_stats.committed) == 8
+    assert batches(made) == [1, 2]
+
+
+@pytest.mark.parametrize("lag", [1, pytest.param(2, marks=pytest.mark.matrix)])
+def test_rounds_under_way_are_read_first(lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """When it is time to leave, it still is when they have been."""
+    target, head, inputs = counting(4.0)
+    engine(target, head, first_tier=64, lag=lag)
+    used: list[int] = []
+    run_in = module.run
+    monkeypatch.setattr(module, "run", lambda tier, *more: (used.append(tier.shape.batch), run_in(tier, *more))[1])
+    for _ in range(2):
+        target.generate(**inputs, assistant=head, tree_config=TreeConfig(nodes=8, lookup=0), **COUNTING)
+    assert used == [2, 2, 1]
 
 
 def test_a_cache_that_is_handed_back_keeps_its_rows() -> None:

@@ -51,6 +51,29 @@ def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
     assert [tier.shape.batch for tier in made._tiers.values() if tier] == [4]
 
 
+@pytest.mark.parametrize("ready", [False, True])
+def test_a_call_that_cannot_be_loaded(pair: tuple[Any, Any], ready: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs the eager round; of the target that says nothing, and the next call may do."""
+    target, head = pair
+    made = engine(target, head)
+    if ready:
+        target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
+
+    def too_long(*args: Any) -> None:
+        raise RuntimeError("no seat for it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Tier, "load", too_long)
+        with pytest.warns(UserWarning, match=r"it could not be loaded \(RuntimeError: no seat"):
+            assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    (tier,) = made._tiers.values()
+    assert tier is not None
+    assert tier.shape.budget
+
+
 @pytest.mark.parametrize("lag", [0, 2])
 @pytest.mark.parametrize("sampled", [False, True])
 def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
