@@ -340,6 +340,7 @@ def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None
 
 def reread(head: DartHead, folder: str) -> None:
     """Fill the active adapter from a checkpoint of it."""
+    _check_base(head, folder)
     read(head, _state(folder), folder, head.active_adapters()[0])
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,12 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.checkpoints import STAGING, publish
 from hf_dart.training.evaluate import DecodingCallback, first_prompts
+from hf_dart.training.resuming import TARGET, check_checkpoint, fingerprints, keeping_learning_rate
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
@@ -32,9 +35,12 @@ class Patience(EarlyStoppingCallback):
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        stored = (state.stateful_callbacks or {}).get(type(self).__name__)  # type: ignore[union-attr]
+        # A run may be resumed with more callbacks than it had; saving looks each of them up.
+        stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())  # type: ignore[union-attr]
         if isinstance(stored, dict):
             self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
+        if self.early_stopping_patience_counter >= self.early_stopping_patience:
+            control.should_training_stop = True  # of a run that had stopped nothing is left to train
 
 
 class DrafterTrainer(Trainer):
@@ -109,9 +115,37 @@ class DrafterTrainer(Trainer):
             inputs: with what `draw` has added.
         """
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
+    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
+        """As `Trainer`.
+
+        Raises:
+            ValueError: the checkpoint is damaged, or that of another run.
+        """
+        checkpoint = resume_from_checkpoint
+        if checkpoint is True:
+            checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
+        if isinstance(checkpoint, (str, Path)):
+            check_checkpoint(str(checkpoint), self)
         with _frozen(self.target):
-            return super().train(*args, **kwargs)
+            return super().train(checkpoint, **kwargs)
+
+    def _run_epoch(self, **kwargs: Any) -> None:
+        """As `Trainer`, which takes a step before it looks whether any is left, in runs that are resumed too."""
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+        if not self.control.should_training_stop:
+            super()._run_epoch(**kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """As `Trainer`, but the learning rate is the one that this run was given."""
+        if checkpoint is not None:
+            with keeping_learning_rate(checkpoint, self.optimizer, self.lr_scheduler):
+                super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        """As `Trainer`, if this run scales its losses: one begun in fp16 may go on in bf16."""
+        if self.accelerator.scaler is not None:
+            super()._load_scaler(checkpoint)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -171,8 +205,8 @@ class DrafterTrainer(Trainer):
         loss = super().training_step(*args, **kwargs)
         if not math.isfinite(value := float(loss)):
             raise FloatingPointError(
-                f"The loss of step {self.state.global_step + 1} is {value}; resume from an earlier checkpoint with a "
-                "lower learning_rate, a max_grad_norm, or bf16 in place of fp16."
+                f"The loss of step {self.state.global_step + 1} is {value}; resume from a checkpoint before the "
+                "loss rose, with a lower learning_rate, a max_grad_norm, or bf16 in place of fp16."
             )
         return loss
 
@@ -201,6 +235,10 @@ class DrafterTrainer(Trainer):
         output.metrics[f"{metric_key_prefix}_loss"] = total / max(items, 1)
         return output
 
+    @cached_property
+    def _fingerprints(self) -> dict[str, float]:
+        return fingerprints(self.target)
+
     # ---- whole checkpoints --------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
@@ -221,8 +259,8 @@ class DrafterTrainer(Trainer):
         """
         if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
             raise FloatingPointError(
-                f"Weights are not finite behind step {self.state.global_step}, and are not saved; resume from an "
-                "earlier checkpoint with a lower learning_rate or a max_grad_norm."
+                f"Weights are not finite behind step {self.state.global_step}, and are not saved; resume from a "
+                "checkpoint before the loss rose, with a lower learning_rate or a max_grad_norm."
             )
         run = Path(self._get_output_dir(trial))
         final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
@@ -236,6 +274,8 @@ class DrafterTrainer(Trainer):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
                     self.state.save_to_json(str(written / TRAINER_STATE_NAME))
+            if self.args.should_save:
+                (written / TARGET).write_text(json.dumps(self._fingerprints), encoding="utf8")
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:

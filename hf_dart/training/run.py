@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from inspect import get_annotations
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,6 @@ from typing import Any
 import numpy as np
 import yaml
 from huggingface_hub import constants
-from transformers import PreTrainedConfig
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -79,9 +77,6 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     if size is not None:
         always = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
         head.reduce_vocabulary(frequent_tokens(_some(train_rows), size, head.config.vocab_size, always))
-    # Adapters are compared where they are loaded.
-    if checkpoint is not None and recipe.lora.lora_rank is None and not head.adapted:
-        _check_same_head(checkpoint, head)
     head = apply_lora(head, recipe.lora)
     try:
         trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
@@ -191,16 +186,3 @@ def _head(
     for name in config:
         setattr(head.config, name, getattr(made, name))
     return head
-
-
-def _check_same_head(checkpoint: str, head: Any) -> None:
-    """Weights would load into some heads that mean something else by them."""
-    made = head.config
-    saved = type(made).from_pretrained(checkpoint)
-    kinds = [kind for kind in type(made).__mro__ if issubclass(kind, PreTrainedConfig) and kind is not PreTrainedConfig]
-    for name in dict.fromkeys(name for kind in kinds for name in get_annotations(kind)):
-        if getattr(saved, name) != getattr(made, name):
-            raise ValueError(
-                f"{checkpoint} has {name}={getattr(saved, name)!r} and this run {getattr(made, name)!r}; resume with "
-                "the options that the run was begun with (its recipe.yaml)."
-            )

@@ -1,0 +1,237 @@
+"""What a run goes on from: a whole checkpoint of its own, or one sentence."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from attacks import changed, damaged, seeds, survives
+from safetensors.torch import load_file, save_file
+from tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from transformers import TrainerState
+
+from hf_dart import DartHead, EagleDrafter
+from hf_dart.head.adapters import LoraArguments, apply_lora
+from hf_dart.training import DartTrainer
+from hf_dart.training.eagle import EagleTrainer
+from hf_dart.training.resuming import check_checkpoint
+
+ROWS = token_rows(LENGTHS)
+HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
+        "target.json")  # fmt: skip
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def trainer_of(folder: Path, head: Any = None, target: Any = None, **arguments: Any) -> DartTrainer:
+    target = target or tiny_target()
+    fields = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    head = head(target) if callable(head) and not isinstance(head, torch.nn.Module) else head or tiny_head(target)
+    kind = EagleTrainer if isinstance(head, EagleDrafter) else DartTrainer
+    return tiny_trainer(folder, head, target, ROWS, ROWS[:1], kind=kind, **{**fields, **arguments})
+
+
+def copied(target: Any, lora: LoraArguments = LoraArguments(lora_rank=2), **config: Any) -> DartHead:  # noqa: B008
+    fields = {"copy_layer": "last", "feature_layers": [1, 2]}
+    return apply_lora(tiny_head(target, **{**fields, **config}), lora)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a head and of an adapter on a copied layer, which nobody changes."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer_of(folder / "head").train()
+    trainer_of(folder / "adapter", copied).train()
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs, tmp_path / "runs"))
+
+
+def refused(trainer: DartTrainer, checkpoint: Path, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
+
+
+# ---- parts that are missing, foreign or damaged -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("part", seeds(6, 600))
+@pytest.mark.parametrize("name", [*HEAD, *ADAPTER])
+def test_damaged_files(run: Path, name: str, part: range) -> None:
+    checkpoint = run / ("adapter" if name in ADAPTER else "head") / "checkpoint-2"
+    trainer = trainer_of(run / "on", copied if name in ADAPTER else None)
+    trainer.create_optimizer_and_scheduler(2)
+    file = checkpoint / name
+    content = file.read_bytes()
+
+    def read() -> None:
+        check_checkpoint(str(checkpoint), trainer)
+        with torch.random.fork_rng(devices=[]):
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer._load_optimizer_and_scheduler(str(checkpoint))
+            trainer._load_rng_state(str(checkpoint))
+            TrainerState.load_from_json(str(checkpoint / "trainer_state.json"))
+
+    assert survives(read)
+    for seed in part:
+        if name.endswith(".json") and seed % 3:
+            file.write_text(changed(json.loads(content), seed), encoding="latin1")
+        else:
+            file.write_bytes(damaged(content, seed))
+        survives(read)
+
+
+def test_damage_is_told_with_the_checkpoint_before(run: Path) -> None:
+    trainer, checkpoint = trainer_of(run / "head"), run / "head" / "checkpoint-2"
+    for name in HEAD:
+        file = checkpoint / name
+        content = file.read_bytes()
+        for other in (b"", b"\0" * len(content), b"[]"):
+            file.write_bytes(other)
+            words = rf"checkpoint-2 is damaged \({name}: .*\); resume from .*checkpoint-1 or begin anew\."
+            refused(trainer, checkpoint, words)
+        file.write_bytes(content)
+    torch.save(print, checkpoint / "optimizer.pt")
+    refused(trainer, checkpoint, "damaged .optimizer.pt")
+    (checkpoint / "config.json").unlink()
+    shutil.rmtree(run / "head" / "checkpoint-1")
+    refused(trainer, checkpoint, r"damaged \(config.json: .*\); begin anew\.")
+
+
+def test_a_step_that_is_not_the_one_of_its_name(run: Path) -> None:
+    file = run / "head" / "checkpoint-2" / "trainer_state.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "global_step": 400}))
+    refused(trainer_of(run / "head"), file.parent, "trainer_state.json: global_step is 400")
+
+
+@pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
+def test_weights_only(run: Path, name: str) -> None:
+    checkpoint = run / "head" / "checkpoint-2"
+    (checkpoint / name).unlink()
+    refused(trainer_of(run / "on"), checkpoint, f"weights only, and no {name}; begin a run with `head: .*checkpoint-2`")
+
+
+@pytest.mark.parametrize("lacks", [True, False])
+def test_weights_of_another_shape(run: Path, lacks: bool) -> None:
+    file = run / "head" / "checkpoint-2" / "model.safetensors"
+    weights = load_file(file)
+    weight = weights.pop("fc.weight")
+    save_file(weights if lacks else {**weights, "fc.weight": weight[:3].clone()}, file, metadata={"format": "pt"})
+    refused(trainer_of(run / "on"), file.parent, r"model.safetensors: fc.weight has the shape")
+
+
+def test_another_kind_of_drafter(run: Path, tmp_path: Path) -> None:
+    eagle = trainer_of(tmp_path / "eagle", lambda target: EagleDrafter.from_target(target, draft_length=4))
+    refused(eagle, run / "head" / "checkpoint-2", "has model_type='dart' and this run 'dart_eagle'")
+    refused(trainer_of(run / "on", copied), run / "head" / "checkpoint-2", "has copied_layer=None")
+    plain = trainer_of(run / "on", lambda target: tiny_head(target, copy_layer="last", feature_layers=[1, 2]))
+    refused(plain, run / "adapter" / "checkpoint-2", "holds an adapter and this run trains a whole drafter")
+
+
+@pytest.mark.parametrize(
+    ("head", "says"),
+    [
+        (lambda target: copied(target, draft_length=5), "draft_length=4 and this run 5"),
+        (lambda target: copied(target, feature_layers=[0, 2]), r"feature_layers=\[1, 2\] and this run"),
+        (lambda target: copied(target, block_attention="bidirectional"), "block_attention='causal'"),
+        (lambda target: copied(target, copy_layer=1), "copied_layer=2 and this run 1"),
+        (lambda target: copied(target, LoraArguments(lora_rank=3)), "has r=2 and this run 3"),
+        (lambda target: copied(target, LoraArguments(lora_rank=2, lora_alpha=9)), "has lora_alpha=4 and this run 9"),
+        (lambda target: copied(target, LoraArguments(lora_rank=2, lora_dropout=0.5)), "lora_dropout=0.0 and this"),
+        (lambda target: copied(target, LoraArguments(lora_rank=2, lora_targets=["q_proj"])), "has target_modules="),
+    ],
+)
+def test_adapters_of_another_run(run: Path, head: Callable[[Any], DartHead], says: str) -> None:
+    refused(trainer_of(run / "on", head), run / "adapter" / "checkpoint-2", says)
+
+
+def test_an_adapter_of_another_head(tmp_path: Path) -> None:
+    target = tiny_target()
+    for seed in (1, 2):
+        tiny_head(target, seed=seed).save_pretrained(tmp_path / f"base-{seed}")
+        base = DartHead.from_pretrained(str(tmp_path / f"base-{seed}"), target=target)
+        trainer = trainer_of(tmp_path / "run", apply_lora(base, LoraArguments(lora_rank=2)), target)
+        if seed == 1:
+            trainer.train()
+        else:
+            refused(trainer, tmp_path / "run" / "checkpoint-1", "was trained on another head")
+
+
+def test_another_target_of_the_same_name(run: Path, tmp_path: Path) -> None:
+    other = tiny_target()
+    other.model.layers[1].mlp.up_proj.weight.data.mul_(-1)
+    refused(trainer_of(run / "on", target=other), run / "head" / "checkpoint-2", "was trained on another target")
+    renamed = tiny_target(torch.bfloat16).float()  # and rounded
+    renamed.config.name_or_path = "elsewhere"
+    trainer = trainer_of(run / "on", target=renamed, max_steps=3)
+    assert trainer.drafter.config.target_name == "elsewhere"
+    trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
+    (run / "head" / "checkpoint-2" / "target.json").unlink()  # without, the name has to do
+    refused(trainer_of(run / "on", target=renamed), run / "head" / "checkpoint-2", "target_name=None and this run")
+
+
+# ---- the optimizer ----------------------------------------------------------------------------------------
+
+
+def test_the_given_learning_rate_counts(tmp_path: Path) -> None:
+    """From the next step on, as far down its schedule as it would be."""
+    rates = []
+    for rate, checkpoint in ((1e-2, None), (1e-3, tmp_path / "checkpoint-2")):
+        schedule = {"lr_scheduler_type": "linear", "learning_rate": rate, "max_steps": 4, "logging_steps": 1}
+        trainer = trainer_of(tmp_path, **schedule)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        rates.append([logged["learning_rate"] for logged in trainer.state.log_history if "loss" in logged])
+    assert rates[0] == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert rates[1] == pytest.approx([1e-2, 7.5e-3, 5e-4, 2.5e-4])
+
+
+@pytest.mark.parametrize("name", ["sgd", "adafactor"])
+def test_another_optimizer(run: Path, name: str) -> None:
+    refused(trainer_of(run / "on", optim=name), run / "head" / "checkpoint-1", "the state of another optimizer")
+
+
+def test_from_scaled_losses_to_others(run: Path) -> None:
+    """fp16 leaves the state of its scaler, which bf16 has no use for."""
+    torch.save({"scale": 1.0}, run / "head" / "checkpoint-1" / "scaler.pt")
+    trainer_of(run / "on", bf16=True).train(resume_from_checkpoint=str(run / "head" / "checkpoint-1"))
+
+
+# ---- runs that had ended ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_steps", [2, 1])
+def test_nothing_is_trained_behind_the_last_step(run: Path, max_steps: int) -> None:
+    checkpoint = run / "head" / "checkpoint-2"
+    trainer = trainer_of(run / "on", max_steps=max_steps)
+    trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step == 2
+    assert not list((run / "on").iterdir())
+    for name, value in load_file(checkpoint / "model.safetensors").items():
+        assert torch.equal(trainer.head.state_dict()[name], value)
+
+
+def test_a_run_that_had_stopped_early_has_stopped(tmp_path: Path) -> None:
+    def steps(patience: int, resume: bool = True) -> int:
+        trainer = trainer_of(tmp_path, early_stopping_patience=patience, learning_rate=0.0, max_steps=6, **EVALUATED)
+        trainer.train(resume_from_checkpoint=resume)
+        return trainer.state.global_step
+
+    assert steps(1, resume=False) == 2
+    assert steps(1) == 2
+    assert steps(2) == 3
+
+
+def test_early_stopping_may_be_added(run: Path) -> None:
+    trainer = trainer_of(run / "on", early_stopping_patience=3, max_steps=3, **EVALUATED)
+    trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
+    assert trainer.state.global_step == 3
