@@ -133,7 +133,7 @@ def test_weights_of_another_shape(run: Path, lacks: bool) -> None:
 def test_another_kind_of_drafter(run: Path, tmp_path: Path) -> None:
     eagle = trainer_of(tmp_path / "eagle", lambda target: EagleDrafter.from_target(target, draft_length=4))
     refused(eagle, run / "head" / "checkpoint-2", "has model_type='dart' and this run 'dart_eagle'")
-    refused(trainer_of(run / "on", copied), run / "head" / "checkpoint-2", "has copied_layer=None")
+    refused(trainer_of(run / "on", copied), run / "head" / "checkpoint-2", "a whole drafter and this run")
     plain = trainer_of(run / "on", lambda target: tiny_head(target, copy_layer="last", feature_layers=[1, 2]))
     refused(plain, run / "adapter" / "checkpoint-2", "holds an adapter and this run trains a whole drafter")
 
@@ -198,6 +198,14 @@ def test_the_given_learning_rate_counts(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["sgd", "adafactor"])
 def test_another_optimizer(run: Path, name: str) -> None:
     refused(trainer_of(run / "on", optim=name), run / "head" / "checkpoint-1", "the state of another optimizer")
+
+
+def test_the_optimizer_of_other_weights(run: Path) -> None:
+    file = run / "head" / "checkpoint-1" / "optimizer.pt"
+    state = torch.load(file)
+    state["state"][0]["exp_avg"] = torch.zeros(2, 2)
+    torch.save(state, file)
+    refused(trainer_of(run / "on"), file.parent, "another optimizer .of weights of other shapes")
 
 
 def test_from_scaled_losses_to_others(run: Path) -> None:

@@ -15,6 +15,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
+from torch.optim import Adam
 from transformers import PreTrainedConfig, TrainerState
 from transformers.trainer import OPTIMIZER_NAME, SCALER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_pt_utils import safe_globals
@@ -103,6 +104,11 @@ def keeping_learning_rate(checkpoint: str, optimizer: Any, scheduler: Any) -> It
         for (fields, _), group in zip(given, optimizer.param_groups, strict=True):
             if other := fields ^ set(group):
                 raise ValueError(f"one has {min(other)} and one has not")
+        if isinstance(getattr(optimizer, "optimizer", optimizer), Adam):
+            # Its kernels do not look.
+            for weight, kept in optimizer.state.items():
+                if any(kept[moment].shape != weight.shape for moment in ("exp_avg", "exp_avg_sq")):
+                    raise ValueError("of weights of other shapes")
     except _UNREADABLE as error:
         raise ValueError(
             f"{checkpoint} holds the state of another optimizer ({_words(error)}); resume with the options that the "
@@ -166,6 +172,13 @@ def _check_target(folder: Path, target: Any) -> bool:
 
 def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
     """Weights would load into some drafters that mean something else by them."""
+    if drafter.adapted != any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_SAFE_WEIGHTS_NAME)):
+        parts = ("an adapter", "a whole drafter")
+        ours_is, theirs_is = parts if drafter.adapted else parts[::-1]
+        raise ValueError(
+            f"{folder} holds {theirs_is} and this run trains {ours_is}; resume with the options that the run was begun "
+            "with (its recipe.yaml)."
+        )
     content, made = _object(folder, CONFIG_NAME), drafter.config
     given = {"model_type": (content.get("model_type"), made.model_type)}
     if content.get("model_type") == made.model_type:
@@ -185,13 +198,6 @@ def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
                 f"{folder} has {name}={theirs!r} and this run {ours!r}; resume with the options that the run was begun "
                 "with (its recipe.yaml)."
             )
-    if drafter.adapted != any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_SAFE_WEIGHTS_NAME)):
-        kinds_of_run = ("an adapter", "a whole drafter")
-        ours_is, theirs_is = kinds_of_run if drafter.adapted else kinds_of_run[::-1]
-        raise ValueError(
-            f"{folder} holds {theirs_is} and this run trains {ours_is}; resume with the options that the run was begun "
-            "with (its recipe.yaml)."
-        )
 
 
 def _check_state(folder: Path) -> None:
