@@ -161,13 +161,13 @@ def _check_target(folder: Path, target: Any) -> bool:
     both = known.keys() & own.keys()
     with _readable(folder, TARGET):
         wrong = [name for name in both if not same_fingerprint([float(known[name])], [own[name]])]
-    if wrong or not both:
+    if wrong or (known and own and not both):
         name = target.config.name_or_path or type(target).__name__
         raise ValueError(
             f"{folder} was trained on another target, which has other weights than {name}; resume with the target that "
             "the run was begun with."
         )
-    return True
+    return bool(both)
 
 
 def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
@@ -209,10 +209,10 @@ def _check_state(folder: Path) -> None:
             if isinstance(value, bool) or not isinstance(value, kinds):
                 raise TypeError(f"{name} is {value!r}")
         if not all(isinstance(logged, dict) and "step" in logged for logged in state.log_history):
-            raise TypeError("log_history is none")
-        for stored in state.stateful_callbacks.values():  # type: ignore[union-attr]
-            for one in stored if isinstance(stored, list) else [stored]:
-                int(one["attributes"].get("early_stopping_patience_counter", 0))
+            raise TypeError("log_history is no list of what was logged")
+        stored = state.stateful_callbacks.get("Patience")  # type: ignore[union-attr]
+        if isinstance(stored, dict):
+            int(stored["attributes"]["early_stopping_patience_counter"])
         step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
         if step.isdecimal() and int(step) != state.global_step:
             raise ValueError(f"global_step is {state.global_step}")
