@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from compare import assert_identical
 from tiny import VOCABULARY, WINDOW, prompts, tiny_head
 from transformers import (
     CLIPVisionConfig,
+    Exaone4_5_Config,
+    Exaone4_5_ForConditionalGeneration,
     Gemma3Config,
     Gemma3ForConditionalGeneration,
     LlamaConfig,
@@ -67,6 +70,15 @@ def llava() -> Any:
     return LlavaForConditionalGeneration(config)
 
 
+def exaone4_5() -> Any:
+    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 2}
+    tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
+    text = {**TEXT, "model_type": "exaone4", "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    return Exaone4_5_ForConditionalGeneration(
+        Exaone4_5_Config(text_config=text, vision_config={**eyes, "out_hidden_size": 32, "patch_size": 4}, **tokens)
+    )
+
+
 FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
 
 
@@ -74,11 +86,11 @@ FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
 MARKS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
 
 
-def tiny(family: str) -> Any:
+def tiny(make: Callable[[], Any]) -> Any:
     """A random one; the global generators are not moved."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = FAMILIES[family]().double().eval()
+        model = make().double().eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2 and "embed" not in name:
@@ -88,7 +100,7 @@ def tiny(family: str) -> Any:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone(family: str) -> None:
-    target = tiny(family)
+    target = tiny(FAMILIES[family])
     head = tiny_head(target)
     inputs = {name: values % 44 for name, values in prompts([9, 3, 7, 13]).items()}  # no image's tokens
     assert_identical(target, head, inputs, **SAMPLED)
@@ -109,7 +121,7 @@ def test_text_alone(family: str) -> None:
 
 
 def test_images_are_refused() -> None:
-    target = tiny("llava")
+    target = tiny(llava)
     head = tiny_head(target)
     ids = torch.tensor([[5, 47, 47, 47, 47, 6]])
     seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(1, 3, 8, 8).double()}
@@ -119,9 +131,20 @@ def test_images_are_refused() -> None:
 
 
 def test_positions_of_images_are_refused() -> None:
-    target = tiny("qwen2_5_vl")
+    target = tiny(qwen2_5_vl)
     head = tiny_head(target)
     inputs = prompts([7])
     positions = torch.arange(7).expand(4, 1, 7) - torch.tensor([0, 2, 2, 2])[:, None, None]
     with pytest.raises(ValueError, match=r"positions of its own.*leave assistant= out\.$"):
         target.generate(**inputs, **GREEDY, position_ids=positions, assistant=head)
+
+
+def test_padding_that_counts_as_positions_is_refused() -> None:
+    target = tiny(exaone4_5)
+    head = tiny_head(target)
+    for lengths in ([7], [9, 9]):
+        inputs = {name: values % 44 for name, values in prompts(lengths).items()}
+        assert_identical(target, head, inputs, **GREEDY)
+    with pytest.raises(ValueError, match=r"counts padding as positions.*leave assistant= out\.$"):
+        target.generate(**prompts([9, 3], vocabulary=44), **GREEDY, assistant=head)
+    assert_identical(target, head, inputs, **SAMPLED)

@@ -200,6 +200,25 @@ def test_a_target_that_is_being_trained_can_be_attached() -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
+@pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "later steps"])
+def test_positions_that_a_subclass_shifts(
+    target: Any, head: DartHead, drafting: dict[str, Any], prompt: bool
+) -> None:
+    plain = type(target)
+
+    class Shifts(plain):  # type: ignore[misc, valid-type]
+        def prepare_inputs_for_generation(self, *args: Any, is_first_iteration: bool = False, **kwargs: Any) -> Any:
+            inputs = super().prepare_inputs_for_generation(*args, is_first_iteration=is_first_iteration, **kwargs)
+            if is_first_iteration is prompt:
+                inputs["position_ids"] = inputs["position_ids"] + 1
+            return inputs
+
+    target.__class__ = Shifts
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "Shifts prepares positions other")
+    target.__class__ = plain
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
 def test_encoder_decoder() -> None:
     config = T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, decoder_start_token_id=0

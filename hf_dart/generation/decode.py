@@ -175,7 +175,8 @@ class Call:
         layers = self.drafter.feature_layers
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
         with undone_on_failure(stock):
-            outputs = PrefillRecorder(self.model, feed, layers).prefill(input_ids, config, model_kwargs)
+            recorder = PrefillRecorder(self.model, feed, layers)
+            outputs = recorder.prefill(input_ids, config, model_kwargs, pads, total)
             # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
             self.stock_cache = stock = refuse_cache(outputs.past_key_values)
             refuse_compressed(stock, total)

@@ -270,8 +270,7 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
         if total in pads:
             raise ValueError("A row of the batch is all padding; give every row at least one token.")
     if position_ids is not None:
-        last = torch.tensor([total - pad - 1 for pad in pads])
-        usual = not bool((position_ids[..., -1].cpu() != last).any())
+        usual = _usual(position_ids, pads, total)
         if not usual and position_ids.ndim > 2:
             raise ValueError(
                 "This prompt has positions of its own, as those with images have, which drafts do not follow; give "
@@ -280,3 +279,30 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
         if not usual:
             raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
     return pads
+
+
+def refuse_positions(model: Any, position_ids: Tensor | None, pads: list[int], total: int) -> None:
+    """Raise unless a model that is told positions ends a text of `total` slots at those that padding leaves.
+
+    Args:
+        position_ids: [..., P] what stock hands to its forward; None if nothing, so that it counts slots.
+
+    Raises:
+        ValueError: the model's own `prepare_inputs_for_generation` says otherwise.
+    """
+    if position_ids is None and any(pads):
+        raise ValueError(
+            f"{type(model).__name__} counts padding as positions, which drafts do not; pass rows of one length, or "
+            "leave assistant= out."
+        )
+    if position_ids is not None and not _usual(position_ids, pads, total):
+        raise ValueError(
+            f"{type(model).__name__} prepares positions other than the usual ones, which drafts do not follow; leave "
+            "assistant= out."
+        )
+
+
+def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:
+    """Does each row end at the position that the tokens before it leave?"""
+    last = torch.tensor([total - pad - 1 for pad in pads])
+    return not bool((position_ids[..., -1].cpu() != last).any())

@@ -109,6 +109,12 @@ def position_limit(target: Any) -> tuple[int, bool]:
     return (int(table) - 1 if table else sys.maxsize), False
 
 
+def takes_positions(target: Any) -> bool:
+    """Is the target told positions, or does it count them itself?"""
+    # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
+    return "position_ids" in inspect.signature(type(target).forward).parameters
+
+
 def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
     """Raise where rotary frequencies that follow the longest row would tie the rows of a batch together.
 
@@ -174,8 +180,7 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self._keep_hidden_states = keep_hidden_states
-        # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
-        self._takes_positions = "position_ids" in inspect.signature(type(target).forward).parameters
+        self._takes_positions = takes_positions(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
         # Eager attention adds its mask in any case.
