@@ -201,13 +201,13 @@ class DartConfig(PreTrainedConfig):
                 f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
                 "language model (AutoModelForCausalLM)."
             )
-        if not hasattr(text, "num_attention_heads"):
+        heads = _first(text, ("num_attention_heads",), 0)
+        if not heads:
             raise ValueError(
                 f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
                 "assistant=."
             )
         hidden = int(text.hidden_size)
-        heads = int(text.num_attention_heads)
         layers = int(text.num_hidden_layers)
         # A folder's path says nothing on another machine; its name may.
         name = target.config.name_or_path
@@ -247,13 +247,14 @@ def default_feature_layers(num_layers: int) -> list[int]:
 
 
 def _first(config: Any, names: Sequence[str], default: Any) -> Any:
-    """The first of several names under which families keep one field; a per-layer list gives its maximum."""
+    """The first of several names under which families keep one field; where layers differ in it, their maximum."""
+    layers = list(config.per_layer_config)
     for name in names:
-        value = getattr(config, name, None)
-        if isinstance(value, (list, tuple)):
-            value = max(value, default=None)
-        if value is not None:
-            return value
+        given = [getattr(layer, name, None) for layer in layers]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
+        values = [value for per_layer in lists for value in per_layer if value is not None]
+        if values:
+            return max(values)
     return default
 
 

@@ -59,7 +59,7 @@ _PER_LAYER_INPUT = {
     "vocab_size_per_layer_input": VOCABULARY,
     "hidden_size_per_layer_input": 8,
 }
-_GEMMA4 = {**_PER_LAYER_INPUT, "global_head_dim": 8, "num_global_key_value_heads": 2}
+_GEMMA4 = {**_PER_LAYER_INPUT, "global_head_dim": 16, "num_global_key_value_heads": 1}
 _LINEAR = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 3 + ["full_attention"],
@@ -142,7 +142,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         intermediate_size=[48] * 4,
         activation_sparsity_pattern=[0.0] * 4,
     ),
-    "gemma4": _rotary("gemma4_text", _GEMMA4, layer_types=_TYPES, num_kv_shared_layers=0),
+    "gemma4": _rotary("gemma4_text", _GEMMA4, layer_types=_TYPES, attention_k_eq_v=True),
     "gemma4_shared": _rotary(
         "gemma4_text", _GEMMA4, num_hidden_layers=4, layer_types=_TYPES * 2, num_kv_shared_layers=2
     ),

@@ -156,6 +156,12 @@ def test_loads_as_a_path_object_and_without_a_target(target: Any, tmp_path: Path
     assert_identical(target, head, prompts([7]), **GREEDY)
 
 
+def test_fields_that_differ_by_layer() -> None:
+    """Gemma 4 has wider and fewer keys where it sees all."""
+    config = DartConfig.for_target(tiny_target("gemma4"))
+    assert (config.head_dim, config.num_key_value_heads) == (16, 2)
+
+
 def test_shares_the_targets_modules(target: Any) -> None:
     head = tiny_head(target)
     embeddings, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
