@@ -73,7 +73,8 @@ def llava() -> Any:
 def exaone4_5() -> Any:
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 2}
     tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
-    text = {**TEXT, "model_type": "exaone4", "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    slides = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {**TEXT, **slides, "model_type": "exaone4"}
     return Exaone4_5_ForConditionalGeneration(
         Exaone4_5_Config(text_config=text, vision_config={**eyes, "out_hidden_size": 32, "patch_size": 4}, **tokens)
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from families import REFUSED
 from tiny import prompts, tiny_head, tiny_target
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
-from transformers.models.llama.modeling_llama import LlamaAttention
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import attach
 from hf_dart.generation import probe
@@ -216,6 +217,47 @@ def test_hooks_that_look_at_the_last_token(dtype: torch.dtype) -> None:
         assert torch.equal(again, plain)
 
 
+class PushesTheLast(nn.Module):
+    """Stands in for a module."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, states: Tensor) -> Tensor:
+        return steer(self, None, self.inner(states))
+
+
+def steers(last: bool) -> Callable[..., Tensor]:
+    return lambda module, args, output: steer(module, args, output) if last else output
+
+
+def told_otherwise(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = target.model.layers[0].register_forward_hook(steers(last=False))
+    prove(target)
+    hook.remove()
+    target.model.layers[0].register_forward_hook(steers(last=True))
+
+
+def patched_class(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    plain = LlamaMLP.forward
+    monkeypatch.setattr(LlamaMLP, "forward", lambda self, states: steer(self, None, plain(self, states)))
+
+
+def replaced_module(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.model.layers[0].mlp = PushesTheLast(target.model.layers[0].mlp).eval()
+
+
+@pytest.mark.parametrize("change", [told_otherwise, patched_class, replaced_module])
+def test_changes_behind_attach_are_proved(
+    change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = attach(tiny_target("llama"))
+    change(target, monkeypatch)
+    with pytest.raises(ValueError, match="fed at once"):
+        prove(target)
+
+
 def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Hooks made anew for every call, and those of transformers and PEFT, cost no proof."""
     proofs: list[int] = []
@@ -226,7 +268,7 @@ def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) 
     for _ in range(2):
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
     assert len(proofs) == 1
-    for factor in (0.5, 2.0):
+    for factor in torch.tensor([0.5, 2.0]):
         hook = target.model.layers[0].register_forward_hook(lambda module, args, output, by=factor: output * by)
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
         hook.remove()

@@ -183,6 +183,18 @@ def test_train_mode(target: Any, head: DartHead, drafting: dict[str, Any]) -> No
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
+@pytest.mark.parametrize("share", [0.2, 0.0])
+def test_a_part_in_train_mode(share: float) -> None:
+    """Attention drops out by a function, not by a module."""
+    target = tiny_target("llama", attention_dropout=share)
+    head = tiny_head(target)
+    target.model.layers[0].train()
+    if share:
+        refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, r"model\.eval\(\)")
+        target.eval()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
     """PEFT makes its layers in train mode, whatever the target's."""

@@ -78,7 +78,10 @@ def refuse_target(model: Any) -> None:
             "Call generate without assistant=."
         )
     if model.training or _drops_out(model):
-        raise ValueError("The target is in train mode, where dropout makes its tokens random; call model.eval() first.")
+        raise ValueError(
+            "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
+            "first."
+        )
 
 
 def refuse_drafter(drafter: Drafter[Any]) -> None:
@@ -95,7 +98,18 @@ def refuse_drafter(drafter: Drafter[Any]) -> None:
 
 
 def _drops_out(model: nn.Module) -> bool:
-    return any(isinstance(part, _DropoutNd) and part.training and part.p for part in parts_of(model))
+    return any(part.training and _draws(part) for part in parts_of(model))
+
+
+def _draws(part: nn.Module) -> bool:
+    """Would a module draw numbers in train mode? Many call functions with a share that they, or their config, name."""
+    if isinstance(part, _DropoutNd):
+        return part.p > 0
+    named = {**getattr(getattr(part, "config", None), "__dict__", {}), **vars(part)}
+    return any(
+        type(value) in (int, float) and value > 0 and ("dropout" in name or "jitter" in name)
+        for name, value in named.items()
+    )
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:

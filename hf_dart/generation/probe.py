@@ -10,9 +10,10 @@ among thousands would drown in rounding, the entries at the edge of each window 
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cached_property
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -53,8 +54,10 @@ _TRIES = 3
 _ROUNDINGS = 16
 _SHARE = 2**-12
 
-# Hooks of these do to a tree what they do to a text.
-_TRUSTED = ("transformers", "peft")
+# Code of these does to a tree what it does to a text.
+_TRUSTED = ("transformers.", "peft.", "torch.nn.modules.")
+# States of one target that are remembered as proved; hooks that count their calls make a new one for each.
+_STATES = 64
 
 _Case = tuple[str, torch.dtype, frozenset[Any]]
 # Models, and up to how many slots each was proved right in this process, as it was then.
@@ -82,7 +85,7 @@ def _explained(model: Any) -> Iterator[None]:
 @host_by_default
 @torch.no_grad()
 def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
-    """Check that tree verification is right for a model: once per attention, dtype, and what hangs on its modules.
+    """Check that tree verification is right for a model: once per attention, dtype, and what others made of it.
 
     Runs an 8-node tree, commits one path, runs one more token, and compares all logits with plain forwards from
     the same cache. What a plain forward itself differs by when it is fed token by token sets the tolerance, and
@@ -115,34 +118,54 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
             trial.run(length)
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
+    if len(proved) >= _STATES:
+        proved.clear()
     proved[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
 def _changes(model: Any) -> Iterator[Any]:
-    """What others have hung on the modules of a model, or put in place of their forward; and kinds of adapters."""
-    for part in parts_of(model):
+    """What others have made of a model: modules of their own, functions hung on or in place of others, and adapters."""
+    parts = parts_of(model)
+    functions = list({type(part).forward for part in parts})
+    for part in parts:
         before, behind, forward = part._forward_pre_hooks, part._forward_hooks, part.__dict__.get("forward")
-        if not before and not behind and forward is None:
-            continue
-        for function in (*before.values(), *behind.values(), *([] if forward is None else [forward])):
-            plain = _undecorated(function)
-            # Not `__module__`, which functools.wraps takes from what is wrapped.
-            maker = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
-            if maker.partition(".")[0] not in _TRUSTED:
-                # Closures that are made anew for every call are one.
-                yield getattr(plain, "__code__", type(plain))
+        if before or behind or forward is not None:
+            functions += [*before.values(), *behind.values(), *([] if forward is None else [forward])]
+    for function in functions:
+        layers = _layers_of(function)
+        plain = layers[-1]
+        # Not `__module__`, which functools.wraps takes from what is wrapped.
+        maker = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
+        if not f"{maker}.".startswith(_TRUSTED):
+            # Closures that are made anew for every call are one, unless they were told otherwise.
+            told = (value for layer in layers for value in _held_by(layer))
+            plain_values = tuple(value for value in told if value is None or isinstance(value, (bool, int, float, str)))
+            yield getattr(plain, "__code__", type(plain)), plain_values
     # LoRA adds the same to every position, whatever batch it is switched on in.
     kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
     yield from kinds - {"LORA"}
 
 
-def _undecorated(function: Callable[..., Any]) -> Any:
-    """What a partial, a method or what `torch.compile` made runs in the end."""
+def _layers_of(function: Any) -> list[Any]:
+    """A function, and what a partial, a method or what `torch.compile` made of one runs in the end, which is last."""
     for name in ("func", "__func__", "_torchdynamo_orig_callable"):
         inner = getattr(function, name, None)
         if inner is not None:
-            return _undecorated(inner)
-    return function
+            return [function, *_layers_of(inner)]
+    return [function]
+
+
+def _held_by(function: Any) -> Iterator[Any]:
+    """What a partial, a method, a closure or an instance hands to its code."""
+    if isinstance(function, functools.partial):
+        yield from (*function.args, *function.keywords.values())
+    for holder in (function, getattr(function, "__self__", None)):
+        yield from getattr(holder, "__dict__", {}).values()
+    yield from getattr(function, "__defaults__", None) or ()
+    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
+    for cell in getattr(function, "__closure__", None) or ():
+        with suppress(ValueError):  # an empty one
+            yield cell.cell_contents
 
 
 class _Trial:
