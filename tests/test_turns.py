@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_dart import DartHead
 from hf_dart.generation import decode, turns
 from hf_dart.generation.attach import attach
+from hf_dart.generation.probe import prove
 from hf_dart.proposal import Proposal
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
@@ -211,6 +213,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
     read: list[int] = []
     forward = type(target).forward
 
+    @functools.wraps(forward)
     def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
         read.append(kwargs["input_ids"].shape[1])
         return forward(self, *args, **kwargs)
@@ -221,6 +224,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
         inputs = behind(inputs, run(target, inputs, 0, past_key_values=cache, **options).sequences)
         with monkeypatch.context() as patched:
             patched.setattr(type(target), "forward", counted)
+            prove(target)
             read.clear()
             run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"])
         assert read[0] == 5  # the last token of the first turn and four new ones
