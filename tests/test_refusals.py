@@ -12,6 +12,7 @@ from outcome import snapshot
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_exact import replay
 from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
 from hf_dart import DartHead
@@ -229,6 +230,21 @@ def test_positions_that_a_subclass_shifts(
     refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "Shifts prepares positions other")
     target.__class__ = plain
     assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("lengths", [[7], [9, 3]])
+def test_processors_that_write_into_the_text(
+    target: Any, head: DartHead, drafting: dict[str, Any], lengths: list[int]
+) -> None:
+    def rewrites(ids: Tensor, scores: Tensor) -> Tensor:
+        ids[:, -1] = (ids[:, -1] + 1) % VOCABULARY
+        return scores
+
+    inputs = prompts(lengths)
+    options = {**GREEDY, "logits_processor": [rewrites]}
+    refused(lambda: target.generate(**inputs, **options, **drafting), ValueError, "writes into input_ids")
+    options["logits_processor"] = [lambda ids, scores: rewrites(ids.clone(), scores)]
+    assert_identical(target, head, inputs, **options)
 
 
 def test_encoder_decoder() -> None:

@@ -102,6 +102,11 @@ def _of_row(processor: Any, row: int) -> Any:
     return processor
 
 
+def all_known(processors: LogitsProcessorList) -> bool:
+    """Are they all stock's own?"""
+    return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
+
+
 def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, generation_config: Any) -> bool:
     """Must all rows go in step, one call per position on the whole batch, because calls may do anything?
 
@@ -114,6 +119,6 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, generatio
     )
     return bool(
         collects
-        or any(type(processor) not in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
+        or not all_known(processors)
         or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart.devices import users_default
 from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.processors import of_rows, scores_alone
+from hf_dart.generation.processors import all_known, of_rows, scores_alone
 from hf_dart.generation.rows import Rows, Streaming
 from hf_dart.trees.tree import DraftTree
 
@@ -57,6 +57,7 @@ class Walker:
         self._rows = rows
         self._streaming = streaming
         self._noise = noise
+        self._known = all_known(processors)
         self._of_rows = of_rows(processors, len(rows))
         # The most nodes on which to run the processors all at once. Sampling on a CPU, softmax over all nodes costs
         # more than a few calls for those on the path.
@@ -175,8 +176,15 @@ class Walker:
         then a forecast.
         """
         logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
+        ids = self._rows.ids_in_step()
+        before = None if self._known else ids.clone()
         with users_default():
-            scores = self._processors(self._rows.ids_in_step(), logits)
+            scores = self._processors(ids, logits)
+        if before is not None and not torch.equal(ids, before):
+            raise ValueError(
+                "A logits processor writes into input_ids, the text that drafts were verified behind; let it work on a "
+                "copy, or leave assistant= out."
+            )
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
