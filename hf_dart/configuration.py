@@ -284,9 +284,10 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
 
 def _rope_theta(text: Any) -> float:
     parameters = getattr(text, "rope_parameters", None) or {}
-    if "full_attention" in parameters:
-        parameters = parameters["full_attention"]
-    return float(parameters.get("rope_theta", 10000.0))
+    # By kind of layer, where these differ; None for a kind without rotary positions.
+    kinds = (parameters, parameters.get("full_attention"), *parameters.values())
+    bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
+    return float(next(bases, 10000.0))
 
 
 @dataclass(frozen=True)

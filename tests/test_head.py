@@ -158,8 +158,12 @@ def test_loads_as_a_path_object_and_without_a_target(target: Any, tmp_path: Path
 
 def test_fields_that_differ_by_layer() -> None:
     """Gemma 4 has wider and fewer keys where it sees all."""
-    config = DartConfig.for_target(tiny_target("gemma4"))
-    assert (config.head_dim, config.num_key_value_heads) == (16, 2)
+    target = tiny_target("gemma4")
+    config = DartConfig.for_target(target)
+    assert (config.head_dim, config.num_key_value_heads, config.rope_theta) == (16, 2, 1e6)
+    # As in families whose layers that see all have no positions.
+    target.config.rope_parameters = {**target.config.rope_parameters, "full_attention": None}
+    assert DartConfig.for_target(target).rope_theta == 1e4
 
 
 def test_shares_the_targets_modules(target: Any) -> None:
