@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_dart import DartHead, TreeConfig
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
+from hf_dart.generation import probe
 from hf_dart.proposal import Drafter, Proposal
 
 
@@ -37,7 +38,16 @@ def tiny_target(
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe")):
                     weight.mul_(10.0)
+    probe._proved[model] = proofs(repr((family, attention, config)))
     return model.eval()
+
+
+_PROOFS: dict[str, Any] = {}
+
+
+def proofs(built_from: str) -> dict[Any, int]:
+    """What was proved of targets that are built alike, in all tests of this process."""
+    return _PROOFS.setdefault(built_from, {})
 
 
 def tiny_head(target: Any, **config: Any) -> DartHead:
