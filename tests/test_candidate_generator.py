@@ -166,7 +166,10 @@ LAWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=["independent drafts", "selector", "unmasked out of order"])
+@pytest.fixture(
+    scope="module",
+    params=["independent drafts", pytest.param("selector", marks=pytest.mark.matrix), "unmasked out of order"],
+)
 def three_words(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A target of three tokens, none of which is sure, and a drafter that disagrees with it."""
     model = tiny_target("llama", vocab_size=3)

@@ -100,6 +100,7 @@ def test_no_room_is_taken_for_tokens_that_never_come() -> None:
     assert_identical(target, head, prompts([7]), **options)
 
 
+@pytest.mark.matrix
 def test_texts_outgrow_the_first_room() -> None:
     target = tiny_target("llama", max_position_embeddings=2048)
     head = tiny_head(target)

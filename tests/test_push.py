@@ -369,6 +369,7 @@ def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.M
         head.push_to_hub("alice/head", token="hf_alice")
 
 
+@pytest.mark.matrix
 def test_the_command_and_the_readme_in_a_process_of_their_own(tmp_path: Path) -> None:
     """Nothing is set but the environment."""
     code = f"""
