@@ -45,6 +45,7 @@ def test_float64_is_identical_and_so_is_the_control() -> None:
     assert sum(one.rows for one in done.verdicts) == 12
 
 
+@pytest.mark.matrix
 def test_packaged_pair_in_bfloat16(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "audit.json"
     words = ["audit", *PROMPTS, "--new-tokens", "32", "--dtype", "bfloat16", "--json", str(file)]
