@@ -54,10 +54,9 @@ def assert_told_the_truth(target: Any, drafter: Listener, first: int = 0) -> Non
         torch.testing.assert_close(told, wanted, **CLOSE)
 
 
-@pytest.mark.parametrize(
-    ("lengths", "options"), [([1], GREEDY), ([13], SAMPLED), ([9, 3, 1, 13], GREEDY), ([9, 3, 1, 13], SAMPLED)]
-)
+@pytest.mark.parametrize("lengths", [[1], [13], [9, 3, 1, 13]])
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2", "mistral"])
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
 def test_over_a_whole_call(family: str, lengths: list[int], options: dict[str, Any]) -> None:
     target = attach(tiny_target(family))
     inputs = prompts(lengths)

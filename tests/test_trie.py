@@ -206,25 +206,27 @@ def test_counts_that_do_not_fit(tmp_path: Path) -> None:
 
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 512)
-    options: dict[str, Any] = {"vocab_size": 200, "chunk": 512}
-    peaks, sizes = [], []
-    for count in (100, 100, 800):  # the first run imports and fills caches
+
+    def peaks(count: int) -> tuple[int, int, int]:
+        """Nodes of a trie of ``count`` documents, and the bytes that reading it and writing it take at most."""
         trie = Trie(3)
         for document in documents(0, count, vocabulary=200):
             trie.add(document)
         (tmp_path / "trie").write_bytes(trie.saved())
-        sizes.append(len(trie.nodes))
         tracemalloc.start()
-        table = read_trie(tmp_path / "trie", tmp_path / "table", **options)
+        table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200, chunk=512)
         reading = tracemalloc.get_traced_memory()[1]
         tracemalloc.reset_peak()
         write_trie(table, tmp_path / "back", chunk=512)
-        peaks.append((reading, tracemalloc.get_traced_memory()[1]))
+        writing = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         assert (tmp_path / "back").stat().st_size == (tmp_path / "trie").stat().st_size
-    assert sizes[2] > 5 * sizes[1]
-    for few, many in zip(peaks[1], peaks[2], strict=True):
-        assert many < 1.6 * few, (sizes, peaks)
+        return len(trie.nodes), reading, writing
+
+    # The whole process is traced: what another thread, an import or a cache takes, it takes in one run only.
+    few, many = (np.min([peaks(count) for _ in range(3)], axis=0) for count in (100, 800))
+    assert many[0] > 5 * few[0]
+    assert (many[1:] < 1.6 * few[1:]).all(), (few, many)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.fitted import HUB_OPTIONS, as_dtype
 from hf_dart.head.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
+from hf_dart.pair import missing_folder
 
 if TYPE_CHECKING:
     from hf_dart.head import DartHead
@@ -146,7 +147,7 @@ def _base_of(head: DartHead) -> tuple[str, str | None]:
         )
     folder = Path(name, subfolder)
     if not folder.is_dir():
-        if Path(name).is_absolute() or name.startswith("."):
+        if missing_folder(name) or Path(name).is_dir():
             raise ValueError(f"The folder of this head, {folder}, is not there any more; save_pretrained it again.")
         if subfolder:
             raise ValueError(
@@ -291,9 +292,8 @@ def head_of(
     base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
     if not base or not isinstance(base, str):
         raise ValueError(f"The adapter in {path} does not say which head it stands on; pass base=, the head's path.")
-    for name in ("revision", "subfolder"):  # of the adapter
-        where.pop(name, None)
-    if not Path(base).is_dir() and (Path(base).is_absolute() or base.startswith(".")):
+    where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
+    if missing_folder(base):
         raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
     if isinstance(revision, str):
         where["revision"] = revision
