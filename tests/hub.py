@@ -348,7 +348,8 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         monkeypatch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         monkeypatch.delenv("HF_TOKEN", raising=False)
         monkeypatch.delenv("HUGGING_FACE_HUB_TOKEN", raising=False)
-        monkeypatch.setenv("NO_PROXY", "127.0.0.1,localhost")
+        for name in ("NO_PROXY", "no_proxy"):
+            monkeypatch.setenv(name, "127.0.0.1,localhost")
         close_session()  # the next one takes the environment above
         yield server
         close_session()

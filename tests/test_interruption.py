@@ -173,7 +173,7 @@ def interrupt(
     total = call(-1, KINDS[kind](target), Listener())
     random = Random(seed)
     reached = []
-    for line in sorted(random.randrange(1, total + 1) for _ in range(cases)):
+    for line in (1 + int(total * (case + random.random()) / cases) for case in range(cases)):  # spread over all
         cache, listener = KINDS[kind](target), Listener()
         with pytest.raises(KeyboardInterrupt):
             call(line, cache, listener)

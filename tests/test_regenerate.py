@@ -258,7 +258,9 @@ def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def server() -> Iterator[Any]:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "127.0.0.1")
     with serving(small_writer()) as server:
         yield server
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import struct
-import tracemalloc
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from attacks import damaged, seeds, survives
+from memory import traced_peak
 from test_fit import letters
 
 from hf_dart.hub.trie import read_trie, write_trie
@@ -207,26 +207,21 @@ def test_counts_that_do_not_fit(tmp_path: Path) -> None:
 def test_memory_does_not_grow_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ngram_build, "_MERGED_AT_ONCE", 512)
 
-    def peaks(count: int) -> tuple[int, int, int]:
+    def peaks(count: int) -> list[int]:
         """Nodes of a trie of ``count`` documents, and the bytes that reading it and writing it take at most."""
         trie = Trie(3)
         for document in documents(0, count, vocabulary=200):
             trie.add(document)
         (tmp_path / "trie").write_bytes(trie.saved())
-        tracemalloc.start()
-        table = read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200, chunk=512)
-        reading = tracemalloc.get_traced_memory()[1]
-        tracemalloc.reset_peak()
-        write_trie(table, tmp_path / "back", chunk=512)
-        writing = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
+        reading = traced_peak(lambda: read_trie(tmp_path / "trie", tmp_path / "table", vocab_size=200, chunk=512))
+        table = NgramTable.load(tmp_path / "table")
+        writing = traced_peak(lambda: write_trie(table, tmp_path / "back", chunk=512))
         assert (tmp_path / "back").stat().st_size == (tmp_path / "trie").stat().st_size
-        return len(trie.nodes), reading, writing
+        return [len(trie.nodes), reading, writing]
 
-    # The whole process is traced: what another thread, an import or a cache takes, it takes in one run only.
-    few, many = (np.min([peaks(count) for _ in range(3)], axis=0) for count in (100, 800))
+    few, many = peaks(100), peaks(800)
     assert many[0] > 5 * few[0]
-    assert (many[1:] < 1.6 * few[1:]).all(), (few, many)
+    assert all(more < 1.6 * less for more, less in zip(many[1:], few[1:], strict=True)), (few, many)
 
 
 # ---- damage ------------------------------------------------------------------------------------------------

@@ -84,22 +84,21 @@ def measure(
 
     ways: list[tuple[int, TreeConfig | None]] = [(0, None), *trees.items()]
     best = dict.fromkeys([0, *sizes], float("inf"))
-    draft = float("inf")
+    draft = prefill = float("inf")
     for _, tree in ways:
         timed(_WARMUP, tree)
     for repeat in range(repeats):
         progress(f"repeat {repeat + 1} of {repeats}")
-        prefill = timed(1, None)[0]
+        prefill = min(prefill, timed(1, None)[0])
         for size, tree in ways:
             # A deeper tree brings more tokens per round.
             seconds, drafting, count = timed(rounds * (1 if size < 2 else 2) + 1, tree)
-            if tree is None:
-                seconds, count = seconds - prefill, count - 1
             best[size] = min(best[size], (seconds - drafting) / max(count, 1))
             if size > 1:
                 draft = min(draft, drafting / max(count, 1))
+    token = max(best[0] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
     plain = best[1]
     verify: list[tuple[float, float]] = []
     for size in sizes:
         verify.append((float(size), round(max(best[size] / plain, verify[-1][1] if verify else 1.0), 3)))
-    return Profile(tuple(verify), round(draft / plain, 3), 1000 * best[0], 1000 * plain)
+    return Profile(tuple(verify), round(draft / plain, 3), 1000 * token, 1000 * plain)

@@ -329,7 +329,7 @@ def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None
     """Fill adapter `name` with `state`, whose every weight has to fit."""
     wanted = get_peft_model_state_dict(head, adapter_name=name, save_embedding_layers=False)
     wrong = sorted(wanted.keys() ^ state.keys())
-    wrong += [key for key in wanted.keys() & state.keys() if wanted[key].shape != state[key].shape]
+    wrong += [key for key in sorted(wanted.keys() & state.keys()) if wanted[key].shape != state[key].shape]
     if wrong:
         raise ValueError(
             f"The adapter in {path} does not fit this head (first difference: {wrong[0]}); load it on the head that it "

@@ -209,7 +209,7 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     def waiting(*args: Any, **kwargs: Any) -> Any:
         if target.config._attn_implementation == PACKED and not inside.is_set():
             inside.set()
-            asked.append(done.wait(20))
+            asked.append(done.wait(120))
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(layer, "forward", waiting)
@@ -217,7 +217,7 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     thread = Thread(target=lambda: found.append(target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)))
     thread.start()
     try:
-        assert inside.wait(20)
+        assert inside.wait(120)
         other = tiny_head(target)
         made = engine(target, other)
         for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}, {"assistant": other}):
