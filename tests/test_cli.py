@@ -16,7 +16,7 @@ from chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.cli import main
-from hf_dart.commands.common import check_file, write_json
+from hf_dart.commands.common import check_file, check_folder, write_json
 from hf_dart.configuration import TreeConfig
 from hf_dart.demo import demo, tree_behind
 from hf_dart.drawing import accepted_path, drafted_tokens
@@ -171,6 +171,8 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["view", "x", "--output", HEAD], "is a folder; give a file to write the page to"),
         (["bench", "--plots", f"{HEAD}/config.json/plots"], "is a file; give a folder"),
         (["regenerate", "data.txt", "--output", f"{HEAD}/config.json"], "is a file; give a folder"),
+        (["regenerate", "data.txt", "--output", "x" * 300], "File name too long"),
+        (["bench", "--json", "x" * 300], "File name too long"),
     ],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -190,6 +192,8 @@ def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(monkeypatch: 
     monkeypatch.setattr(os, "access", lambda *_: False)
     with pytest.raises(UserError, match="may not be written; give another file for the JSON"):
         check_file(Path(HEAD, "new.json"))
+    with pytest.raises(UserError, match="new' may not be written; give another folder"):
+        check_folder(Path(HEAD, "new"))
 
 
 @pytest.mark.parametrize(

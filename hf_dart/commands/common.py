@@ -81,21 +81,25 @@ def check_file(file: Path | None, what: str = "JSON") -> None:
     """
     if file is None:
         return
-    if not file.parent.is_dir():
-        raise UserError(f"There is no folder {str(file.parent)!r} to write the {what} to.")
-    if file.is_dir():
-        raise UserError(f"{str(file)!r} is a folder; give a file to write the {what} to.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise UserError(f"{str(file)!r} may not be written; give another file for the {what}.")
+    with writing(file):  # asking alone is refused for some names, and in folders of others
+        if not file.parent.is_dir():
+            raise UserError(f"There is no folder {str(file.parent)!r} to write the {what} to.")
+        if file.is_dir():
+            raise UserError(f"{str(file)!r} is a folder; give a file to write the {what} to.")
+        if not os.access(file if file.exists() else file.parent, os.W_OK):
+            raise UserError(f"{str(file)!r} may not be written; give another file for the {what}.")
 
 
 def check_folder(folder: Path | None) -> None:
-    """Can it be made, if it was named and is not there? Errors as for `check_file`."""
+    """Can it be written to, or made, if it was named? Errors as for `check_file`."""
     if folder is None:
         return
-    there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-    if not there.is_dir():
-        raise UserError(f"{str(there)!r} is a file; give a folder, or a name that is free.")
+    with writing(folder):
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        if not there.is_dir():
+            raise UserError(f"{str(there)!r} is a file; give a folder, or a name that is free.")
+        if not os.access(there, os.W_OK):
+            raise UserError(f"{str(folder)!r} may not be written; give another folder.")
 
 
 @contextmanager
