@@ -5,17 +5,20 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from attacks import changed, damaged, seeds, survives
+from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import TrainerState
 
-from hf_dart import DartHead, EagleDrafter
+from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer
 from hf_dart.training.eagle import EagleTrainer
@@ -39,6 +42,13 @@ def trainer_of(folder: Path, head: Any = None, target: Any = None, **arguments: 
 def copied(target: Any, lora: LoraArguments = LoraArguments(lora_rank=2), **config: Any) -> DartHead:  # noqa: B008
     fields = {"copy_layer": "last", "feature_layers": [1, 2]}
     return apply_lora(tiny_head(target, **{**fields, **config}), lora)
+
+
+def scaled(target: Any, **options: Any) -> DartHead:
+    """As `copied`, with an adapter that counts for more or less."""
+    head = copied(target, LoraArguments())
+    head.add_adapter(LoraConfig(r=2, lora_alpha=4, **options))
+    return head
 
 
 @pytest.fixture(scope="module")
@@ -114,6 +124,19 @@ def test_a_step_that_is_not_the_one_of_its_name(run: Path) -> None:
     refused(trainer_of(run / "head"), file.parent, "trainer_state.json: global_step is 400")
 
 
+def test_a_checkpoint_of_another_name(run: Path) -> None:
+    """The number in a name that is not checkpoint-N is no step."""
+    (run / "head" / "checkpoint-1").rename(run / "2024")
+    trainer_of(run / "on").train(resume_from_checkpoint=str(run / "2024"))
+
+
+def test_tuples_come_back_as_lists(tmp_path: Path) -> None:
+    tree = asdict(TreeConfig(verify_costs=((1.0, 1.0), (8.0, 1.5))))
+    trainer = trainer_of(tmp_path, partial(tiny_head, tree=tree, rope_frequencies=(1.0, 0.5, 0.2, 0.1)), max_steps=1)
+    trainer.train()
+    check_checkpoint(str(tmp_path / "checkpoint-1"), trainer)
+
+
 @pytest.mark.parametrize("name", ["optimizer.pt", "scheduler.pt", "trainer_state.json"])
 def test_weights_only(run: Path, name: str) -> None:
     checkpoint = run / "head" / "checkpoint-2"
@@ -149,6 +172,8 @@ def test_another_kind_of_drafter(run: Path, tmp_path: Path) -> None:
         (lambda target: copied(target, LoraArguments(lora_rank=2, lora_alpha=9)), "has lora_alpha=4 and this run 9"),
         (lambda target: copied(target, LoraArguments(lora_rank=2, lora_dropout=0.5)), "lora_dropout=0.0 and this"),
         (lambda target: copied(target, LoraArguments(lora_rank=2, lora_targets=["q_proj"])), "has target_modules="),
+        (lambda target: scaled(target, use_rslora=True), "has use_rslora=False and this run True"),
+        (lambda target: scaled(target, alpha_pattern={"q_proj": 9}), "has alpha_pattern={} and this run"),
     ],
 )
 def test_adapters_of_another_run(run: Path, head: Callable[[Any], DartHead], says: str) -> None:

@@ -39,7 +39,7 @@ _STATE: dict[str, Any] = {
     "best_global_step": (int, _NONE), "best_model_checkpoint": (str, _NONE), "log_history": list,
     "stateful_callbacks": dict,
 }  # fmt: skip
-_ADAPTER = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules")
+_ADAPTER = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "alpha_pattern")
 _NAMES = ("target_name", "target_revision")  # of a target, whose weights may lie elsewhere by now
 
 # What damaged files, or whole ones of something else, raise in those who read them.
@@ -190,7 +190,7 @@ def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
         if drafter.adapted:
             del given["fingerprint"]  # of the weights below, which are compared where adapters are read
     for name, (theirs, ours) in given.items():
-        same = theirs == ours or (same_target and name in _NAMES)
+        same = _plain(theirs) == _plain(ours) or (same_target and name in _NAMES)
         if name == "fingerprint" and theirs and ours:
             same = same_fingerprint(theirs, ours)
         if not same:
@@ -198,6 +198,11 @@ def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
                 f"{folder} has {name}={theirs!r} and this run {ours!r}; resume with the options that the run was begun "
                 "with (its recipe.yaml)."
             )
+
+
+def _plain(value: Any) -> Any:
+    """What a JSON file gives back, lists where there were tuples."""
+    return json.loads(json.dumps(value))
 
 
 def _check_state(folder: Path) -> None:
@@ -213,8 +218,8 @@ def _check_state(folder: Path) -> None:
         stored = state.stateful_callbacks.get("Patience")  # type: ignore[union-attr]
         if isinstance(stored, dict):
             int(stored["attributes"]["early_stopping_patience_counter"])
-        step = folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
-        if step.isdecimal() and int(step) != state.global_step:
+        kind, _, step = folder.name.rpartition("-")
+        if kind == PREFIX_CHECKPOINT_DIR and step.isdecimal() and int(step) != state.global_step:
             raise ValueError(f"global_step is {state.global_step}")
 
 
