@@ -22,7 +22,7 @@ from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer
 from hf_dart.training.eagle import EagleTrainer
-from hf_dart.training.resuming import check_checkpoint
+from hf_dart.training.resuming import check_checkpoint, keeping_options
 
 ROWS = token_rows(LENGTHS)
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",
@@ -220,9 +220,39 @@ def test_the_given_learning_rate_counts(tmp_path: Path) -> None:
     assert rates[1] == pytest.approx([1e-2, 7.5e-3, 5e-4, 2.5e-4])
 
 
-@pytest.mark.parametrize("name", ["sgd", "adafactor"])
-def test_another_optimizer(run: Path, name: str) -> None:
-    refused(trainer_of(run / "on", optim=name), run / "head" / "checkpoint-1", "the state of another optimizer")
+def test_the_given_learning_rate_counts_where_the_schedule_forgets_it(tmp_path: Path) -> None:
+    rates = []
+    for rate, checkpoint in ((1e-2, None), (1e-3, tmp_path / "checkpoint-2")):
+        schedule = {"lr_scheduler_type": "reduce_lr_on_plateau", "metric_for_best_model": "tau"}
+        steps = {"eval_strategy": "steps", "eval_steps": 2, "save_steps": 2}
+        trainer = trainer_of(tmp_path, **schedule, **steps, learning_rate=rate)
+        trainer.create_optimizer_and_scheduler(2)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] /= 2  # on a plateau
+        trainer.train(resume_from_checkpoint=checkpoint)
+        rates += [group["lr"] for group in trainer.optimizer.param_groups]
+    assert rates == pytest.approx([5e-3, 5e-3, 5e-4, 5e-4])
+
+
+def test_the_given_options_of_the_optimizer_count(run: Path) -> None:
+    given = {"weight_decay": 0.5, "adam_beta1": 0.5, "adam_epsilon": 1e-3}
+    trainer = trainer_of(run / "on", **given)
+    trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
+    groups = [(group["weight_decay"], group["betas"], group["eps"]) for group in trainer.optimizer.param_groups]
+    assert groups == [(0.5, (0.5, 0.999), 1e-3), (0.0, (0.5, 0.999), 1e-3)]
+
+
+def test_memory_that_is_short_is_no_other_optimizer() -> None:
+    optimizer = torch.optim.AdamW([torch.zeros(2)])
+    with pytest.raises(torch.OutOfMemoryError), keeping_options("checkpoint-1", optimizer, None):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+@pytest.mark.parametrize(
+    "options", [{"optim": "sgd"}, {"optim": "adafactor"}, {"lr_scheduler_type": "reduce_lr_on_plateau", **EVALUATED}]
+)
+def test_another_optimizer(run: Path, options: dict[str, Any]) -> None:
+    refused(trainer_of(run / "on", **options), run / "head" / "checkpoint-1", "the state of another optimizer")
 
 
 def test_the_optimizer_of_other_weights(run: Path) -> None:

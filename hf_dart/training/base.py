@@ -24,7 +24,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoin
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.checkpoints import STAGING, publish
 from hf_dart.training.evaluate import DecodingCallback, first_prompts
-from hf_dart.training.resuming import TARGET, check_checkpoint, fingerprints, keeping_learning_rate
+from hf_dart.training.resuming import TARGET, check_checkpoint, fingerprints, keeping_options
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
@@ -136,10 +136,17 @@ class DrafterTrainer(Trainer):
         if not self.control.should_training_stop:
             super()._run_epoch(**kwargs)
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """As `Trainer`; all optimizers know the learning rate that they were given, which some schedules forget."""
+        scheduler = super().create_scheduler(*args, **kwargs)
+        for group in self.optimizer.param_groups:
+            group.setdefault("initial_lr", group["lr"])
+        return scheduler
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As `Trainer`, but the learning rate is the one that this run was given."""
+        """As `Trainer`, but the learning rate and its like are those that this run was given."""
         if checkpoint is not None:
-            with keeping_learning_rate(checkpoint, self.optimizer, self.lr_scheduler):
+            with keeping_options(checkpoint, self.optimizer, self.lr_scheduler):
                 super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_scaler(self, checkpoint: str | None) -> None:

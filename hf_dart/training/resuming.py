@@ -39,6 +39,7 @@ _STATE: dict[str, Any] = {
     "best_global_step": (int, _NONE), "best_model_checkpoint": (str, _NONE), "log_history": list,
     "stateful_callbacks": dict,
 }  # fmt: skip
+_OPTIONS = ("weight_decay", "betas", "eps")  # of the groups of an optimizer, where others keep what they have counted
 _ADAPTER = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "alpha_pattern")
 _NAMES = ("target_name", "target_revision")  # of a target, whose weights may lie elsewhere by now
 
@@ -92,31 +93,40 @@ def fingerprints(target: nn.Module) -> dict[str, float]:
 
 
 @contextmanager
-def keeping_learning_rate(checkpoint: str, optimizer: Any, scheduler: Any) -> Iterator[None]:
-    """The state of the optimizer that is loaded meanwhile goes on with the learning rate that this run was given.
+def keeping_options(checkpoint: str, optimizer: Any, scheduler: Any) -> Iterator[None]:
+    """The state of the optimizer that is loaded meanwhile goes on with the options that this run was given.
 
     Raises:
         ValueError: it is that of another optimizer.
     """
-    given = [(set(group), group.get("initial_lr")) for group in optimizer.param_groups]
+    given = [dict(group) for group in optimizer.param_groups]
+    computed = hasattr(scheduler, "lr_lambdas")  # by the number of the step, and not from the metrics
     try:
         yield
-        for (fields, _), group in zip(given, optimizer.param_groups, strict=True):
-            if other := fields ^ set(group):
+        if hasattr(scheduler, "lr_lambdas") != computed:
+            raise ValueError("its learning rate followed the steps, and this one's follows the metrics")
+        for own, group in zip(given, optimizer.param_groups, strict=True):
+            # Older checkpoints of schedules that follow the metrics lack it.
+            group.setdefault("initial_lr", own.get("initial_lr"))
+            if other := own.keys() ^ group.keys():
                 raise ValueError(f"one has {min(other)} and one has not")
         if isinstance(getattr(optimizer, "optimizer", optimizer), Adam):
             # Its kernels do not look.
             for weight, kept in optimizer.state.items():
                 if any(kept[moment].shape != weight.shape for moment in ("exp_avg", "exp_avg_sq")):
                     raise ValueError("of weights of other shapes")
+    except torch.OutOfMemoryError:
+        raise
     except _UNREADABLE as error:
         raise ValueError(
             f"{checkpoint} holds the state of another optimizer ({_words(error)}); resume with the options that the "
             f"run was begun with (its recipe.yaml), or begin a run with `head: {checkpoint}`."
         ) from error
     changed = False
-    for (_, rate), group in zip(given, optimizer.param_groups, strict=True):
-        known = group.get("initial_lr")
+    for own, group in zip(given, optimizer.param_groups, strict=True):
+        if "max_momentum" not in own:  # else the betas are the schedule's
+            group.update((name, own[name]) for name in _OPTIONS if name in own)
+        rate, known = own["initial_lr"], group["initial_lr"]
         if rate != known:
             group["lr"] = group["lr"] * rate / known if known else rate
             group["initial_lr"], changed = rate, True
