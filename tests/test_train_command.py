@@ -218,6 +218,7 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--label_smoothing_factor", "0.1"], "label_smoothing_factor has no effect"),
         (["--use_liger_kernel", "true"], "use_liger_kernel has no effect"),
         (["--metric_for_best_model", "xyz"], "give one of acceptance_1, acceptance_2, acceptance_3, loss, tau, tau_s"),
+        (["--metric_for_best_model", "tau_decoded"], "tau_se, waste, or, with decode_prompts, tau_decoded."),
         (["--report_to", "clearml"], "to be installed); install what is missing, or change the option"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

@@ -70,7 +70,8 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
         head.config.target_revision = cached_commit(recipe.target.target, revision)
     metric = args.metric_for_best_model
     if metric is not None and metric.removeprefix("eval_") not in (names := args.metric_names(head.draft_length)):
-        raise ValueError(f"metric_for_best_model is {metric!r}; give one of {', '.join(sorted(names))}.")
+        rest = "" if args.decode_prompts else ", or, with decode_prompts, tau_decoded"
+        raise ValueError(f"metric_for_best_model is {metric!r}; give one of {', '.join(sorted(names))}{rest}.")
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")
