@@ -196,6 +196,16 @@ def test_text_without_a_note_of_what_is_whole_is_kept(tmp_path: Path, monkeypatc
     assert shard.path.read_bytes() == written
 
 
+def test_text_without_its_settings_goes_on_with_no_others(tmp_path: Path) -> None:
+    begin(tmp_path, {"seed": 0}, {})
+    Shard(tmp_path).append([{"text": "import os"}])
+    begin(tmp_path, {"seed": 0}, {})
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"holds text, and no settings.json that says how it was made; name another"):
+        begin(tmp_path, {"seed": 1}, {})
+    assert not (tmp_path / "settings.json").exists()
+
+
 def test_processes_share_the_batches(tmp_path: Path) -> None:
     sources, writer = sources_of(tmp_path, text_file(tmp_path)), small_writer()
     alone = records_in(run(tmp_path / "alone", sources, writer))

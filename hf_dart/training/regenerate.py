@@ -262,7 +262,7 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
         about: what else is worth knowing: versions, the head.
 
     Raises:
-        ValueError: the folder was begun with other settings.
+        ValueError: the folder was begun with other settings, or nothing says with which.
     """
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "settings.json"
@@ -277,6 +277,8 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
                     f"{folder} was begun with other settings: {name} differs from {file}; give the same, or another "
                     "folder."
                 )
+    elif any(folder.glob("part-*.jsonl")):
+        raise ValueError(f"{folder} holds text, and no {file.name} that says how it was made; name another folder.")
     else:
         _replace(file, {"settings": settings, "about": about})
 
