@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from accelerate.hooks import ModelHook, add_hook_to_module
 from compare import assert_identical
 from families import REFUSED
 from tiny import prompts, tiny_head, tiny_target
@@ -226,12 +227,12 @@ def test_hooks_that_look_at_the_last_token(dtype: torch.dtype) -> None:
 class PushesTheLast(nn.Module):
     """Stands in for a module."""
 
-    def __init__(self, inner: nn.Module) -> None:
+    def __init__(self, inner: nn.Module, last: bool = True) -> None:
         super().__init__()
-        self.inner = inner
+        self.inner, self.last = inner, last
 
     def forward(self, states: Tensor) -> Tensor:
-        return steer(self, None, self.inner(states))
+        return steer(self, None, self.inner(states)) if self.last else self.inner(states)
 
 
 def steers(last: bool) -> Callable[..., Tensor]:
@@ -254,7 +255,58 @@ def replaced_module(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     target.model.layers[0].mlp = PushesTheLast(target.model.layers[0].mlp).eval()
 
 
-@pytest.mark.parametrize("change", [told_otherwise, patched_class, replaced_module])
+def switched_module(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    target.model.layers[0].mlp = PushesTheLast(target.model.layers[0].mlp, last=False).eval()
+    prove(target)
+    target.model.layers[0].mlp.last = True
+
+
+SWITCHES = {"last": False}
+
+
+def switched_global(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = lambda module, args, output: steer(module, args, output) if SWITCHES["last"] else output  # noqa: E731
+    target.model.layers[0].register_forward_hook(hook)
+    prove(target)
+    monkeypatch.setitem(SWITCHES, "last", True)
+
+
+def switched_on_the_hooked(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = target.model.layers[0]
+    layer.last = False
+    layer.register_forward_hook(lambda module, args, output: steer(module, args, output) if module.last else output)
+    prove(target)
+    layer.last = True
+
+
+def decorated_alike(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = target.model.layers[0].register_forward_hook(torch.no_grad()(lambda module, args, output: 2 * output))
+    prove(target)
+    hook.remove()
+    target.model.layers[0].register_forward_hook(torch.no_grad()(steer))
+
+
+class Pushes(ModelHook):  # type: ignore[misc]
+    last = False
+
+    def post_forward(self, module: Any, output: Tensor) -> Tensor:
+        return steer(module, None, output) if self.last else output
+
+
+def switched_hook_of_accelerate(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    hook = Pushes()
+    add_hook_to_module(target.model.layers[0], hook)
+    prove(target)
+    hook.last = True
+
+
+CHANGES = [
+    told_otherwise, patched_class, replaced_module, switched_module, switched_global, switched_on_the_hooked,
+    decorated_alike, switched_hook_of_accelerate,
+]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_changes_behind_attach_are_proved(
     change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,6 +314,13 @@ def test_changes_behind_attach_are_proved(
     change(target, monkeypatch)
     with pytest.raises(ValueError, match="fed at once"):
         prove(target)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_parts_in_torchscript() -> None:
+    target = tiny_target("llama")
+    target.model.layers[0].mlp = nn.Sequential(target.model.layers[0].mlp, torch.jit.script(nn.Identity())).eval()
+    assert_identical(target, tiny_head(target), prompts([7]), **GREEDY, max_new_tokens=4)
 
 
 def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:

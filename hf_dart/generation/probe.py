@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cached_property
+from itertools import islice
+from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -55,9 +57,13 @@ _ROUNDINGS = 16
 _SHARE = 2**-12
 
 # Code of these does to a tree what it does to a text.
-_TRUSTED = ("transformers.", "peft.", "torch.nn.modules.")
+_TRUSTED = ("transformers.", "peft.", "accelerate.", "torch.nn.modules.", "torch.utils._contextlib.", "torch._dynamo.")
 # States of one target that are remembered as proved; hooks that count their calls make a new one for each.
 _STATES = 64
+# What a module holds that is not told to its code: what `generate` reads, and a config that engines set for a while.
+_NOT_TOLD = ("config", "generate", "generation_config")
+# Values of one list, dict or object that are looked at.
+_SWITCHES = 64
 
 _Case = tuple[str, torch.dtype, frozenset[Any]]
 # Models, and up to how many slots each was proved right in this process, as it was then.
@@ -101,7 +107,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
         ValueError: the target computes something else for a tree; it is not supported.
     """
     refuse_model(model)
-    case = (attention_of(model), model.dtype, frozenset(_changes(model)))
+    case = (attention_of(model), model.dtype, frozenset(changes(model)))
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
@@ -123,32 +129,50 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     proved[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
-def _changes(model: Any) -> Iterator[Any]:
-    """What others have made of a model: modules of their own, functions hung on or in place of others, and adapters."""
+def changes(model: Any) -> Iterator[Any]:
+    """What others have made of a model: code of their own in it, with all that this is told, and adapters."""
     parts = parts_of(model)
-    functions = list({type(part).forward for part in parts})
+    forwards = {kind: getattr(kind, "forward", kind) for kind in set(map(type, parts))}  # of TorchScript there is none
+    others = {kind: forward for kind, forward in forwards.items() if _is_others(forward)}
     for part in parts:
-        before, behind, forward = part._forward_pre_hooks, part._forward_hooks, part.__dict__.get("forward")
-        if before or behind or forward is not None:
-            functions += [*before.values(), *behind.values(), *([] if forward is None else [forward])]
-    for function in functions:
-        layers = _layers_of(function)
-        plain = layers[-1]
-        # Not `__module__`, which functools.wraps takes from what is wrapped.
-        maker = getattr(plain, "__globals__", {}).get("__name__", type(plain).__module__)
-        if not f"{maker}.".startswith(_TRUSTED):
+        functions = [others[type(part)]] if type(part) in others else []
+        if part._forward_pre_hooks or part._forward_hooks or "forward" in part.__dict__:
+            functions += [function for function in _hung_on(part) if _is_others(function)]
+        for function in functions:
+            layers = _layers_of(function)
+            told = _settings(value for layer in layers for value in _held_by(layer))
             # Closures that are made anew for every call are one, unless they were told otherwise.
-            told = (value for layer in layers for value in _held_by(layer))
-            plain_values = tuple(value for value in told if value is None or isinstance(value, (bool, int, float, str)))
-            yield getattr(plain, "__code__", type(plain)), plain_values
+            yield *(getattr(layer, "__code__", type(layer)) for layer in layers), *told
+        if functions:
+            told = _settings(value for name, value in tuple(vars(part).items()) if name not in _NOT_TOLD)
+            yield type(part), *told
     # LoRA adds the same to every position, whatever batch it is switched on in.
     kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
     yield from kinds - {"LORA"}
 
 
+def _hung_on(part: Any) -> Iterator[Any]:
+    """Hooks of a module, those of accelerate too, and what stands in place of its forward, or did when those came."""
+    yield from (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+    for forward in (part.__dict__.get("forward"), part.__dict__.get("_old_forward")):
+        if forward is not None and getattr(forward, "__func__", None) is not getattr(type(part), "forward", None):
+            yield forward
+    hook = part.__dict__.get("_hf_hook")
+    for one in getattr(hook, "hooks", (hook,)):
+        if one is not None and not type(one).__module__.startswith("accelerate."):
+            yield from (one.pre_forward, one.post_forward)
+
+
+def _is_others(function: Any) -> bool:
+    # Not `__module__`, which functools.wraps takes from what is wrapped.
+    codes = (layer for layer in _layers_of(function) if not isinstance(layer, (functools.partial, MethodType)))
+    makers = (getattr(code, "__globals__", {}).get("__name__", type(code).__module__) for code in codes)
+    return not all(f"{maker}.".startswith(_TRUSTED) for maker in makers)
+
+
 def _layers_of(function: Any) -> list[Any]:
-    """A function, and what a partial, a method or what `torch.compile` made of one runs in the end, which is last."""
-    for name in ("func", "__func__", "_torchdynamo_orig_callable"):
+    """A function, and what a partial, a method, a decorator or what `torch.compile` made of one runs in the end."""
+    for name in ("func", "__func__", "_torchdynamo_orig_callable", "__wrapped__"):
         inner = getattr(function, name, None)
         if inner is not None:
             return [function, *_layers_of(inner)]
@@ -156,16 +180,33 @@ def _layers_of(function: Any) -> list[Any]:
 
 
 def _held_by(function: Any) -> Iterator[Any]:
-    """What a partial, a method, a closure or an instance hands to its code."""
+    """What a partial, a method, a closure, an instance or a module hands to its code."""
     if isinstance(function, functools.partial):
         yield from (*function.args, *function.keywords.values())
     for holder in (function, getattr(function, "__self__", None)):
-        yield from getattr(holder, "__dict__", {}).values()
-    yield from getattr(function, "__defaults__", None) or ()
-    yield from (getattr(function, "__kwdefaults__", None) or {}).values()
-    for cell in getattr(function, "__closure__", None) or ():
+        yield from tuple(getattr(holder, "__dict__", {}).values())
+    if not isinstance(function, FunctionType):
+        return
+    yield from function.__defaults__ or ()
+    yield from (function.__kwdefaults__ or {}).values()
+    yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
+    for cell in function.__closure__ or ():
         with suppress(ValueError):  # an empty one
             yield cell.cell_contents
+
+
+def _settings(told: Iterable[Any]) -> Iterator[Any]:
+    """What of it is plain, or code; and the switches in the rest: numbers there are mostly records of what was seen."""
+    for value in told:
+        if value is None or isinstance(value, (bool, int, float, str)):
+            yield value
+        elif isinstance(value, FunctionType):
+            yield value.__code__
+        elif not isinstance(value, ModuleType):
+            inner = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
+            inner = value if isinstance(value, (list, tuple, set, frozenset)) else inner
+            few = tuple(islice(inner, _SWITCHES))
+            yield from (one for one in few if one is None or isinstance(one, (bool, str)))
 
 
 class _Trial:
