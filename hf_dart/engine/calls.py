@@ -10,6 +10,8 @@ from hf_dart.devices import matmul_precision
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.options import parts_of
+from hf_dart.generation.probe import changes
 from hf_dart.generation.verify import rotary_moves
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.vocabulary import state_of
@@ -49,7 +51,7 @@ def needs_host(call: Call) -> str | None:
 
 
 def signature(call: Call) -> tuple[Any, ...]:
-    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters.
+    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters or code.
 
     What the head has made of its weights and of those that it borrows differs when they are written to, too.
     """
@@ -57,6 +59,7 @@ def signature(call: Call) -> tuple[Any, ...]:
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     parts: list[Any] = [attention_of(target), autocast, *_precision()]
+    parts += [frozenset(changes(target)), *map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
     if isinstance(head, DraftingModel):
         models.append(head)

@@ -151,6 +151,23 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
     assert list(made._tiers.values()) != before
 
 
+def test_code_that_changes(pair: tuple[Any, Any]) -> None:
+    """Graphs run what was there when they were captured."""
+    target, head = pair
+    made, mlp = engine(target, head), target.model.layers[0].mlp
+    forward = mlp.forward
+    for change in (
+        lambda: setattr(mlp, "act_fn", torch.nn.Tanh()),
+        lambda: setattr(mlp, "forward", lambda states, by=2: forward(states) * by),
+        lambda: setattr(mlp, "forward", lambda states, by=3: forward(states) * by),
+    ):
+        assert_identical(target, head, prompts([7]), **GREEDY)
+        before = list(made._tiers.values())
+        change()
+        assert_identical(target, head, prompts([7]), **GREEDY)
+        assert list(made._tiers.values()) != before
+
+
 def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
     """Buffers outlive a call; what a shorter text does not overwrite in them must not reach it."""
     target, head = pair
