@@ -196,6 +196,13 @@ def test_a_part_in_train_mode(share: float) -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
+def test_shares_of_heads_that_a_causal_model_has_not() -> None:
+    target = tiny_target("gpt_neox", classifier_dropout=0.1)
+    head = tiny_head(target)
+    target.gpt_neox.layers[0].train()
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
     """PEFT makes its layers in train mode, whatever the target's."""
@@ -230,6 +237,21 @@ def test_positions_that_a_subclass_shifts(
     refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "Shifts prepares positions other")
     target.__class__ = plain
     assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_a_subclass_that_asks_for_what_stock_tells(target: Any, head: DartHead) -> None:
+    """As Mllama does."""
+    plain = type(target)
+
+    class Asks(plain):  # type: ignore[misc, valid-type]
+        def _update_model_kwargs_for_generation(
+            self, outputs: Any, model_kwargs: dict[str, Any], is_encoder_decoder: bool, **kwargs: Any
+        ) -> Any:
+            return super()._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder, **kwargs)
+
+    target.__class__ = Asks
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.__class__ = plain
 
 
 @pytest.mark.parametrize("lengths", [[7], [9, 3]])

@@ -47,6 +47,8 @@ _INPUTS = {
     "position_ids",
     "use_cache",
 }
+# Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
+_OTHER_HEADS = ("classifier", "summary")
 # With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
@@ -109,6 +111,7 @@ def _draws(part: nn.Module) -> bool:
     return any(
         type(value) in (int, float) and value > 0 and ("dropout" in name or "jitter" in name)
         for name, value in named.items()
+        if not name.startswith(_OTHER_HEADS)
     )
 
 

@@ -115,7 +115,8 @@ class PrefillRecorder:
     def _behind(self, input_ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]) -> Tensor | None:
         """The positions that stock would hand to its first step behind the prompt."""
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
-        model_kwargs = self._target._update_model_kwargs_for_generation(outputs, model_kwargs)
+        # By the name that stock uses: some families want it.
+        model_kwargs = self._target._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
         with users_default():
             inputs = self._target.prepare_inputs_for_generation(grown, next_sequence_length=1, **model_kwargs)
         return inputs.get("position_ids")
