@@ -59,7 +59,9 @@ def signature(call: Call) -> tuple[Any, ...]:
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     parts: list[Any] = [attention_of(target), autocast, *_precision()]
-    parts += [frozenset(changes(target)), *map(id, parts_of(target))]  # modules in place of others
+    # Whole numbers are mostly counts, which every forward moves.
+    told = (tuple(one for one in change if type(one) is not int) for change in changes(target))
+    parts += [frozenset(told), *map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
     if isinstance(head, DraftingModel):
         models.append(head)

@@ -129,7 +129,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     proved[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
-def changes(model: Any) -> Iterator[Any]:
+def changes(model: Any) -> Iterator[tuple[Any, ...]]:
     """What others have made of a model: code of their own in it, with all that this is told, and adapters."""
     parts = parts_of(model)
     forwards = {kind: getattr(kind, "forward", kind) for kind in set(map(type, parts))}  # of TorchScript there is none
@@ -148,7 +148,7 @@ def changes(model: Any) -> Iterator[Any]:
             yield type(part), *told
     # LoRA adds the same to every position, whatever batch it is switched on in.
     kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
-    yield from kinds - {"LORA"}
+    yield from ((kind,) for kind in kinds - {"LORA"})
 
 
 def _hung_on(part: Any) -> Iterator[Any]:

@@ -168,6 +168,24 @@ def test_code_that_changes(pair: tuple[Any, Any]) -> None:
         assert list(made._tiers.values()) != before
 
 
+class Counts(torch.nn.Sequential):
+    seen = 0
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        self.seen += 1
+        return super().forward(states)
+
+
+def test_modules_that_count(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    target.model.layers[0].mlp = Counts(target.model.layers[0].mlp).eval()
+    made = engine(target, head)
+    assert_identical(target, head, prompts([7]), **GREEDY)
+    before = list(made._tiers.values())
+    assert_identical(target, head, prompts([7]), **GREEDY)
+    assert list(made._tiers.values()) == before
+
+
 def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
     """Buffers outlive a call; what a shorter text does not overwrite in them must not reach it."""
     target, head = pair
