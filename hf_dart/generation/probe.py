@@ -21,7 +21,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import DynamicCache
 
 from hf_dart.devices import device_of, host_by_default, matmul_precision, users_default
@@ -60,8 +60,9 @@ _SHARE = 2**-12
 _TRUSTED = ("transformers.", "peft.", "accelerate.", "torch.nn.modules.", "torch.utils._contextlib.", "torch._dynamo.")
 # States of one target that are remembered as proved; hooks that count their calls make a new one for each.
 _STATES = 64
-# What a module holds that is not told to its code: what `generate` reads, and a config that engines set for a while.
-_NOT_TOLD = ("config", "generate", "generation_config")
+# What a module holds that is not told to its code: PyTorch's own books, what `generate` reads, and a config that
+# engines set for a while.
+_NOT_TOLD = {*vars(nn.Module()), "config", "generate", "generation_config"} - {"training"}
 # Values of one list, dict or object that are looked at.
 _SWITCHES = 64
 
@@ -134,21 +135,25 @@ def changes(model: Any) -> Iterator[tuple[Any, ...]]:
     parts = parts_of(model)
     forwards = {kind: getattr(kind, "forward", kind) for kind in set(map(type, parts))}  # of TorchScript there is none
     others = {kind: forward for kind, forward in forwards.items() if _is_others(forward)}
+    yield from map(_told, others.values())
     for part in parts:
-        functions = [others[type(part)]] if type(part) in others else []
+        functions = []
         if part._forward_pre_hooks or part._forward_hooks or "forward" in part.__dict__:
-            functions += [function for function in _hung_on(part) if _is_others(function)]
-        for function in functions:
-            layers = _layers_of(function)
-            told = _settings(value for layer in layers for value in _held_by(layer))
-            # Closures that are made anew for every call are one, unless they were told otherwise.
-            yield *(getattr(layer, "__code__", type(layer)) for layer in layers), *told
-        if functions:
+            functions = [function for function in _hung_on(part) if _is_others(function)]
+            yield from map(_told, functions)
+        if functions or type(part) in others:
             told = _settings(value for name, value in tuple(vars(part).items()) if name not in _NOT_TOLD)
             yield type(part), *told
     # LoRA adds the same to every position, whatever batch it is switched on in.
     kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
     yield from ((kind,) for kind in kinds - {"LORA"})
+
+
+def _told(function: Any) -> tuple[Any, ...]:
+    """The code of a function, and what this is told: closures that are made anew for every call are one."""
+    layers = _layers_of(function)
+    told = _settings(value for layer in layers for value in _held_by(layer))
+    return *(getattr(layer, "__code__", type(layer)) for layer in layers), *told
 
 
 def _hung_on(part: Any) -> Iterator[Any]:
