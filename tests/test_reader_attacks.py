@@ -243,12 +243,12 @@ def test_fields_of_another_type(kind: Any) -> None:
 @pytest.mark.parametrize("part", seeds(60, 1500))
 def test_progress_of_regenerated_text(tmp_path: Path, part: range) -> None:
     """A damaged note of what is done never costs text that a whole one would have kept."""
+    settings = {"temperature": 1.0, "seed": 0}
+    begin(tmp_path, settings, {})
     output = Shard(tmp_path)
     output.append([{"text": "import os"}, {"text": "class A:"}])
     note, text = output.path.with_suffix(".progress"), output.path.read_bytes()
     good = json.loads(note.read_text(encoding="utf8"))
-    settings = {"temperature": 1.0, "seed": 0}
-    begin(tmp_path, settings, {})
     kept, read = (tmp_path / "settings.json").read_text(encoding="utf8"), 0
     for seed in part:
         output.path.write_bytes(text)
