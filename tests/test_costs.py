@@ -13,10 +13,13 @@ import torch
 from compare import assert_identical
 from test_growth import paths, random_draft
 from tiny import prompts, tiny_head, tiny_target
+from users import Clock
 
 from hf_dart import DartHead, TreeConfig
+from hf_dart.bench import exact
 from hf_dart.bench.profile import measure
 from hf_dart.cli import main
+from hf_dart.generation import stats
 from hf_dart.generation.pace import Pace
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair
 from hf_dart.trees.best_first import RowDraft, best_first
@@ -109,16 +112,23 @@ def test_costs_change_no_token(tmp_path: Path, options: dict[str, Any]) -> None:
     assert committed[0][1] > 0
 
 
-def test_measured_on_request() -> None:
+def test_measured_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that a pass over the target, and one over the head, puts forward by a second."""
     target = tiny_target("llama")
     head = tiny_head(target)
+    passes = Clock()
+    for part in (target, head.layers[0]):
+        part.register_forward_hook(lambda *_: passes.time() and None)
+    for timing in (exact, stats):
+        monkeypatch.setattr(timing, "perf_counter", lambda: passes.now)
     state = torch.get_rng_state()
     profile = measure(Pair(target, head, None, "target", "head"), context=6, rounds=2, repeats=1, sizes=(1, 4))
     assert torch.equal(torch.get_rng_state(), state)
     config = TreeConfig(**profile.settings)
     assert [size for size, _ in config.verify_costs] == [1, 4]
-    assert config.draft_cost == profile.draft >= 0
-    assert profile.token_ms >= 0 < profile.plain_ms
+    assert config.draft_cost == profile.draft == 1
+    assert config.verify_costs == ((1, 1), (4, 1))
+    assert profile.token_ms == profile.plain_ms == 1000
 
 
 @pytest.mark.matrix

@@ -180,7 +180,7 @@ BUDGET = settings(
 )
 
 
-@settings(BUDGET, max_examples=28)
+@settings(BUDGET, max_examples=36)
 @seed(0)
 @given(calls())
 def test_any_call(case: dict[str, Any]) -> None:
