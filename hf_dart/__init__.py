@@ -6,12 +6,12 @@ from hf_dart.version import __version__
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.decoding.api import attach, detach
+    from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.drafters.dflash import DFlashDrafter
     from hf_dart.drafters.diffusion import DiffusionDrafter
     from hf_dart.drafters.eagle import EagleDrafter
     from hf_dart.engine.compiled import compile
-    from hf_dart.generation.attach import attach, detach
-    from hf_dart.generation.candidate_generator import DartCandidateGenerator
     from hf_dart.head import DartHead
     from hf_dart.lookup import LookupDrafter
     from hf_dart.ngram import NgramTable
@@ -33,7 +33,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "DartCandidateGenerator": "generation.candidate_generator",
+    "DartCandidateGenerator": "decoding.candidate_generator",
     "DartConfig": "configuration",
     "TreeConfig": "configuration",
     "DartHead": "head",
@@ -42,9 +42,9 @@ _HOMES = {
     "EagleDrafter": "drafters.eagle",
     "LookupDrafter": "lookup",
     "NgramTable": "ngram",
-    "attach": "generation.attach",
+    "attach": "decoding.api",
     "compile": "engine.compiled",
-    "detach": "generation.attach",
+    "detach": "decoding.api",
 }
 
 

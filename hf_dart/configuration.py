@@ -308,7 +308,7 @@ class TreeConfig:
             profile` measures them. Empty for none.
         draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`).
             Where drafts bring less than they cost, they pause for a while and only copied text is verified
-            (`generation.pace`).
+            (`decoding.pace`).
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
@@ -317,7 +317,7 @@ class TreeConfig:
         refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft. Each time
             costs about as much as the draft itself, which pays where the target is much slower than that.
         calibrate: correct the scores of each depth by what the target accepts, as the call goes on
-            (`hf_dart.generation.calibration`).
+            (`hf_dart.decoding.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 

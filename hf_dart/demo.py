@@ -14,6 +14,8 @@ from torch import Tensor
 
 from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.drawing import (
     BOLD,
     DIM,
@@ -25,10 +27,8 @@ from hf_dart.drawing import (
     drafted_tokens,
     tree_lines,
 )
-from hf_dart.features import features_request, gather_features
-from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.stats import DraftStats
 from hf_dart.pair import Pair
+from hf_dart.target.features import features_request, gather_features
 from hf_dart.trees.tree import DraftTree
 
 # Beginnings of Python files, written for this demo: in no training corpus.

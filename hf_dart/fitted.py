@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.devices import device_of, host_by_default
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
@@ -22,6 +21,7 @@ from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
 from hf_dart.pair import missing_folder
 from hf_dart.slots import SlotDrafter
+from hf_dart.target.devices import device_of, host_by_default
 from hf_dart.trees.costs import DRAFT_COST
 
 if TYPE_CHECKING:
@@ -253,7 +253,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
             self.name_or_path, self._place = name, place
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
-        from hf_dart.generation.attach import attach
+        from hf_dart.decoding.api import attach
 
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()

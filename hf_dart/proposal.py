@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.generation.stats import DraftStats
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.ngram.table import NgramTable
 from hf_dart.trees.costs import DRAFT_COST
 from hf_dart.vocabulary import columns_of
@@ -217,6 +217,6 @@ class Drafter(ABC, Generic[State]):
         Raises:
             ValueError: something was asked for that could not equal stock's output.
         """
-        from hf_dart.generation.decode import speculative_generate
+        from hf_dart.decoding.session import speculative_generate
 
         return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)

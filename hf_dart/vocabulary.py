@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.devices import where_it_runs
+from hf_dart.target.devices import where_it_runs
 
 _NEVER = -1e30
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.generation.stats import DraftStats
+from hf_dart.decoding.stats import DraftStats
 
 NEAR_TIE = 1e-5
 

@@ -21,7 +21,7 @@ from tiny import prompts, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import TreeConfig, attach
-from hf_dart.generation.verify import mask_kinds
+from hf_dart.target.verify import mask_kinds
 
 RUN = ("greedy", "T=1")
 TOKENS = 32

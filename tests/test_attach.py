@@ -29,7 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 from users import TOKENIZER
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.generation.attach import attach, detach
+from hf_dart.decoding.api import attach, detach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}

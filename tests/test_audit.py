@@ -17,8 +17,8 @@ from hf_dart.bench.audit import audit
 from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
-from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.rows import Rows
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.rows import Rows
 from hf_dart.pair import Pair
 
 PROMPTS = [

@@ -15,13 +15,14 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
+from hf_dart.cache import windows as buffers
+from hf_dart.cache.caches import RaggedCache, RightAlignedCache, TreeCache, tree_cache
+from hf_dart.cache.stock_layers import attention_layers, is_placeholder, window_of
 from hf_dart.checks import MAX_DRAFT_LENGTH
-from hf_dart.generation import buffers, decode
-from hf_dart.generation.attach import attach
-from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
-from hf_dart.generation.stock_layers import attention_layers, is_placeholder, window_of
-from hf_dart.generation.verify import Verifier, mask_kinds
+from hf_dart.decoding import session as decode
+from hf_dart.decoding.api import attach
 from hf_dart.slots import SlotStore
+from hf_dart.target.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]

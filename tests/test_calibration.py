@@ -13,8 +13,8 @@ from compare import assert_identical
 from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.generation.calibration import Calibration
-from hf_dart.generation.walk import Accepted
+from hf_dart.decoding.calibration import Calibration
+from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
 
 

@@ -16,7 +16,7 @@ from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, M
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartCandidateGenerator, TreeConfig
-from hf_dart.generation import candidate_generator
+from hf_dart.decoding import candidate_generator
 from hf_dart.proposal import Proposal
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]

@@ -19,8 +19,8 @@ from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact
 from hf_dart.bench.profile import measure
 from hf_dart.cli import main
-from hf_dart.generation import stats
-from hf_dart.generation.pace import Pace
+from hf_dart.decoding import stats
+from hf_dart.decoding.pace import Pace
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair
 from hf_dart.trees.best_first import RowDraft, best_first
 from hf_dart.trees.costs import RoundCost, checked_points, interpolated

@@ -15,10 +15,10 @@ from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_ta
 from torch import Tensor
 
 from hf_dart import DartHead, DiffusionDrafter
+from hf_dart.decoding.api import attach
 from hf_dart.drafters import load_drafter
 from hf_dart.drafters.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion import MASK
-from hf_dart.generation.attach import attach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}

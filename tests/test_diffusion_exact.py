@@ -25,7 +25,7 @@ from tiny import prompts, tiny_diffusion_drafter, tiny_target
 from transformers import DynamicCache
 
 from hf_dart import DiffusionDrafter, TreeConfig
-from hf_dart.generation.candidate_generator import DartCandidateGenerator
+from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 
 __all__ = ["clock"]  # a fixture
 EXACT = tally("float64, diffusion drafters")

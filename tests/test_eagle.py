@@ -17,7 +17,7 @@ from tiny import prompts, tiny_eagle_drafter, tiny_target
 from hf_dart import EagleDrafter, TreeConfig
 from hf_dart.drafters import load_drafter
 from hf_dart.drafters.eagle import BeamProposal, EagleConfig
-from hf_dart.features import features_request, gather_features
+from hf_dart.target.features import features_request, gather_features
 from hf_dart.training import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.blocks import build_blocks
 

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
 
 from hf_dart import TreeConfig, attach
-from hf_dart.generation import prefill
-from hf_dart.generation.candidate_generator import DartCandidateGenerator
-from hf_dart.generation.candidates import Ranker
-from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.walk import Walker
+from hf_dart.decoding import prefill
+from hf_dart.decoding.candidate_generator import DartCandidateGenerator
+from hf_dart.decoding.candidates import Ranker
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.walk import Walker
 from hf_dart.proposal import Proposal
 from hf_dart.trees.tree import DraftTree, grow_tree
 

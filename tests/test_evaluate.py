@@ -17,7 +17,7 @@ from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trai
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.generation.refinement import best_chain
+from hf_dart.decoding.refinement import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
 from hf_dart.training.evaluate import DraftQuality, first_prompts
 from hf_dart.training.losses import NO_LABEL

@@ -22,8 +22,8 @@ from transformers.generation.streamers import BaseStreamer
 from users import TOKENIZER
 
 from hf_dart import TreeConfig
-from hf_dart.generation import decode
-from hf_dart.generation.noise import MAX_LEAD, NoiseStream
+from hf_dart.decoding import session as decode
+from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 EXACT = tally("float64, tiny random targets")

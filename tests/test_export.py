@@ -22,9 +22,9 @@ from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.cli import main
-from hf_dart.features import features_request, gather_features
 from hf_dart.hub.export import write_vllm
 from hf_dart.ngram import NgramTable
+from hf_dart.target.features import features_request, gather_features
 
 
 @pytest.fixture(scope="module")

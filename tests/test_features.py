@@ -11,7 +11,7 @@ from tiny import VOCABULARY, ReplayDrafter, ReplayState, prompts, tiny_head, tin
 from torch import Tensor
 from transformers import DynamicCache
 
-from hf_dart.generation.attach import attach
+from hf_dart.decoding.api import attach
 
 LAYERS = (0, 1, 2)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

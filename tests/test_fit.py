@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hf_dart import DartHead, TreeConfig, fit
-from hf_dart.generation.attach import attach
+from hf_dart.decoding.api import attach
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 

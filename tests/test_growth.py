@@ -15,9 +15,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.pace import Pace, headway, shares
 from hf_dart.fitted import _CALL
-from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.pace import Pace, headway, shares
 from hf_dart.lookup import LookupDrafter
 from hf_dart.proposal import Proposal
 from hf_dart.trees.best_first import RowDraft, best_first

@@ -16,8 +16,8 @@ from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
-from hf_dart.generation.attach import attach, detach
-from hf_dart.generation.probe import prove
+from hf_dart.decoding.api import attach, detach
+from hf_dart.target.trial import prove
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

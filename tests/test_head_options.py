@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
-from hf_dart.generation.attach import attach
+from hf_dart.decoding.api import attach
 from hf_dart.layers import take
 from hf_dart.proposal import Proposal
 from hf_dart.training.blocks import build_blocks

@@ -26,10 +26,10 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
-import hf_dart.generation
+import hf_dart.decoding
 from hf_dart import DartHead
-from hf_dart.generation.attach import attach
-from hf_dart.generation.stock_layers import attention_layers, held_by
+from hf_dart.cache.stock_layers import attention_layers, held_by
+from hf_dart.decoding.api import attach
 
 TOKENS = 15
 GREEDY = {"do_sample": False, "max_new_tokens": TOKENS}
@@ -129,7 +129,7 @@ def assert_goes_on(
 
 # ---- the user breaks off ----------------------------------------------------------------------------------
 
-_OURS = str(Path(hf_dart.generation.__file__).parent.parent)
+_OURS = str(Path(hf_dart.decoding.__file__).parent.parent)
 
 
 @contextmanager

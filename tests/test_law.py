@@ -13,7 +13,7 @@ from tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import TreeConfig
-from hf_dart.generation.candidate_generator import DartCandidateGenerator
+from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 
 _TOKENS, _LENGTH = 5, 3
 _OPTIONS = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9}

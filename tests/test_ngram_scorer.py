@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.cli import main
-from hf_dart.generation.grow import TreeGrower
+from hf_dart.decoding.grow import TreeGrower
 from hf_dart.ngram.build import build
 from hf_dart.ngram.lookup import HostNgrams
 from hf_dart.pair import PACKAGED_HEAD

@@ -10,10 +10,10 @@ from compare import assert_identical
 from test_exact import replay
 from tiny import prompts, tiny_target
 
-from hf_dart.generation import decode
-from hf_dart.generation.attach import attach
-from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.rows import Rows
+from hf_dart.decoding import session as decode
+from hf_dart.decoding.api import attach
+from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
+from hf_dart.decoding.rows import Rows
 
 CPU = torch.device("cpu")
 

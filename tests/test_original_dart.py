@@ -20,8 +20,8 @@ from tiny import prompts, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.features import features_request, gather_features
 from hf_dart.hub.original_dart import write_original
+from hf_dart.target.features import features_request, gather_features
 
 TALLY = tally("heads of DART's code in float64")
 

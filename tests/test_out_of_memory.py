@@ -29,9 +29,9 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hf_dart import DartHead
-from hf_dart.generation import decode
-from hf_dart.generation.cache import RaggedCache, RightAlignedCache
-from hf_dart.generation.stock_layers import undone_on_failure
+from hf_dart.cache.caches import RaggedCache, RightAlignedCache
+from hf_dart.cache.stock_layers import undone_on_failure
+from hf_dart.decoding import session as decode
 
 
 @pytest.fixture(scope="module")

@@ -19,9 +19,9 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import attach
-from hf_dart.generation import probe
-from hf_dart.generation.probe import prove
-from hf_dart.generation.verify import MaskKind
+from hf_dart.target import trial as probe
+from hf_dart.target.trial import prove
+from hf_dart.target.verify import MaskKind
 
 GREEDY = {"do_sample": False}
 

@@ -14,9 +14,9 @@ from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.generation.attach import attach
-from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.refinement import Refined, best_chain
+from hf_dart.decoding.api import attach
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.layers import rotation_at
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotState

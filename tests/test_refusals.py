@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
 from hf_dart import DartHead
-from hf_dart.generation import options
-from hf_dart.generation.attach import attach
-from hf_dart.generation.probe import prove
+from hf_dart.decoding import admit as options
+from hf_dart.decoding.api import attach
+from hf_dart.target.trial import prove
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}

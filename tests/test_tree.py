@@ -18,8 +18,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hf_dart.generation.rows import Rows, Streaming
-from hf_dart.generation.walk import Walker, follow
+from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.walk import Walker, follow
 from hf_dart.trees.tree import Beam, DraftTree, grow_tree
 
 Path = tuple[int, ...]

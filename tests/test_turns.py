@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.generation import decode, turns
-from hf_dart.generation.attach import attach
-from hf_dart.generation.probe import prove
+from hf_dart.decoding import session as decode
+from hf_dart.decoding import turns
+from hf_dart.decoding.api import attach
 from hf_dart.proposal import Proposal
+from hf_dart.target.trial import prove
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
 RAGGED = [9, 3, 7, 13]

@@ -16,8 +16,8 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_dart.generation.processors import scores_alone
-from hf_dart.generation.walk import Accepted, Walker
+from hf_dart.decoding.processors import scores_alone
+from hf_dart.decoding.walk import Accepted, Walker
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

@@ -19,8 +19,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from hf_dart import DartHead, TreeConfig
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
-from hf_dart.generation import probe
 from hf_dart.proposal import Drafter, Proposal
+from hf_dart.target import trial as probe
 
 
 def tiny_target(

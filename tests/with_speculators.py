@@ -29,8 +29,8 @@ def write(folder: Path) -> None:
     from test_export import peagle_head
     from tiny import prompts, tiny_target
 
-    from hf_dart.features import features_request, gather_features
     from hf_dart.hub.export import write_vllm
+    from hf_dart.target.features import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")

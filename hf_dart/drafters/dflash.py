@@ -20,7 +20,6 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
-from hf_dart.devices import device_of, weight_of
 from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared, as_dtype
@@ -28,6 +27,7 @@ from hf_dart.hub.checkpoint import read_config, read_tensors
 from hf_dart.layers import attend
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotDrafter, SlotSpec, SlotState
+from hf_dart.target.devices import device_of, weight_of
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [B, 1, Q, head_dim]."""
@@ -160,7 +160,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         return drafter.to(dtype=wanted or saved).eval() if target is None else drafter._fit(target, tokenizer, wanted)
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
-        from hf_dart.generation.attach import attach
+        from hf_dart.decoding.api import attach
 
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()

@@ -19,12 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.devices import where_it_runs
 from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartAttention, DartMLP, Remember, rotation_at, take
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.target.devices import where_it_runs
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from hf_dart.checks import check_types
 from hf_dart.configuration import DartConfig
-from hf_dart.devices import where_it_runs
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
 from hf_dart.proposal import Proposal, Score
 from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.target.devices import where_it_runs
 
 # What the config of a DART head has and this one has not.
 _ABSENT = (

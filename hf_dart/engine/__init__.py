@@ -1,6 +1,6 @@
 """The captured round: the whole of a round on fixed shapes, run without the host.
 
-The eager round (`hf_dart.generation.decode`) asks the device for numbers several times and launches a few thousand
+The eager round (`hf_dart.decoding.session`) asks the device for numbers several times and launches a few thousand
 small kernels; on a GPU both take longer than the target's weights take to be read. Here every tensor of a round has
 one shape and one place for as long as rows lie in one tier, and nothing is read back, so that the round can be
 compiled by `torch.compile` without a graph break and replayed as one CUDA graph:
@@ -19,7 +19,7 @@ Rows of a batch share one budget of nodes, and those that have ended get none (`
 likeliest nodes of all trees as over one row of tokens, and attention alone knows which row a node belongs to. Once half
 of the rows have ended, the others move to rounds of fewer rows (`tier.Tier.seats`).
 
-Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.generation.noise`). The host draws it,
+Tokens that are sampled are drawn with the noise of stock's generator (`hf_dart.decoding.noise`). The host draws it,
 outside of the graph, for as many positions as the rounds under way may reach, into rows that the graph reads by
 position. A row of a batch that has come to the end of them stands still until slower ones have made room. Logits
 processors that read scores, or tokens and lengths that the device knows, are part of the round (`processing`).

@@ -20,8 +20,8 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_dart.generation.verify import Verifier
 from hf_dart.layers import attend_in_groups, for_groups
+from hf_dart.target.verify import Verifier
 
 PACKED = "hf_dart_packed"
 """The name under which transformers knows it."""

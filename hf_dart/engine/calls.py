@@ -6,18 +6,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dart.devices import matmul_precision
+from hf_dart.cache.caches import RaggedCache
+from hf_dart.decoding.admit import parts_of
 from hf_dart.engine import processing
 from hf_dart.engine.attention import attention_of
-from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.options import parts_of
-from hf_dart.generation.probe import changes
-from hf_dart.generation.verify import rotary_moves
 from hf_dart.head.drafting import DraftingModel
+from hf_dart.target.devices import matmul_precision
+from hf_dart.target.trial import changes
+from hf_dart.target.verify import rotary_moves
 from hf_dart.vocabulary import state_of
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 
 def unfit(call: Call) -> str | None:

@@ -14,6 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
+from hf_dart.cache.caches import RaggedCache
+from hf_dart.decoding.rows import Streaming
+from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.walk import Accepted
 from hf_dart.engine.attention import attention_of
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
@@ -23,13 +27,9 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
-from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.rows import Streaming
-from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.walk import Accepted
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 _LOGGER = logging.getLogger(__name__)
 _WORTH_A_MOVE = 64
@@ -351,7 +351,7 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
         ValueError: the drafter is not for this target, or an option is out of range.
         TypeError: it is none of ours.
     """
-    from hf_dart.generation.attach import unwrapped
+    from hf_dart.decoding.api import unwrapped
     from hf_dart.proposal import Drafter
 
     if not isinstance(drafter, Drafter):

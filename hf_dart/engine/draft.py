@@ -17,7 +17,7 @@ from hf_dart.head.drafting import DraftingModel
 from hf_dart.proposal import Drafter, Proposal
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 
 class Drafting:

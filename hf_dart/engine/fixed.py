@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hf_dart.decoding.candidates import Ranker
+from hf_dart.decoding.walk import drawn, follow
 from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
@@ -13,12 +15,10 @@ from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
 from hf_dart.engine.text import FixedText
 from hf_dart.engine.topk import largest
-from hf_dart.generation.candidates import Ranker
-from hf_dart.generation.verify import Verifier
-from hf_dart.generation.walk import drawn, follow
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.ngram.table import NgramTable
 from hf_dart.proposal import Proposal
+from hf_dart.target.verify import Verifier
 from hf_dart.trees.scoring import BeamScores, PathScores
 from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
 from hf_dart.vocabulary import token_ids

@@ -16,18 +16,18 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from hf_dart.cache.caches import RaggedCache
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft import Drafting
 from hf_dart.engine.graphs import Launch, Means
 from hf_dart.engine.proof import difference
-from hf_dart.generation.cache import RaggedCache
 from hf_dart.proposal import Proposal, Score
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 
 class Forward:
@@ -148,7 +148,7 @@ class Lent:
 
     Attributes:
         failure: why the forward could not be launched, if it could not; the call then has its own back.
-        lengths, prompt_lengths: as `generation.cache.TreeCache` has them.
+        lengths, prompt_lengths: as `cache.caches.TreeCache` has them.
     """
 
     hidden_states: tuple[Tensor, ...] = ()

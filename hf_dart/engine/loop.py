@@ -7,12 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.walk import check_token
 from hf_dart.engine.state import RING
 from hf_dart.engine.tier import Tier
-from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.rows import Rows, Streaming
-from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.walk import check_token
 
 
 class Reports:

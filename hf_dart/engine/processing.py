@@ -25,7 +25,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_dart.generation.rows import Rows
+from hf_dart.decoding.rows import Rows
 
 # All compared by exact type: what a subclass does is not known.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)

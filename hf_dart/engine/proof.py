@@ -11,9 +11,9 @@ from torch import Tensor
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
-# As in `generation.probe`: siblings on every level, and node 0 is the root.
+# As in `target.trial`: siblings on every level, and node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 _DEPTH = 3
 # Trees that may differ before a target is refused: rounding may send a token to another expert.

@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from hf_dart.cache.caches import RaggedCache
 from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.state import Shape, filled_up, most_nodes
-from hf_dart.generation.cache import RaggedCache
 from hf_dart.head.drafting import DraftingModel
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 
 def shapes_of(call: Call, running: list[tuple[int, int]], first_tier: int, share: int) -> list[Shape]:

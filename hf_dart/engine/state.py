@@ -10,9 +10,9 @@ from torch import Tensor
 
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.noise import MAX_LEAD
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.processing import sees_text
-from hf_dart.generation.noise import MAX_LEAD
 
 RING = 4
 """Rounds whose tokens are kept for the host."""

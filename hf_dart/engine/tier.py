@@ -8,6 +8,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_dart.cache.caches import RaggedCache
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.walk import Accepted
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
@@ -17,15 +21,11 @@ from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
 from hf_dart.engine.text import FixedText
-from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.rows import Rows
-from hf_dart.generation.walk import Accepted
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:
-    from hf_dart.generation.decode import Call
+    from hf_dart.decoding.session import Call
 
 
 class Tier:

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
-from hf_dart.devices import device_of, where_it_runs
 from hf_dart.fitted import FittedDrafter
 from hf_dart.head.copied import copied_names, fill
 from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.layers import DartLayer, rotation_at
+from hf_dart.target.devices import device_of, where_it_runs
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
 if TYPE_CHECKING:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.configuration import DartConfig
-from hf_dart.devices import device_of
+from hf_dart.target.devices import device_of
 from hf_dart.vocabulary import state_of
 
 

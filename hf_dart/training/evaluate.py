@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.generation.stats import DraftStats
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.training.losses import NO_LABEL, coupled_chain
 
 

@@ -10,11 +10,11 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import default_data_collator
 
-from hf_dart.features import features_request, gather_features
-from hf_dart.generation.refinement import best_chain
+from hf_dart.decoding.refinement import best_chain
 from hf_dart.head import DartHead
 from hf_dart.hub.push import push_folder
 from hf_dart.proposal import Proposal
+from hf_dart.target.features import features_request, gather_features
 from hf_dart.training.arguments import DartTrainingArguments
 from hf_dart.training.base import DrafterTrainer
 from hf_dart.training.blocks import (

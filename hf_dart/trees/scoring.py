@@ -5,7 +5,7 @@ Two ways to put them together (`TreeConfig.scores`):
 
 - "survival": p(t) · q(t)^w, q being the table's probability, shared out among the candidates anew so that together
   they keep what the drafter gave them: an estimate of how likely the target's own token is t.
-  With `TreeConfig.calibrate`, corrected by what the target has accepted so far (`generation.calibration`).
+  With `TreeConfig.calibrate`, corrected by what the target has accepted so far (`decoding.calibration`).
 - "paper": DART's weighted sum (arXiv 2601.19278, section 3.3), which ranks but is no chance.
 
 Both for a beam of paths: `HostScores` on the host, in NumPy, and `BeamScores` in tensors.
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.generation.calibration import Calibration
+from hf_dart.decoding.calibration import Calibration
 from hf_dart.lookup import Graft
 from hf_dart.ngram.table import Array, NgramTable
 from hf_dart.trees.by_depth import take

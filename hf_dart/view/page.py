@@ -12,8 +12,8 @@ from hf_dart.view.statistics import summary
 from hf_dart.view.trees import ACCEPTED, BONUS, tree_picture
 
 if TYPE_CHECKING:
-    from hf_dart.generation.stats import DraftStats
-    from hf_dart.generation.trace import TracedRound
+    from hf_dart.decoding.stats import DraftStats
+    from hf_dart.decoding.trace import TracedRound
 
 _LABEL = 11  # characters of a token in its node
 _STYLE = f"""

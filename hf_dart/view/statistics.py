@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from hf_dart.svg import COLORS, Drawing
 
 if TYPE_CHECKING:
-    from hf_dart.generation.stats import DraftStats
+    from hf_dart.decoding.stats import DraftStats
 
 _WIDTH, _ROW, _LEFT = 640, 20, 90
 _COLUMN, _HEIGHT, _MOST = 9, 150, 400  # of the timeline: pixels of a round, of the drawing; rounds shown

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import exp
 
-from hf_dart.generation.trace import TracedRound
+from hf_dart.decoding.trace import TracedRound
 from hf_dart.svg import Drawing
 
 _COLUMN, _ROW, _BOX, _TOP = 132, 24, 116, 34

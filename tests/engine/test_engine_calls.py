@@ -20,13 +20,13 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.devices import matmul_precision
+from hf_dart.cache.caches import RaggedCache
+from hf_dart.decoding import session as decode
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import PACKED, packed
 from hf_dart.engine.compiled import Engine
-from hf_dart.generation import decode
-from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.probe import prove
+from hf_dart.target.devices import matmul_precision
+from hf_dart.target.trial import prove
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 

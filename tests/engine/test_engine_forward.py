@@ -15,10 +15,10 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
+from hf_dart.decoding.session import Call
 from hf_dart.engine.compiled import Engine
 from hf_dart.engine.draft import Drafting
 from hf_dart.engine.forward import Forward, _Sized
-from hf_dart.generation.decode import Call
 
 FORWARDS = tally("float64, captured forwards")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}

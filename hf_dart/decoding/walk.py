@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart.devices import users_default
-from hf_dart.generation.noise import NoiseStream
-from hf_dart.generation.processors import all_known, of_rows, scores_alone
-from hf_dart.generation.rows import Rows, Streaming
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.processors import all_known, of_rows, scores_alone
+from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.target.devices import users_default
 from hf_dart.trees.tree import DraftTree
 
 _FEW = 2  # nodes per row

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from hf_dart.generation.walk import Accepted
+from hf_dart.decoding.walk import Accepted
 from hf_dart.trees.tree import DraftTree
 
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.generation.decode import speculative_generate
-from hf_dart.generation.probe import prove
+from hf_dart.decoding.session import speculative_generate
 from hf_dart.proposal import Drafter
+from hf_dart.target.trial import prove
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 

@@ -18,12 +18,12 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator
 
-from hf_dart.devices import host_by_default
-from hf_dart.features import features_request, gather_features
-from hf_dart.generation.options import left_padding, refuse_cache, refuse_options, refuse_target
-from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.verify import position_limit
+from hf_dart.decoding.admit import left_padding, refuse_cache, refuse_options, refuse_target
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.proposal import Drafter, Proposal
+from hf_dart.target.devices import host_by_default
+from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.verify import position_limit
 from hf_dart.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dart.generation.walk import Accepted
+from hf_dart.decoding.walk import Accepted
 from hf_dart.ngram.table import Array
 from hf_dart.trees.tree import DraftTree
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.generation.calibration import Calibration
-from hf_dart.generation.candidates import Ranker, SeenTokens
-from hf_dart.generation.refinement import Refined, best_chain
-from hf_dart.generation.walk import Accepted
+from hf_dart.decoding.calibration import Calibration
+from hf_dart.decoding.candidates import Ranker, SeenTokens
+from hf_dart.decoding.refinement import Refined, best_chain
+from hf_dart.decoding.walk import Accepted
 from hf_dart.lookup import Graft, RowLookup, padded, with_copies
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.trees.best_first import RowDraft, best_first

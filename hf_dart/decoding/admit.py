@@ -13,14 +13,14 @@ from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hf_dart.engine.attention import attention_of
-from hf_dart.generation.stock_layers import (
+from hf_dart.cache.stock_layers import (
     SIMPLE_LAYERS,
     DummyLayer,
     DynamicIndexedLayer,
     attention_layers,
     held_by,
 )
+from hf_dart.engine.attention import attention_of
 from hf_dart.proposal import Drafter
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)

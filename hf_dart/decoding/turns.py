@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_dart.generation.stock_layers import attention_layers
+from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.proposal import Drafter, Verified
 
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from hf_dart.generation.buffers import LayerBuffers, pays
-from hf_dart.generation.stock_layers import (
+from hf_dart.cache.stock_layers import (
     SIMPLE_LAYERS,
     DynamicIndexedLayer,
     attention_layers,
@@ -26,6 +25,7 @@ from hf_dart.generation.stock_layers import (
     is_placeholder,
     undone_on_failure,
 )
+from hf_dart.cache.windows import LayerBuffers, pays
 from hf_dart.slots import SlotSpec, SlotStore
 
 

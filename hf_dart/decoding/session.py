@@ -13,12 +13,10 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_dart.cache.caches import tree_cache
+from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.configuration import TreeConfig
-from hf_dart.devices import host_by_default
-from hf_dart.generation.cache import tree_cache
-from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.noise import MAX_LEAD, NoiseStream
-from hf_dart.generation.options import (
+from hf_dart.decoding.admit import (
     left_padding,
     refuse_cache,
     refuse_cache_length,
@@ -26,18 +24,20 @@ from hf_dart.generation.options import (
     refuse_drafter,
     refuse_options,
 )
-from hf_dart.generation.pace import CHAIN, Pace, shares
-from hf_dart.generation.prefill import PrefillRecorder, PromptFeed
-from hf_dart.generation.probe import prove
-from hf_dart.generation.processors import needs_stocks_steps
-from hf_dart.generation.rows import Rows, Streaming, length_limit
-from hf_dart.generation.stats import DraftStats
-from hf_dart.generation.stock_layers import undone_on_failure
-from hf_dart.generation.trace import Trace
-from hf_dart.generation.turns import Draft, leave, take_up
-from hf_dart.generation.verify import Verifier, layer_windows, mask_kinds, refuse_crossing
-from hf_dart.generation.walk import Accepted, Walker
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
+from hf_dart.decoding.pace import CHAIN, Pace, shares
+from hf_dart.decoding.prefill import PrefillRecorder, PromptFeed
+from hf_dart.decoding.processors import needs_stocks_steps
+from hf_dart.decoding.rows import Rows, Streaming, length_limit
+from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.trace import Trace
+from hf_dart.decoding.turns import Draft, leave, take_up
+from hf_dart.decoding.walk import Accepted, Walker
 from hf_dart.proposal import Drafter, Proposal, Verified
+from hf_dart.target.devices import host_by_default
+from hf_dart.target.trial import prove
+from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, refuse_crossing
 from hf_dart.trees.tree import DraftTree
 
 # The first allocation of the key and value buffers reaches this far behind the prompt; they double from there.

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
-from hf_dart.devices import users_default
-from hf_dart.generation.noise import RefusesDraws
+from hf_dart.decoding.noise import RefusesDraws
+from hf_dart.target.devices import users_default
 
 _ROOM = 512  # tokens behind the prompt that there is room for at first
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
+from hf_dart.cache.stock_layers import is_placeholder, window_of
 from hf_dart.checks import MAX_DRAFT_LENGTH
-from hf_dart.devices import device_of, users_default
-from hf_dart.features import features_request, gather_features
-from hf_dart.generation.stock_layers import is_placeholder, window_of
+from hf_dart.target.devices import device_of, users_default
+from hf_dart.target.features import features_request, gather_features
 from hf_dart.trees.tree import DraftTree
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from transformers import GenerationMixin
 
-from hf_dart.devices import users_default
-from hf_dart.features import features_request, gather_features
-from hf_dart.generation.options import refuse_positions
-from hf_dart.generation.verify import takes_positions
+from hf_dart.decoding.admit import refuse_positions
 from hf_dart.proposal import Drafter
+from hf_dart.target.devices import users_default
+from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.verify import takes_positions
 
 # Positions that a drafter takes in at once: its masks grow with them, times all positions before.
 _AT_ONCE = 2048

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dart.generation.trace import Trace
+    from hf_dart.decoding.trace import Trace
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
@@ -21,7 +21,7 @@ class DraftStats:
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
-        chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`generation.pace`).
+        chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`decoding.pace`).
         paused_rounds: those that were not drafted, drafts not being worth their cost, or not asked for.
         row_rounds: `rounds`, counted once for every row that was still running as far as the host knew.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
