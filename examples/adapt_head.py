@@ -24,8 +24,8 @@ from hf_dart import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
-from hf_dart.training.sampling import Sampling
-from hf_dart.training.writers import ModelWriter
+from hf_dart.training.regenerate.sampling import Sampling
+from hf_dart.training.regenerate.writers import ModelWriter
 
 PAIR = Path(hf_dart.__file__).parent / "demo_pair"
 PREFIX = 64  # tokens of the domain's files in a row

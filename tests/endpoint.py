@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from hf_dart.training.sampling import Sampling
-from hf_dart.training.writers import ModelWriter
+from hf_dart.training.regenerate.sampling import Sampling
+from hf_dart.training.regenerate.writers import ModelWriter
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from tiny import tiny_head, tiny_target
 from tiny_training import tiny_trainer, token_rows
 
 from hf_dart import DartHead
-from hf_dart.training.refining import EditTrainer, EditTrainingArguments
+from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 
 ROWS = [[24], [24]]
 

@@ -22,8 +22,8 @@ from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.training.checkpoints.record import training_record
 from hf_dart.training.recipe import parser
-from hf_dart.training.record import training_record
 from hf_dart.training.run import _KINDS
 
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"

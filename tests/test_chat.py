@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_dart import DartConfig, DartHead
 from hf_dart.fit import template_hash
 from hf_dart.training import DataArguments, load_rows
-from hf_dart.training.blocks import draw_anchors, labels_behind, target_positions
-from hf_dart.training.chat import ChatFormat, as_messages
-from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.data.chat import ChatFormat, as_messages
+from hf_dart.training.objective.blocks import draw_anchors, labels_behind, target_positions
+from hf_dart.training.objective.losses import NO_LABEL
 
 datasets.disable_progress_bars()
 REPLIES = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]

@@ -22,9 +22,10 @@ from chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
 from hf_dart import NgramTable
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.cli import main
-from hf_dart.training import DataArguments, load_rows, sources
-from hf_dart.training.chat import ChatFormat
-from hf_dart.training.sources import read_template
+from hf_dart.training import DataArguments, load_rows
+from hf_dart.training.data import sources
+from hf_dart.training.data.chat import ChatFormat
+from hf_dart.training.data.sources import read_template
 
 datasets.disable_progress_bars()
 DRAFT, LENGTH = 4, 64

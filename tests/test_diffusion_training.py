@@ -15,11 +15,11 @@ from transformers import default_data_collator
 from hf_dart import DiffusionDrafter
 from hf_dart.drafters.diffusion import MASK
 from hf_dart.training import DiffusionTrainingArguments
-from hf_dart.training.base import seeded
-from hf_dart.training.blocks import labels_behind, target_positions
-from hf_dart.training.diffusion import draw_times
-from hf_dart.training.losses import NO_LABEL, masked_cross_entropy
-from hf_dart.training.objective import PRESETS
+from hf_dart.training.objective.blocks import labels_behind, target_positions
+from hf_dart.training.objective.losses import NO_LABEL, masked_cross_entropy
+from hf_dart.training.objective.objective import PRESETS
+from hf_dart.training.trainers.base import seeded
+from hf_dart.training.trainers.diffusion import draw_times
 
 
 def tiny_drafter(target: Any, **config: Any) -> DiffusionDrafter:

@@ -19,7 +19,7 @@ from hf_dart.drafters import load_drafter
 from hf_dart.drafters.eagle import BeamProposal, EagleConfig
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.training import EagleTrainer, EagleTrainingArguments
-from hf_dart.training.blocks import build_blocks
+from hf_dart.training.objective.blocks import build_blocks
 
 EXACT = tally("float64, EAGLE heads")
 LAST = pytest.param("several EOS", marks=pytest.mark.matrix)

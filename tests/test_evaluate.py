@@ -19,9 +19,9 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.refinement import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
-from hf_dart.training.evaluate import DraftQuality, first_prompts
-from hf_dart.training.losses import NO_LABEL
-from hf_dart.training.record import training_record
+from hf_dart.training.checkpoints.record import training_record
+from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts
 
 ROWS = token_rows(LENGTHS * 4)
 

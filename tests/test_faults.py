@@ -20,7 +20,7 @@ from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.training import DartTrainer
-from hf_dart.training.checkpoints import STAGING
+from hf_dart.training.checkpoints.folders import STAGING
 
 ROWS = token_rows(LENGTHS * 4)
 STEPS = 6

@@ -21,7 +21,7 @@ from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.layers import take
 from hf_dart.proposal import Proposal
-from hf_dart.training.blocks import build_blocks
+from hf_dart.training.objective.blocks import build_blocks
 from hf_dart.vocabulary import frequent_tokens, spread, unused_token
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

@@ -10,8 +10,8 @@ import torch
 from test_losses import BLOCKS, CHAINS, LENGTH, WORDS, examples
 from torch import Tensor
 
-from hf_dart.training import losses
-from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.objective import losses
+from hf_dart.training.objective.losses import NO_LABEL
 
 EXACT = {"rtol": 1e-10, "atol": 1e-12}
 

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_dart.training import losses
-from hf_dart.training.chunks import chunked
-from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.objective import losses
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.losses import NO_LABEL
 
 BLOCKS, LENGTH, WORDS = 5, 4, 7
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser
 
 from hf_dart.training import DartTrainingArguments, losses
-from hf_dart.training.losses import NO_LABEL
-from hf_dart.training.objective import PRESETS, Objective
+from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.objective.objective import PRESETS, Objective
 
 
 @pytest.mark.parametrize("name", DIVERGENCES)

@@ -29,7 +29,7 @@ from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
 from hf_dart.training.recipe import read_recipe
-from hf_dart.training.regenerate import Shard, begin
+from hf_dart.training.regenerate.regenerate import Shard, begin
 
 BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
 KINDS: dict[str, Callable[..., Any]] = {

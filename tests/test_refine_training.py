@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_dart import DartHead
 from hf_dart.training import EditTrainer, EditTrainingArguments
-from hf_dart.training.blocks import build_blocks, labels_behind, target_positions
-from hf_dart.training.losses import NO_LABEL
-from hf_dart.training.refining import EditQuality, coupled_draft
+from hf_dart.training.objective.blocks import build_blocks, labels_behind, target_positions
+from hf_dart.training.objective.losses import NO_LABEL
+from hf_dart.training.trainers.edit import EditQuality, coupled_draft
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [

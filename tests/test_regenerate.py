@@ -22,10 +22,10 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from hf_dart import DartHead, attach
 from hf_dart.cli import main
 from hf_dart.training import DataArguments, load_rows
-from hf_dart.training.chat import ChatFormat
-from hf_dart.training.regenerate import RegenerateSettings, Shard, begin, open_sources, plan, regenerate
-from hf_dart.training.sampling import Sampling
-from hf_dart.training.writers import ModelWriter, ServerWriter
+from hf_dart.training.data.chat import ChatFormat
+from hf_dart.training.regenerate.regenerate import RegenerateSettings, Shard, begin, open_sources, plan, regenerate
+from hf_dart.training.regenerate.sampling import Sampling
+from hf_dart.training.regenerate.writers import ModelWriter, ServerWriter
 
 datasets.disable_progress_bars()
 MIXTURE = (Sampling(0.4, temperature=1.0), Sampling(0.3, repetition_penalty=1.1), Sampling(0.3))

@@ -21,8 +21,8 @@ from transformers import TrainerState
 from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer
-from hf_dart.training.eagle import EagleTrainer
-from hf_dart.training.resuming import check_checkpoint, keeping_options
+from hf_dart.training.checkpoints.resuming import check_checkpoint, keeping_options
+from hf_dart.training.trainers.eagle import EagleTrainer
 
 ROWS = token_rows(LENGTHS)
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "rng_state.pth", "trainer_state.json",

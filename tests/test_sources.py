@@ -17,7 +17,7 @@ from hf_dart import DartConfig
 from hf_dart.fit import vocabulary_hash
 from hf_dart.pair import PACKAGED_TARGET
 from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
-from hf_dart.training.blocks import draw_anchors
+from hf_dart.training.objective.blocks import draw_anchors
 
 datasets.disable_progress_bars()
 DRAFT = 4

@@ -19,9 +19,9 @@ from hf_dart.drafters.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts, publishable
 from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.training.arguments import DiffusionArguments, HeadArguments
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import checkpoint_of
+from hf_dart.training.trainers.arguments import DiffusionArguments, HeadArguments
 
 TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
 

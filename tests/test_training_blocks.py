@@ -11,8 +11,8 @@ from tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_targe
 from torch.nn.attention.flex_attention import create_mask
 
 from hf_dart.layers import take
-from hf_dart.training.blocks import Blocks, build_blocks, draw_anchors
-from hf_dart.training.losses import annealed_kl
+from hf_dart.training.objective.blocks import Blocks, build_blocks, draw_anchors
+from hf_dart.training.objective.losses import annealed_kl
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hf_dart.training import PackedTokens
-from hf_dart.training.data import tokenize
-from hf_dart.training.packing import Packer
+from hf_dart.training.data.packed_tokens import tokenize
+from hf_dart.training.data.packing import Packer
 
 
 def test_packing_keeps_short_documents_whole(tmp_path: Path) -> None:

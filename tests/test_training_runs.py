@@ -11,7 +11,7 @@ import torch
 from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import TrainerCallback
 
-from hf_dart.training.refining import EditTrainer, EditTrainingArguments, coupled_draft
+from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments, coupled_draft
 
 
 class Stop(TrainerCallback):
@@ -81,7 +81,7 @@ def test_noise_is_drawn_for_sampled_blocks_alone(tmp_path: Path, monkeypatch: py
         devices.add((generator.device.type, draft.device.type))
         return coupled_draft(draft, wanted, labels, generator)
 
-    monkeypatch.setattr("hf_dart.training.refining.coupled_draft", watched)
+    monkeypatch.setattr("hf_dart.training.trainers.edit.coupled_draft", watched)
     arguments: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 1, "anchors_per_row": 20, "use_cpu": True}
     arguments |= {"report_to": "none", "save_strategy": "no", "per_device_train_batch_size": 2, "loss_chunk": 64}
     arguments |= {"sampled_share": 0.3, "true_share": 0.0}

@@ -9,8 +9,8 @@ from chats import CONVERSATION, PLAIN
 from test_fit import one_sentence
 from test_regenerate import small_writer
 
-from hf_dart.training.chat import ChatFormat
-from hf_dart.training.sampling import Sampling
+from hf_dart.training.data.chat import ChatFormat
+from hf_dart.training.regenerate.sampling import Sampling
 
 TEMPLATE = {
     "start_anchor": "<assistant>\n",

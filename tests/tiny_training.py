@@ -16,7 +16,7 @@ from hf_dart.training import (
     DiffusionTrainer,
     DiffusionTrainingArguments,
 )
-from hf_dart.training.blocks import draw_anchors
+from hf_dart.training.objective.blocks import draw_anchors
 
 VOCABULARY = 61
 # Of the documents of each row; a negative length is padding.

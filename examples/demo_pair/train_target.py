@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from hf_dart.training import PackedTokens
-from hf_dart.training.blocks import document_positions
+from hf_dart.training.objective.blocks import document_positions
 
 VOCABULARY = 6144
 

@@ -31,7 +31,7 @@ from hf_dart.training import (
     DiffusionTrainingArguments,
     load_rows,
 )
-from hf_dart.training.blocks import document_positions
+from hf_dart.training.objective.blocks import document_positions
 
 DIFFUSION: dict[str, dict[str, Any]] = {
     "bound": {"revealed_share": 1.0},

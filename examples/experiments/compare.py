@@ -3,7 +3,7 @@
     python examples/experiments/compare.py causal corpus.bin regenerated.bin runs/losses --json losses.json
 
 Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
-seed, and prints one table: τ of chains behind held-out text, offline and exact (`hf_dart.training.evaluate`), with
+seed, and prints one table: τ of chains behind held-out text, offline and exact (`DraftQuality`), with
 standard errors over seeds. The data are those of `examples/demo_pair`: the corpus and what `hf-dart regenerate` made of
 it. What is done is kept in the output folder, the heads as well: an interrupted run goes on, and `--seeds` may be
 raised later.

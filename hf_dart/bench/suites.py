@@ -75,7 +75,7 @@ def _rows(name: str) -> Iterator[Any]:
 
 
 def _documents(name: str) -> Iterator[Any]:
-    from hf_dart.training.documents import open_source
+    from hf_dart.training.data.documents import open_source
 
     try:
         yield from open_source([name], split="test", streaming=True).documents
@@ -119,7 +119,7 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
     if not messages:
         return []
     if tokenizer.chat_template:
-        from hf_dart.training.chat import apply_template
+        from hf_dart.training.data.chat import apply_template
 
         try:
             text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
@@ -131,7 +131,7 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
 
 def _turns(value: Any, name: str) -> list[dict[str, Any]]:
     """The conversation up to what the user says last."""
-    from hf_dart.training.chat import as_messages
+    from hf_dart.training.data.chat import as_messages
 
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; mend it.")

@@ -76,9 +76,9 @@ def _run(arguments: argparse.Namespace) -> int:
     tokenizer = load_tokenizer(arguments.target)
     from hf_dart.fit import vocabulary_hash
     from hf_dart.machine import versions
-    from hf_dart.training.documents import datasets_library
-    from hf_dart.training.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
-    from hf_dart.training.sources import DataArguments
+    from hf_dart.training.data.documents import datasets_library
+    from hf_dart.training.data.sources import DataArguments
+    from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
 
     try:
         datasets_library().disable_progress_bars()
@@ -138,7 +138,7 @@ class _Report:
 
 
 def _mixture(arguments: argparse.Namespace) -> Any:
-    from hf_dart.training.sampling import Sampling
+    from hf_dart.training.regenerate.sampling import Sampling
 
     given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
     if arguments.mixture is None:
@@ -151,7 +151,7 @@ def _mixture(arguments: argparse.Namespace) -> Any:
 
 def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tuple[Any, dict[str, Any]]:
     """Who writes, and what of that the text depends on."""
-    from hf_dart.training.writers import ModelWriter, ServerWriter
+    from hf_dart.training.regenerate.writers import ModelWriter, ServerWriter
 
     name = arguments.target or "packaged target"
     if arguments.server:

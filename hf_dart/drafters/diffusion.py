@@ -181,7 +181,7 @@ class DiffusionDrafter(FittedDrafter):
         wanted: Tensor | None = None,  # [B, W] entries
         wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
-        """The training pass: T entries of the text, then M slots of many blocks (`training.blocks`), `MASK` or known.
+        """The training pass: T entries of the text, then M slots of many blocks, `MASK` or known.
 
         With `wanted` the last layer gives all other entries keys and values only.
 

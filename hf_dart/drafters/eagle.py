@@ -3,7 +3,7 @@
 It reads what a DART head reads: the embedding of a token next to fused features of the target in front of it, through
 one decoder layer. The target's features end at the last verified position; from there on the layer's own output stands
 in for them, and d - 1 further passes follow, each over the best tokens of the pass before (EAGLE-2, arXiv 2406.16858,
-grows its trees so). Training goes the same way, `hf_dart.training.eagle`.
+grows its trees so). Training goes the same way, `hf_dart.training.trainers.eagle`.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class EagleDrafter(FittedDrafter):
         drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens behind each anchor
         anchors: Tensor,  # [B, K] of 0..T-1; what is below 0 is no block
         positions: Tensor,  # [B, T + K (d - 1)]
-        attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool, of `training.blocks`
+        attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool
     ) -> Tensor:
         """The training pass: d - 1 passes behind every anchor, each over the states of the one before.
 

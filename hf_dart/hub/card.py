@@ -276,7 +276,7 @@ def _say(known: dict[str, Any], *templates: str) -> str:
 
 
 def _objective(objective: dict[str, Any] | None) -> str:
-    """The fields of `hf_dart.training.objective.Objective` that matter, in words."""
+    """The fields of `hf_dart.training.objective.objective.Objective` that matter, in words."""
     if objective is None:
         return ""
     weights = objective["position_weights"]

@@ -1,13 +1,14 @@
-"""Training draft heads on `transformers.Trainer`: blocks, losses, data, the trainer."""
+"""Training drafters on `transformers.Trainer`: rows of tokens, losses, and one trainer per kind of drafter."""
 
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.data import PackedTokens, tokenize
-from hf_dart.training.diffusion import DiffusionTrainer, DiffusionTrainingArguments
-from hf_dart.training.eagle import EagleTrainer, EagleTrainingArguments
-from hf_dart.training.evaluate import DecodingCallback
-from hf_dart.training.refining import EditTrainer, EditTrainingArguments
-from hf_dart.training.sources import DataArguments, load_rows
-from hf_dart.training.trainer import DartTrainer
+from hf_dart.training.data.packed_tokens import PackedTokens, tokenize
+from hf_dart.training.data.sources import DataArguments, load_rows
+from hf_dart.training.objective import losses
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.dart import DartTrainer
+from hf_dart.training.trainers.diffusion import DiffusionTrainer, DiffusionTrainingArguments
+from hf_dart.training.trainers.eagle import EagleTrainer, EagleTrainingArguments
+from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
+from hf_dart.training.trainers.evaluate import DecodingCallback
 
 __all__ = [
     "DartTrainer",
@@ -22,5 +23,6 @@ __all__ = [
     "EditTrainingArguments",
     "PackedTokens",
     "load_rows",
+    "losses",
     "tokenize",
 ]

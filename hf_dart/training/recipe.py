@@ -14,7 +14,8 @@ from transformers import HfArgumentParser
 
 from hf_dart.head.adapters import LoraArguments
 from hf_dart.pair import sentence
-from hf_dart.training.arguments import (
+from hf_dart.training.data.sources import DataArguments
+from hf_dart.training.trainers.arguments import (
     DartTrainingArguments,
     DiffusionArguments,
     DrafterArguments,
@@ -22,10 +23,9 @@ from hf_dart.training.arguments import (
     HeadArguments,
     TargetArguments,
 )
-from hf_dart.training.diffusion import DiffusionTrainingArguments
-from hf_dart.training.eagle import EagleTrainingArguments
-from hf_dart.training.refining import EditTrainingArguments
-from hf_dart.training.sources import DataArguments
+from hf_dart.training.trainers.diffusion import DiffusionTrainingArguments
+from hf_dart.training.trainers.eagle import EagleTrainingArguments
+from hf_dart.training.trainers.edit import EditTrainingArguments
 
 
 @dataclass(frozen=True)

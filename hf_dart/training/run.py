@@ -19,15 +19,15 @@ from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
 from hf_dart.pair import load_target, sentence
-from hf_dart.training.arguments import DrafterArguments, TargetArguments
-from hf_dart.training.checkpoints import STAGING
-from hf_dart.training.diffusion import DiffusionTrainer
-from hf_dart.training.eagle import EagleTrainer
+from hf_dart.training.checkpoints.folders import STAGING
+from hf_dart.training.checkpoints.record import last_evaluation
+from hf_dart.training.data.sources import load_rows
 from hf_dart.training.recipe import Recipe
-from hf_dart.training.record import last_evaluation
-from hf_dart.training.refining import EditTrainer
-from hf_dart.training.sources import load_rows
-from hf_dart.training.trainer import DartTrainer
+from hf_dart.training.trainers.arguments import DrafterArguments, TargetArguments
+from hf_dart.training.trainers.dart import DartTrainer
+from hf_dart.training.trainers.diffusion import DiffusionTrainer
+from hf_dart.training.trainers.eagle import EagleTrainer
+from hf_dart.training.trainers.edit import EditTrainer
 from hf_dart.vocabulary import frequent_tokens
 
 FINAL = "final"

@@ -9,7 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from hf_dart.training import losses
+from hf_dart.training.objective import losses
 
 _DIVERGENCES = {
     "kl": losses.kl_divergence,

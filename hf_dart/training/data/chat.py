@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from hf_dart.pair import sentence
-from hf_dart.training.packing import Document
+from hf_dart.training.data.packing import Document
 
 Message = dict[str, Any]
 

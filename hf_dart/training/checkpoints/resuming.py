@@ -26,7 +26,7 @@ from hf_dart.head.copied import fingerprint, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG
 
 if TYPE_CHECKING:
-    from hf_dart.training.base import DrafterTrainer
+    from hf_dart.training.trainers.base import DrafterTrainer
 
 TARGET = "target.json"
 """File of a checkpoint: the fingerprint of each matrix of its target, by name."""

@@ -15,19 +15,19 @@ from hf_dart.head import DartHead
 from hf_dart.hub.push import push_folder
 from hf_dart.proposal import Proposal
 from hf_dart.target.features import features_request, gather_features
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.base import DrafterTrainer
-from hf_dart.training.blocks import (
+from hf_dart.training.checkpoints.record import write_training_record
+from hf_dart.training.objective.blocks import (
     build_blocks,
     document_positions,
     draw_anchors,
     labels_behind,
     target_positions,
 )
-from hf_dart.training.chunks import chunked
-from hf_dart.training.evaluate import DraftQuality
-from hf_dart.training.losses import NO_LABEL, annealed_kl, log_acceptance
-from hf_dart.training.record import write_training_record
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.losses import NO_LABEL, annealed_kl, log_acceptance
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.vocabulary import restricted, spread, token_ids
 
 
@@ -308,7 +308,7 @@ class DartTrainer(DrafterTrainer):
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer`, with a record of the training beside the weights (`training.record`)."""
+        """As `Trainer`, with a record of the training beside the weights (`training.checkpoints.record`)."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
             write_training_record(self, output_dir or self.args.output_dir)

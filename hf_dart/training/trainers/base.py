@@ -21,10 +21,10 @@ from transformers import EarlyStoppingCallback, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.checkpoints import STAGING, publish
-from hf_dart.training.evaluate import DecodingCallback, first_prompts
-from hf_dart.training.resuming import TARGET, check_checkpoint, fingerprints, keeping_options
+from hf_dart.training.checkpoints.folders import STAGING, publish
+from hf_dart.training.checkpoints.resuming import TARGET, check_checkpoint, fingerprints, keeping_options
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.evaluate import DecodingCallback, first_prompts
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from hf_dart.training.losses import NO_LABEL
+from hf_dart.training.objective.losses import NO_LABEL
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

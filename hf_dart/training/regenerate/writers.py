@@ -16,8 +16,8 @@ import torch
 from transformers import GenerationConfig
 
 from hf_dart.pair import sentence
-from hf_dart.training.chat import ChatFormat, Message
-from hf_dart.training.sampling import Sampling
+from hf_dart.training.data.chat import ChatFormat, Message
+from hf_dart.training.regenerate.sampling import Sampling
 
 
 class Reply(NamedTuple):

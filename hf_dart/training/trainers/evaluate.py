@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.training.losses import NO_LABEL, coupled_chain
+from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 
 
 class DraftQuality:

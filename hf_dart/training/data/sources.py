@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dart.fit import same_vocabulary, template_hash
 from hf_dart.pair import sentence
-from hf_dart.training.chat import ChatFormat
-from hf_dart.training.documents import Source, datasets_library, group_files, open_source
-from hf_dart.training.encoding import Encoder
-from hf_dart.training.packing import Packer
+from hf_dart.training.data.chat import ChatFormat
+from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
+from hf_dart.training.data.encoding import Encoder
+from hf_dart.training.data.packing import Packer
 from hf_dart.version import __version__
 
 if TYPE_CHECKING:

@@ -19,13 +19,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.training.chat import Message
-from hf_dart.training.documents import group_files
-from hf_dart.training.encoding import Encoder
-from hf_dart.training.packing import cut
-from hf_dart.training.sampling import Sampling
-from hf_dart.training.sources import DataArguments, open_encoded
-from hf_dart.training.writers import Writer
+from hf_dart.training.data.chat import Message
+from hf_dart.training.data.documents import group_files
+from hf_dart.training.data.encoding import Encoder
+from hf_dart.training.data.packing import cut
+from hf_dart.training.data.sources import DataArguments, open_encoded
+from hf_dart.training.regenerate.sampling import Sampling
+from hf_dart.training.regenerate.writers import Writer
 
 _WINDOW = 16  # batches whose conversations are sorted by length, so that those of a batch are alike
 

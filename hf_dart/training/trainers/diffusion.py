@@ -17,11 +17,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.drafters.diffusion import MASK, DiffusionDrafter
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.blocks import build_blocks, gather_blocks, labels_behind, target_positions
-from hf_dart.training.chunks import chunked
-from hf_dart.training.losses import NO_LABEL, cross_entropy, log_probabilities, masked_cross_entropy, score_entropy
-from hf_dart.training.trainer import DartTrainer
+from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_behind, target_positions
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.losses import (
+    NO_LABEL,
+    cross_entropy,
+    log_probabilities,
+    masked_cross_entropy,
+    score_entropy,
+)
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.dart import DartTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 DENOISING = ("masked_cross_entropy", "score_entropy")

@@ -13,7 +13,7 @@ from hf_dart.machine import hardware, versions
 if TYPE_CHECKING:
     from transformers import TrainerState
 
-    from hf_dart.training.trainer import DartTrainer
+    from hf_dart.training.trainers.dart import DartTrainer
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 

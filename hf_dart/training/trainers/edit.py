@@ -19,14 +19,14 @@ from torch import Tensor, nn
 
 from hf_dart.head import DartHead
 from hf_dart.head.model import Edits
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.base import seeded
-from hf_dart.training.blocks import build_blocks, gather_blocks, target_positions
-from hf_dart.training.chunks import chunked
-from hf_dart.training.diffusion import DENOISING, denoising_loss, draw_times
-from hf_dart.training.evaluate import DraftQuality
-from hf_dart.training.losses import NO_LABEL, log_probabilities
-from hf_dart.training.trainer import DartTrainer
+from hf_dart.training.objective.blocks import build_blocks, gather_blocks, target_positions
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.base import seeded
+from hf_dart.training.trainers.dart import DartTrainer
+from hf_dart.training.trainers.diffusion import DENOISING, denoising_loss, draw_times
+from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.vocabulary import restricted, token_ids
 
 

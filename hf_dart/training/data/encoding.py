@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_dart.training.chat import ChatFormat, Message, as_messages
-from hf_dart.training.packing import Document, Packer
+from hf_dart.training.data.chat import ChatFormat, Message, as_messages
+from hf_dart.training.data.packing import Document, Packer
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any, Literal
 import torch
 from transformers import TrainingArguments
 
-from hf_dart.training.evaluate import DraftQuality
-from hf_dart.training.objective import PRESETS, Objective
+from hf_dart.training.objective.objective import PRESETS, Objective
+from hf_dart.training.trainers.evaluate import DraftQuality
 
 # Of models that transformers trains by losses of its own.
 _OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel")

@@ -8,9 +8,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from hf_dart.drafters.eagle import EagleDrafter
-from hf_dart.training.arguments import DartTrainingArguments
-from hf_dart.training.blocks import build_blocks, target_positions
-from hf_dart.training.trainer import DartTrainer
+from hf_dart.training.objective.blocks import build_blocks, target_positions
+from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.dart import DartTrainer
 
 
 @dataclass

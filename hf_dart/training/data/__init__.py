@@ -1,0 +1,1 @@
+"""What to train on: sources, conversations, token ids, packed rows."""
