@@ -16,8 +16,11 @@ from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
 from hf_dart.cache import windows as buffers
-from hf_dart.cache.caches import RaggedCache, RightAlignedCache, TreeCache, tree_cache
+from hf_dart.cache.aligned import RightAlignedCache
+from hf_dart.cache.base import TreeCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.stock_layers import attention_layers, is_placeholder, window_of
+from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.decoding import session as decode
 from hf_dart.decoding.api import attach

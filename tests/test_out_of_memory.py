@@ -29,7 +29,8 @@ from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer
 
 from hf_dart import DartHead
-from hf_dart.cache.caches import RaggedCache, RightAlignedCache
+from hf_dart.cache.aligned import RightAlignedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.decoding import session as decode
 

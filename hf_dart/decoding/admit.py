@@ -20,8 +20,8 @@ from hf_dart.cache.stock_layers import (
     attention_layers,
     held_by,
 )
-from hf_dart.engine.attention import attention_of
 from hf_dart.proposal import Drafter
+from hf_dart.target.attention import attention_of
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")

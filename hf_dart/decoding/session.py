@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_dart.cache.caches import tree_cache
 from hf_dart.cache.stock_layers import undone_on_failure
+from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.admit import (
     left_padding,

@@ -21,10 +21,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_dart.layers import attend_in_groups, for_groups
+from hf_dart.target.attention import PACKED, attention_of
 from hf_dart.target.verify import Verifier
-
-PACKED = "hf_dart_packed"
-"""The name under which transformers knows it."""
 
 NODES = "hf_dart_nodes"
 """The argument that targets hand down to it when nodes of several rows are run as one (`budget`)."""
@@ -117,12 +115,6 @@ class PackedVerifier(Verifier):
             groups = heads // self.cache.cache.layers[kind.layer].keys.shape[1]
             pairs.append((mask, for_groups(mask, groups)))
         return {MASKS: pairs} if computed is None else {MASKS: pairs, NODES: computed}
-
-
-def attention_of(target: Any) -> str:
-    """The attention that a target was set to, though a captured round may be using `packed_attention` right now."""
-    name = target.config.get_text_config(decoder=True)._attn_implementation
-    return "sdpa" if name == PACKED else name
 
 
 @contextmanager

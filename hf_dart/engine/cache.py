@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.stock_layers import is_placeholder
 from hf_dart.engine.memory import Memory
 from hf_dart.slots import SlotState, SlotStore

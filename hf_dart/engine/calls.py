@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.admit import parts_of
 from hf_dart.engine import processing
-from hf_dart.engine.attention import attention_of
 from hf_dart.head.drafting import DraftingModel
+from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.trial import changes
 from hf_dart.target.verify import rotary_moves

@@ -14,11 +14,10 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.rows import Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted
-from hf_dart.engine.attention import attention_of
 from hf_dart.engine.calls import needs_host, signature, unfit
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Means, Pool, memory_pool
@@ -27,6 +26,7 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
+from hf_dart.target.attention import attention_of
 
 if TYPE_CHECKING:
     from hf_dart.decoding.session import Call

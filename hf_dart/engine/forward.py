@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
@@ -148,7 +148,7 @@ class Lent:
 
     Attributes:
         failure: why the forward could not be launched, if it could not; the call then has its own back.
-        lengths, prompt_lengths: as `cache.caches.TreeCache` has them.
+        lengths, prompt_lengths: as `cache.base.TreeCache` has them.
     """
 
     hidden_states: tuple[Tensor, ...] = ()

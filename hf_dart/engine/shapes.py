@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.budget import batch_sizes

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import Accepted

@@ -20,7 +20,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.cache.caches import RaggedCache
+from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import session as decode
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import PACKED, packed

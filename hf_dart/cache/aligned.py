@@ -1,0 +1,96 @@
+"""`RightAlignedCache`: for layer kinds that have more per position than keys and values."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+
+from hf_dart.cache.base import TreeCache
+from hf_dart.cache.stock_layers import DynamicIndexedLayer, attention_layers
+
+
+class RightAlignedCache(TreeCache):
+    """A copy of a stock `DynamicCache`, compacted after each round; rows that accept less gain left padding."""
+
+    def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
+        super().__init__(prefilled, pads, keep)
+        # Layers of its own; their tensors are shared until the first update makes new ones.
+        self.cache = Cache(layers=[copy.copy(layer) for layer in prefilled.layers])
+        # Not before: a sliding layer would have kept the whole prompt.
+        self.cache.activate_past_recording()
+        self._columns = self._prompt_slots
+        self._out_of_window = [self._columns - layer.keys.shape[2] for layer in attention_layers(self.cache)]
+        self._readable = True
+        self._release_stock()
+
+    def past_positions(self, layer: int, nodes: int) -> Tensor:
+        shown, offset = self.cache.layers[layer].get_mask_sizes(nodes)
+        columns = torch.arange(offset, offset + shown - nodes)
+        return (columns - (self._columns - self.lengths)[:, None]).clamp(min=-1)
+
+    def prepare(self, nodes: int) -> None:
+        """Layers grow as they are updated."""
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        added = max(counts)
+        self._readable = False  # from here on some layers are ahead of the others
+        for layer, past in self._widths():
+            index = torch.zeros(len(counts), past + added, dtype=torch.long)
+            for row, count in enumerate(counts):
+                shift = added - count
+                index[row, shift : shift + past] = torch.arange(past)
+                index[row, shift + past :] = past + path[row, :count]
+            self._keep(layer, index, self._columns + added)
+        self._columns += added
+        self.lengths = self.lengths + torch.tensor(counts)
+        self._readable = True
+
+    def truncate(self, lengths: Tensor) -> None:
+        if not self._readable:
+            raise RuntimeError("A commit was broken off; what it left cannot be read.")
+        surplus = (self.lengths - lengths).clamp(min=0)
+        if not surplus.any():
+            return
+        self._readable = False
+        for layer, width in self._widths():
+            self._keep(layer, (torch.arange(width) - surplus[:, None]).clamp(min=0), self._columns)
+        self.lengths = self.lengths - surplus
+        self._readable = True
+
+    def _append(self, index: int, layer: Any, grown: int) -> None:
+        own, width = self._widths()[index]
+        new = slice(width - grown, width)
+        layer.update(own.keys[:, :, new], own.values[:, :, new])
+        if isinstance(own, DynamicIndexedLayer) and own.is_indexer_initialized:
+            layer.update_indexer(own.indexer_keys[:, new])
+            if getattr(own, "indexer_position_ids", None) is not None:  # newer releases
+                held = (layer.indexer_position_ids, own.indexer_position_ids[..., new])
+                layer.indexer_position_ids = torch.cat(held, dim=-1)
+
+    def _widths(self) -> list[tuple[Any, int]]:
+        """The layers and how many committed columns each holds; the nodes of a tree may follow them."""
+        layers = attention_layers(self.cache)
+        return [(layer, self._columns - gone) for layer, gone in zip(layers, self._out_of_window, strict=True)]
+
+    def _keep(self, layer: Any, index: Tensor, columns: int) -> None:
+        """Keep columns `index` [B, S] of a layer, the last of `columns` in all.
+
+        A sliding layer keeps what has left its window, too: a row that is truncated may see it again.
+        """
+        index = index.to(layer.keys.device)
+        for name in ("keys", "values"):
+            states = getattr(layer, name)
+            where = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
+            setattr(layer, name, states.gather(2, where))
+        if isinstance(layer, DynamicSlidingWindowLayer):
+            layer.cumulative_length = columns
+        if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
+            where = index[..., None].expand(-1, -1, layer.indexer_keys.shape[-1])
+            layer.indexer_keys = layer.indexer_keys.gather(1, where)
+            if getattr(layer, "indexer_position_ids", None) is not None:  # newer releases
+                where = index[None].expand(layer.indexer_position_ids.shape[0], -1, -1)
+                layer.indexer_position_ids = layer.indexer_position_ids.gather(2, where)

@@ -1,0 +1,40 @@
+"""Which cache takes over a prefilled one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from transformers.cache_utils import Cache
+
+from hf_dart.cache.aligned import RightAlignedCache
+from hf_dart.cache.base import TreeCache
+from hf_dart.cache.ragged import RaggedCache
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers
+
+
+def keeps_only_states(cache: Cache) -> bool:
+    """Whether all layers keep keys and values and nothing else per position."""
+    return all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(cache))
+
+
+def tree_cache(
+    prefilled: Cache,
+    pads: list[int],
+    capacity: int,
+    keep: bool,
+    most: int | None = None,
+    windows: Sequence[int | None] | None = None,
+) -> TreeCache:
+    """Take over a prefilled stock cache.
+
+    Args:
+        prefilled: the cache after prefill; all its entries belong to the prompt.
+        pads: left padding per row.
+        capacity: positions to make room for at first.
+        keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
+        most: positions that the call will need at most, if that is known.
+        windows: as for `RaggedCache`.
+    """
+    if keeps_only_states(prefilled):
+        return RaggedCache(prefilled, pads, capacity, keep, most, windows)
+    return RightAlignedCache(prefilled, pads, keep)
