@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_dart import attach
+from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
 from hf_dart.target.trial import prove
 from hf_dart.target.verify import MaskKind
@@ -384,6 +384,25 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
     target = tiny_target("phi3_full", original_max_position_embeddings=20)
     for lengths in ([7], [25], [9, 3, 7, 13]):
         assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
+
+
+@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
+def test_frequencies_are_as_before_the_proof(rope: dict[str, Any]) -> None:
+    """They follow the longest text that a model was run on, and windows have the proof run on long ones."""
+    fields = {"sliding_window": 16, "rope_parameters": rope, "max_position_embeddings": 20}
+    target = tiny_target("mistral", **fields)
+    stock = target.generate(**prompts([21]), max_length=45, **GREEDY)
+    fresh = tiny_target("mistral", **fields)
+    rotary = fresh.model.rotary_emb
+    own = dict(vars(rotary))
+    buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
+    attach(fresh)
+    assert vars(rotary) == own
+    for name, (buffer, content) in buffers.items():
+        assert getattr(rotary, name) is buffer
+        assert torch.equal(buffer, content)
+    ours = fresh.generate(**prompts([21]), max_length=45, **GREEDY, assistant=LookupDrafter())
+    assert torch.equal(ours, stock)
 
 
 def test_crossings_that_tie_rows_together_are_refused() -> None:

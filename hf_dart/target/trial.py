@@ -29,6 +29,7 @@ from hf_dart.cache.tree_cache import keeps_only_states, tree_cache
 from hf_dart.decoding.admit import parts_of, refuse_cache, refuse_compressed, refuse_model
 from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
+from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, position_limit
 from hf_dart.trees.tree import DraftTree
 
@@ -114,15 +115,16 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if slots <= proved.get(case, 0):
         return
-    with _explained(model):
-        trial = _Trial(model)
-    refuse_cache(trial.short)
-    refuse_compressed(trial.short, _PROMPT)
-    longest = max(table, text or 0) - len(_PARENTS)
-    lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
-    with _explained(model):
-        for length in sorted({_PROMPT} | {length for length in lengths if length > 0}):
-            trial.run(length)
+    with as_before(model):
+        with _explained(model):
+            trial = _Trial(model)
+        refuse_cache(trial.short)
+        refuse_compressed(trial.short, _PROMPT)
+        longest = max(table, text or 0) - len(_PARENTS)
+        lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
+        with _explained(model):
+            for length in sorted({_PROMPT} | {length for length in lengths if length > 0}):
+                trial.run(length)
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     if len(proved) >= _STATES:

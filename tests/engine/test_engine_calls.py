@@ -23,8 +23,9 @@ from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import session as decode
 from hf_dart.engine import compiled as module
-from hf_dart.engine.attention import PACKED, packed
+from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import Engine
+from hf_dart.target.attention import PACKED
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.trial import prove
 

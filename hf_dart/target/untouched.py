@@ -1,0 +1,45 @@
+"""A trial on a model that leaves no trace: what forwards keep in its modules is put back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+
+@contextmanager
+def as_before(model: nn.Module) -> Iterator[None]:
+    """Put back the buffers and attributes of all modules that the block has replaced, added or written into.
+
+    Rotary frequencies, for one, may follow the longest text that a model was ever run on. Buffers that are saved with
+    the weights (quantised weights among them) are no matter of a forward; they are put back where they were replaced,
+    and not copied.
+    """
+    held = [(part, dict(vars(part)), dict(part._buffers.items())) for part in model.modules()]
+    copies = [
+        (buffer, buffer.clone())
+        for part, _, buffers in held
+        for name, buffer in buffers.items()
+        if name in part._non_persistent_buffers_set and buffer is not None and not buffer.is_meta
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for part, attributes, buffers in held:
+                _put_back(vars(part), attributes)
+                _put_back(part._buffers, buffers)
+            for buffer, content in copies:
+                if not torch.equal(buffer, content):
+                    buffer.copy_(content)
+
+
+def _put_back(now: Any, before: dict[str, Any]) -> None:
+    for name in {*now.keys()} - before.keys():
+        del now[name]
+    for name, value in before.items():
+        if name not in now or now[name] is not value:
+            now[name] = value
