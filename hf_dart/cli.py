@@ -20,7 +20,7 @@ from hf_dart.commands import (
     train,
     view,
 )
-from hf_dart.pair import UserError
+from hf_dart.errors import UserError
 from hf_dart.version import __version__
 
 # In the order of --help.

@@ -12,7 +12,8 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
-from hf_dart.checks import check_shape, check_types
+from hf_dart.drafters.base_config import check_shape
+from hf_dart.errors import check_types
 from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
 
 MAX_LAYERS = 5

@@ -13,6 +13,7 @@ import transformers
 from torch import Tensor
 
 from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
+from hf_dart.bench.pair import Pair
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.stats import DraftStats
@@ -27,7 +28,6 @@ from hf_dart.drawing import (
     drafted_tokens,
     tree_lines,
 )
-from hf_dart.pair import Pair
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.trees.tree import DraftTree
 

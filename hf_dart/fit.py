@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
-from hf_dart.pair import sentence
+from hf_dart.errors import sentence
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.errors import missing_folder
 from hf_dart.fit import check_fit, vocabulary_hash
 from hf_dart.hub.download import head_config
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
-from hf_dart.pair import missing_folder
 from hf_dart.slots import SlotDrafter
 from hf_dart.target.devices import device_of, host_by_default
 from hf_dart.trees.costs import DRAFT_COST

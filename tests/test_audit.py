@@ -15,11 +15,11 @@ from tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 
 from hf_dart.bench.audit import audit
 from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
-from hf_dart.pair import Pair
 
 PROMPTS = [
     "import os\n\n\ndef join(left, right):\n    ",

@@ -15,7 +15,7 @@ from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.rivals import LOOKUP, OURS, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
-from hf_dart.pair import UserError
+from hf_dart.errors import UserError
 
 
 def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

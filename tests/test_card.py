@@ -16,12 +16,13 @@ from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trai
 
 import hf_dart
 from hf_dart import DartHead
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.report import as_table
 from hf_dart.configuration import cached_commit
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training.checkpoints.record import training_record
 from hf_dart.training.recipe import parser
 from hf_dart.training.run import _KINDS

@@ -15,12 +15,14 @@ import torch
 from chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare, tolerance
+from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair
 from hf_dart.cli import main
 from hf_dart.commands.common import check_file, check_folder, write_json
 from hf_dart.configuration import TreeConfig
 from hf_dart.demo import demo, tree_behind
 from hf_dart.drawing import accepted_path, drafted_tokens
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, UserError, load_pair
+from hf_dart.errors import UserError
+from hf_dart.target.loading import PACKAGED_TARGET
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["bench", "train"], ["bench", "engine"], ["audit"], ["profile"], ["drafts"]]

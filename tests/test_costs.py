@@ -17,11 +17,12 @@ from users import Clock
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact
+from hf_dart.bench.pair import PACKAGED_HEAD, Pair
 from hf_dart.bench.profile import measure
 from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair
+from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.trees.best_first import RowDraft, best_first
 from hf_dart.trees.costs import RoundCost, checked_points, interpolated
 

@@ -14,11 +14,11 @@ from test_fit import one_sentence
 from tiny import VOCABULARY, tiny_head, tiny_target
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
 from hf_dart.configuration import TreeConfig
 from hf_dart.hub.original_dart import write_original
 from hf_dart.ngram.build import build
-from hf_dart.pair import Pair
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ from hf_dart.fit import vocabulary_hash
 from hf_dart.ngram import build as ngram_build
 from hf_dart.ngram.build import build, merge
 from hf_dart.ngram.table import MOST_COUNTED, NgramSpec
-from hf_dart.pair import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_TARGET
 
 VOCABULARY = 13
 

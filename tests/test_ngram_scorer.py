@@ -19,11 +19,11 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart import DartHead, NgramTable, TreeConfig
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.ngram.build import build
 from hf_dart.ngram.lookup import HostNgrams
-from hf_dart.pair import PACKAGED_HEAD
 from hf_dart.proposal import Proposal
 
 

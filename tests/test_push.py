@@ -23,10 +23,11 @@ from peft import LoraConfig
 from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
 from hf_dart.hub.push import push_folder
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_TARGET
 
 WEIGHTS = PACKAGED_HEAD / "model.safetensors"
 BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"

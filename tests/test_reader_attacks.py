@@ -21,13 +21,15 @@ from transformers import AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.bench import drafts, suites
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.render import table
 from hf_dart.drafters import load_drafter
 from hf_dart.drafters.configuration import DiffusionConfig
 from hf_dart.drafters.eagle import EagleConfig
+from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, UserError, load_target
+from hf_dart.target.loading import PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate.regenerate import Shard, begin
 

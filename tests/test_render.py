@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables
 from hf_dart.cli import main
-from hf_dart.pair import PACKAGED_HEAD
 
 ROOT = Path(__file__).parents[1]
 BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"

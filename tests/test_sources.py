@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
 
 from hf_dart import DartConfig
 from hf_dart.fit import vocabulary_hash
-from hf_dart.pair import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
 from hf_dart.training.objective.blocks import draw_anchors
 

@@ -21,10 +21,10 @@ from hf_dart.bench.exact import (
     run,
     run_differences,
 )
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.report import headline
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
 from hf_dart.configuration import TreeConfig
-from hf_dart.pair import Pair
 
 _MODES = ("greedy", "sampled, T=1")
 

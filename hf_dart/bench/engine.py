@@ -23,7 +23,7 @@ from hf_dart.engine.compiling import compiled
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
-from hf_dart.machine import hardware, versions
+from hf_dart.hub.machine import hardware, versions
 from hf_dart.proposal import Proposal
 
 STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (

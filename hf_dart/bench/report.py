@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from hf_dart.bench.exact import Verdict
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import STOCK
 from hf_dart.bench.speed import Measurement, Settings, spread
 from hf_dart.configuration import TreeConfig
-from hf_dart.machine import hardware, versions
-from hf_dart.pair import Pair
+from hf_dart.hub.machine import hardware, versions
 
 UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
 """What the writers of tables raise for JSON that is not what `as_json` gives."""

@@ -11,10 +11,12 @@ from torch import nn
 from transformers import CompileConfig
 
 import hf_dart
+from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
 from hf_dart.configuration import TreeConfig
+from hf_dart.errors import UserError, sentence
 from hf_dart.lookup import LookupDrafter
-from hf_dart.pair import PACKAGED_HEAD, PACKAGED_TARGET, Pair, UserError, load_head, sentence, shown_name
 from hf_dart.proposal import Drafter
+from hf_dart.target.loading import PACKAGED_TARGET
 
 STOCK, OURS = "stock", "hf_dart"
 STOCK_COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"

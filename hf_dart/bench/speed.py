@@ -12,9 +12,9 @@ from torch import Tensor
 
 from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
 from hf_dart.bench.memory import peak_bytes, reset_peak
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import COMPILED, STOCK, claims_same_text, is_ours, takes
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.pair import Pair
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

@@ -10,7 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import UserError, check_text, sentence
+from hf_dart.errors import UserError, check_text, sentence
 
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
 _FOLDER = Path(__file__).parent / "prompts"

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from hf_dart.bench.memory import peak_bytes, reset_peak
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import spread
-from hf_dart.machine import hardware, versions
-from hf_dart.pair import Pair, UserError
+from hf_dart.errors import UserError
+from hf_dart.hub.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
 
 

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.slots import SlotSpec, SlotStore
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 SLACK = 2 * (MAX_DRAFT_LENGTH + 1)
 """Positions in front of a window that are kept: a call that breaks off drops the last tokens of a row."""

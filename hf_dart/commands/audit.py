@@ -18,7 +18,7 @@ from hf_dart.commands.common import (
     tree_options,
     write_json,
 )
-from hf_dart.pair import UserError, check_text
+from hf_dart.errors import UserError, check_text
 
 _PROMPTS, _PROMPT_TOKENS = 8, 96
 

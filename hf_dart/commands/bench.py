@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from hf_dart.bench.pair import PACKAGED_HEAD, load_head
 from hf_dart.commands import engine
 from hf_dart.commands.common import (
     check_file,
@@ -22,7 +23,8 @@ from hf_dart.commands.common import (
     write_json,
     writing,
 )
-from hf_dart.pair import DTYPES, PACKAGED_HEAD, UserError, load_head, sentence
+from hf_dart.errors import UserError, sentence
+from hf_dart.target.loading import DTYPES
 
 _MODES = ("greedy", "penalty", "sampled")
 _RIVALS = ("compiled", "lookup", "chain", "tree", "engine", "copies", "packaged")

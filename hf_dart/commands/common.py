@@ -12,7 +12,9 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import DTYPES, LEAST_TEMPERATURE, Pair, UserError, load_pair, sentence
+from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.errors import LEAST_TEMPERATURE, UserError, sentence
+from hf_dart.target.loading import DTYPES
 
 
 def pair_options() -> argparse.ArgumentParser:

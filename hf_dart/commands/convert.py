@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hf_dart.bench.pair import load_pair
 from hf_dart.commands.common import positive
-from hf_dart.pair import DTYPES, PACKAGED_TARGET, UserError, load_pair, read_tokenizer, sentence
+from hf_dart.errors import UserError, sentence
+from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, read_tokenizer
 
 _HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
 

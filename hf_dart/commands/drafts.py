@@ -9,6 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hf_dart.bench.pair import load_head
 from hf_dart.commands.common import (
     check_file,
     load,
@@ -18,7 +19,7 @@ from hf_dart.commands.common import (
     sizes,
     write_json,
 )
-from hf_dart.pair import UserError, load_head, sentence
+from hf_dart.errors import UserError, sentence
 
 
 def add(commands: Any) -> None:

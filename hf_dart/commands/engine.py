@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.commands.common import check_file, positive, set_threads, write_json
-from hf_dart.pair import UserError, sentence
+from hf_dart.errors import UserError, sentence
 
 _NUMBERS = {
     "nodes": "of the tree (default: 64)",

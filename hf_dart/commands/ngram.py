@@ -10,7 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.commands.common import positive, sizes
-from hf_dart.pair import PACKAGED_TARGET, UserError, read_tokenizer, sentence
+from hf_dart.errors import UserError, sentence
+from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
 from hf_dart.version import INSTALLED_FROM
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.commands.common import check_file, load, pair_options, set_threads, write_json, writing
-from hf_dart.pair import UserError
+from hf_dart.errors import UserError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -32,7 +32,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_file(config if arguments.save else None, "costs")
     set_threads(arguments.threads)
     from hf_dart.bench import profile
-    from hf_dart.machine import hardware, versions
+    from hf_dart.hub.machine import hardware, versions
 
     pair = load(arguments)
     if arguments.save and not _keeps_trees(config, pair.head):

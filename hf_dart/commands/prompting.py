@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 from hf_dart.commands.common import positive, seed, share, temperature
-from hf_dart.pair import UserError, check_text, sentence
+from hf_dart.errors import UserError, check_text, sentence
 
 
 def prompt_options() -> argparse.ArgumentParser:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_dart.pair import UserError, sentence
+from hf_dart.errors import UserError, sentence
 
 _FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "language", "datasets", "tags")
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from hf_dart.bench.pair import load_head
 from hf_dart.commands.common import check_folder, positive, seed, set_threads, share, target_options, temperature
-from hf_dart.pair import UserError, load_head, load_target, load_tokenizer, sentence
+from hf_dart.errors import UserError, sentence
+from hf_dart.target.loading import load_target, load_tokenizer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -75,7 +77,7 @@ def _run(arguments: argparse.Namespace) -> int:
     set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
     from hf_dart.fit import vocabulary_hash
-    from hf_dart.machine import versions
+    from hf_dart.hub.machine import versions
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
     from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.commands.common import check_folder
-from hf_dart.pair import UserError, sentence
+from hf_dart.errors import UserError, sentence
 
 
 def add(commands: Any) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.checks import check_shape, check_types
 from hf_dart.configuration import DartConfig, check_tree
+from hf_dart.drafters.base_config import check_shape
+from hf_dart.errors import check_types
 
 UNMASKING = ("confidence", "left_to_right")
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dflash_config import DFlashConfig
 from hf_dart.fit import tokenizer_beside
@@ -28,6 +27,7 @@ from hf_dart.layers import attend
 from hf_dart.proposal import Proposal
 from hf_dart.slots import SlotDrafter, SlotSpec, SlotState
 from hf_dart.target.devices import device_of, weight_of
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [B, 1, Q, head_dim]."""

@@ -15,8 +15,8 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from hf_dart.checks import check_types
 from hf_dart.configuration import DartConfig
+from hf_dart.errors import check_types
 from hf_dart.fitted import FittedDrafter
 from hf_dart.layers import DartLayer, Remember, rotation_at
 from hf_dart.proposal import Proposal, Score

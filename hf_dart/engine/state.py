@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.noise import MAX_LEAD
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.processing import sees_text
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 RING = 4
 """Rounds whose tokens are kept for the host."""

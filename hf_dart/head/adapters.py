@@ -31,10 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.errors import missing_folder
 from hf_dart.fitted import HUB_OPTIONS, as_dtype
 from hf_dart.head.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
-from hf_dart.pair import missing_folder
 
 if TYPE_CHECKING:
     from hf_dart.head import DartHead

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_dart.errors import missing_folder
 from hf_dart.fitted import HUB_OPTIONS
 from hf_dart.head.copied import copied_fields, initialise
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.head.low_rank import LowRankHead
 from hf_dart.head.refine import BigramSelector, Editor
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
-from hf_dart.pair import missing_folder
 from hf_dart.target.devices import host_by_default
 from hf_dart.vocabulary import checked, unused_token
 

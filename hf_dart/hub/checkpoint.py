@@ -18,8 +18,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from transformers.utils import cached_file
 
+from hf_dart.errors import missing_folder
 from hf_dart.hub.errors import hub_errors
-from hf_dart.pair import missing_folder
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_JSON = 64 * 1024**2

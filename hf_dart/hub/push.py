@@ -21,11 +21,11 @@ from huggingface_hub import (
 from huggingface_hub.errors import EntryNotFoundError, HFValidationError, LocalEntryNotFoundError
 from huggingface_hub.utils import validate_repo_id
 
+from hf_dart.errors import sentence
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.pair import sentence
 from hf_dart.version import __version__
 
 BENCH = "bench.json"

@@ -12,10 +12,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.cache.stock_layers import is_placeholder, window_of
-from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import features_request, gather_features
-from hf_dart.trees.tree import DraftTree
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 
 @dataclass(frozen=True)

@@ -5,15 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, NoReturn
 
 import yaml
 from transformers import HfArgumentParser
 
+from hf_dart.errors import did_you_mean, sentence
 from hf_dart.head.adapters import LoraArguments
-from hf_dart.pair import sentence
 from hf_dart.training.data.sources import DataArguments
 from hf_dart.training.trainers.arguments import (
     DartTrainingArguments,
@@ -139,7 +138,6 @@ def _option(word: str, known: set[str]) -> str:
     if name.startswith("no_") and name[3:] in known:
         name = name[3:]
     if name not in known:
-        nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-        mend = f"did you mean {nearest[0]!r}?" if nearest else "'hf-dart train --help' lists all."
-        raise ValueError(f"There is no option {name!r}; {mend}")
+        remedy = did_you_mean(name, known, otherwise="'hf-dart train --help' lists all.")
+        raise ValueError(f"There is no option {name!r}; {remedy}")
     return name

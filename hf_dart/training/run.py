@@ -16,9 +16,10 @@ from transformers.trainer_utils import get_last_checkpoint
 from hf_dart.configuration import TreeConfig, cached_commit
 from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
+from hf_dart.errors import sentence
 from hf_dart.head import DartHead
 from hf_dart.head.adapters import LoraArguments, apply_lora
-from hf_dart.pair import load_target, sentence
+from hf_dart.target.loading import load_target
 from hf_dart.training.checkpoints.folders import STAGING
 from hf_dart.training.checkpoints.record import last_evaluation
 from hf_dart.training.data.sources import load_rows

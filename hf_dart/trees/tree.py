@@ -17,6 +17,8 @@ STEP, FLOOR = 1e-4, -30.0
 def bounded(steps: Tensor) -> Tensor:
     """Log-scores as steps down a tree: between the floor and -STEP, or -inf where there is no node (also for nan)."""
     return torch.where(steps > -inf, steps.clamp(min=FLOOR, max=-STEP), -inf)
+MAX_DRAFT_LENGTH = 31
+"""Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
 
 
 @dataclass(frozen=True)

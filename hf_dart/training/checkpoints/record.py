@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.hub.facts import TRAINING_RECORD, publishable
-from hf_dart.machine import hardware, versions
+from hf_dart.hub.machine import hardware, versions
 
 if TYPE_CHECKING:
     from transformers import TrainerState

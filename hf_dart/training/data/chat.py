@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from hf_dart.pair import sentence
+from hf_dart.errors import sentence
 from hf_dart.training.data.packing import Document
 
 Message = dict[str, Any]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.pair import sentence
+from hf_dart.errors import sentence
 from hf_dart.version import INSTALLED_FROM
 
 _FORMATS = {

@@ -10,8 +10,8 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from hf_dart.errors import sentence
 from hf_dart.fit import same_vocabulary, template_hash
-from hf_dart.pair import sentence
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder

@@ -6,7 +6,7 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_dart.pair import LEAST_TEMPERATURE
+from hf_dart.errors import LEAST_TEMPERATURE
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from transformers import GenerationConfig
 
-from hf_dart.pair import sentence
+from hf_dart.errors import sentence
 from hf_dart.training.data.chat import ChatFormat, Message
 from hf_dart.training.regenerate.sampling import Sampling
 

@@ -1,18 +1,52 @@
-"""What a config's fields may hold: their types, and the ranges of what the configs of drafters have in common."""
+"""What a user is told: one sentence that names the remedy; and checks of what users write into fields of a config."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
 from numbers import Integral, Real
+from pathlib import Path
 from typing import Any
 
-MAX_DRAFT_LENGTH = 31
-"""Longest draft: with its bonus token a round commits at most 32 tokens, the bound on the noise queue."""
+LEAST_TEMPERATURE = 1e-6
+"""Of sampling; logits divided by much less would be no numbers any more."""
 
-_SIZES = (
-    "hidden_size", "embedding_size", "feature_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-    "intermediate_size", "vocab_size", "target_num_layers",
-)  # fmt: skip
+
+class UserError(Exception):
+    """Something that the caller of a command can fix; the message is one sentence."""
+
+
+def sentence(error: BaseException) -> str:
+    """The first sentence of an error's message, on one line."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", text, maxsplit=1)[0][:500]
+
+
+def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
+    """A remedy for an unknown name: the known one that looks most like it, or `otherwise` if none does."""
+    nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"did you mean {nearest[0]!r}?" if nearest else otherwise
+
+
+def missing_folder(path: str | Path) -> bool:
+    """Can this only be the path of a folder, as it is no id of the Hub, and is there no such folder?"""
+    name = str(path)
+    local = name.startswith((".", "~", "\\")) or Path(path).is_absolute() or name.count("/") > 1
+    return local and not Path(path).is_dir()
+
+
+def check_text(text: str, what: str) -> str:
+    """Return the text, which can be tokenized: command lines and JSON may bring half a character.
+
+    Raises:
+        UserError: it is no Unicode text.
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{what} holds bytes that are no UTF-8 text ({error.reason}); fix it.") from error
+    return text
 
 
 def _whole(value: Any) -> bool:
@@ -60,30 +94,3 @@ def check_types(config: Any, kind: type, prefix: str = "") -> None:
         if not fits(value):
             none = "" if wanted == annotation else " or None"
             raise ValueError(f"{prefix}{name} is {value!r:.100}; give {called}{none}.")
-
-
-def check_shape(config: Any) -> None:
-    """Raise a `ValueError` if what the configs of drafters have in common is out of range; `feature_layers` ascend."""
-    for name in _SIZES:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; give 1 or more.")
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim is {config.head_dim}; give an even number, as rotary positions turn pairs.")
-    for name in ("rms_norm_eps", "rope_theta"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} is {getattr(config, name)}; give a number above 0.")
-    if config.initializer_range < 0:
-        raise ValueError(f"initializer_range is {config.initializer_range}; give 0 or more.")
-    if not 1 <= config.draft_length <= MAX_DRAFT_LENGTH:
-        raise ValueError(f"draft_length is {config.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
-    layers, last = config.feature_layers, config.target_num_layers
-    if layers and not 0 <= layers[0] <= layers[-1] <= last:
-        raise ValueError(
-            f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
-            "embeddings) and use no negative index."
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
-            f"({config.num_key_value_heads})."
-        )

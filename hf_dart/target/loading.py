@@ -1,0 +1,85 @@
+"""Loading a target and its tokenizer by name, with errors of one sentence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hf_dart.errors import UserError, missing_folder, sentence
+
+PACKAGED_TARGET = Path(__file__).parents[1] / "demo_pair" / "target"
+DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+
+def load_tokenizer(target: str | None = None) -> Any:
+    """Load the tokenizer of a target, a folder or Hub id (None is the packaged one), without the model.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    path = target or str(PACKAGED_TARGET)
+    check_path("target", path)
+    return read_tokenizer(path)
+
+
+def read_tokenizer(path: str) -> Any:
+    """Load the tokenizer in a folder or on the Hub, with a model beside it or without.
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except Exception as error:  # as in load_target
+        raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
+
+
+def load_target(
+    target: str | None = None,
+    dtype: str | None = None,
+    device_map: Any = None,
+    *,
+    tokenizer: str | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Load a target and its tokenizer.
+
+    Args:
+        target: folder or Hub id; None for the packaged target.
+        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
+        device_map: as for `from_pretrained`.
+        tokenizer: folder or Hub id; None is the target's own.
+        options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
+
+    Raises:
+        UserError: one of them cannot be loaded.
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    path = target or str(PACKAGED_TARGET)
+    dtype = dtype or ("float32" if target is None else "auto")
+    if dtype not in DTYPES:
+        raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
+    check_path("target", path)
+    if device_map is not None:
+        options["device_map"] = device_map
+    revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
+    try:
+        return (
+            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options),
+            AutoTokenizer.from_pretrained(tokenizer or path, **revision),
+        )
+    except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
+        raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
+
+
+def check_path(what: str, path: str) -> None:
+    """Raise a `UserError` if `path` is no folder of a saved model and cannot be an id of the Hub; `what` names it."""
+    folder = Path(path)
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
+    elif missing_folder(path) or folder.exists():
+        raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
