@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from compare import TALLIES, tally
+from support.compare import TALLIES, tally
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training
 import torch
-from hub import Hub
-from hub import hub as hub
 from peft import LoraConfig
+from support import tiny_training
+from support.hub import Hub
+from support.hub import hub as hub
+from support.tiny import tiny_head, tiny_target
+from support.tiny_training import tiny_trainer, token_rows
 from test_adapters import drafts
 from test_fit import one_sentence
-from tiny import tiny_head, tiny_target
-from tiny_training import tiny_trainer, token_rows
 
 from hf_dart import DartHead
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments

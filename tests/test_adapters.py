@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training
 import torch
-from compare import assert_identical, run, tally
 from peft import LoraConfig
 from safetensors import safe_open
+from support import tiny_training
+from support.compare import assert_identical, run, tally
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from test_fit import one_sentence
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead

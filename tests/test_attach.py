@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
-from outcome import snapshot
 from peft import LoraConfig, get_peft_model
+from support.compare import assert_identical, run
+from support.outcome import snapshot
+from support.tiny import prompts, tiny_head, tiny_target
+from support.users import TOKENIZER
 from test_exact import replay
-from tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -26,7 +27,6 @@ from transformers import (
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
-from users import TOKENIZER
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach, detach

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 
 from hf_dart.bench.audit import audit
 from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp

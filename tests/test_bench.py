@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from memory import resident
+from support.memory import resident
 
 from hf_dart.bench import suites
 from hf_dart.bench.exact import repeated_4grams

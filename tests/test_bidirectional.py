@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, tally
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.compare import assert_identical, tally
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

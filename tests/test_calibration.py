@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.calibration import Calibration

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
-from tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, MaxTimeCriteria
 from transformers.generation.streamers import BaseStreamer

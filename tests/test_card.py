@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import yaml
-from hub import card_errors
 from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
-from tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.hub import card_errors
+from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 
 import hf_dart
 from hf_dart import DartHead

@@ -12,8 +12,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
-from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
+from support.chats import CONVERSATION, MARKED, OTHER_PROMPT, PLAIN, THINKING, chat_tokenizer
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead

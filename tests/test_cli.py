@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from chats import THINKING, chat_tokenizer
+from support.chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair

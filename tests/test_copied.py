@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, tally
 from peft import LoraConfig
 from safetensors import safe_open
+from support.compare import assert_identical, tally
+from support.tiny import prompts, tiny_head, tiny_target
 from test_adapters import GREEDY, SAMPLED, drafts, shaken
 from test_fit import one_sentence
 from test_head_options import in_one_pass
-from tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
+from support.users import Clock
 from test_growth import paths, random_draft
-from tiny import prompts, tiny_head, tiny_target
-from users import Clock
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact

@@ -16,8 +16,8 @@ import datasets
 import numpy as np
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
-from chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
+from support.attacks import changed, damaged, seeds, survives
+from support.chats import CONVERSATION, MARKED, PLAIN, THINKING, chat_tokenizer
 
 from hf_dart import NgramTable
 from hf_dart.bench.memory import peak_bytes, reset_peak

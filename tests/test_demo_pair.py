@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import NEAR_TIE, assert_identical_up_to_near_ties, first_difference, run, tally, top2_gap
+from support.compare import NEAR_TIE, assert_identical_up_to_near_ties, first_difference, run, tally, top2_gap
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 

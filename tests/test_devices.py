@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
-from compare import assert_identical
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from test_dflash import load
-from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

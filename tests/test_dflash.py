@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODES
-from compare import assert_identical, run, tally
-from guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
 from safetensors.torch import load_file
-from tiny import prompts, tiny_target
+from support.cases import MODES
+from support.compare import assert_identical, run, tally
+from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from support.tiny import prompts, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, MuseGlimmerAssistantConfig
 from transformers.models.muse_glimmer_assistant.modeling_muse_glimmer_assistant import MuseGlimmerAssistantModel

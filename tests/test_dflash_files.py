@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
-from compare import assert_identical
-from guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
-from hub import Hub, Repository, sha256
-from hub import hub as hub
 from safetensors.torch import save_file
+from support.attacks import changed, damaged, seeds, survives
+from support.compare import assert_identical
+from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from support.hub import Hub, Repository, sha256
+from support.hub import hub as hub
+from support.tiny import VOCABULARY, prompts, tiny_target
 from test_fit import letters
-from tiny import VOCABULARY, prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig
 from hf_dart.drafters import load_drafter

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
 from safetensors import safe_open
-from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, DiffusionDrafter

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import matrix
 import pytest
 import test_fuzz
 import test_interruption
@@ -17,11 +16,12 @@ import test_options
 import test_refusals
 import test_turns
 import torch
-from cases import GREEDY, MODES, SAMPLED, batch
-from compare import assert_identical, tally
+from support import matrix
+from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.compare import assert_identical, tally
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_target
 from test_exact import FAMILIES
 from test_options import clock
-from tiny import prompts, tiny_diffusion_drafter, tiny_target
 from transformers import DynamicCache
 
 from hf_dart import DiffusionDrafter, TreeConfig

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training
 import torch
-from cases import GREEDY, MODES, SAMPLED, batch
-from compare import assert_identical, tally
-from tiny import prompts, tiny_eagle_drafter, tiny_target
+from support import tiny_training
+from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.compare import assert_identical, tally
+from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig
 from hf_dart.drafters import load_drafter

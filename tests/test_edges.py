@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
-from test_fit import letters
-from tiny import (
+from support.compare import assert_identical, run
+from support.tiny import (
     VOCABULARY,
     ReplayDrafter,
     prompts,
@@ -18,6 +17,7 @@ from tiny import (
     tiny_head,
     tiny_target,
 )
+from test_fit import letters
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
 

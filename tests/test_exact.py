@@ -10,16 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GREEDY, MODES, SAMPLED, batch, replay
-from compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
-from tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.cases import GREEDY, MODES, SAMPLED, batch, replay
+from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
+from support.tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.users import TOKENIZER
 from transformers import (
     DynamicCache,
     TextIteratorStreamer,
     TextStreamer,
 )
 from transformers.generation.streamers import BaseStreamer
-from users import TOKENIZER
 
 from hf_dart import TreeConfig
 from hf_dart.decoding import session as decode

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 import torch
-from guests import original_checkpoint
 from peft import LoraConfig
 from safetensors.torch import load_file
+from support.guests import original_checkpoint
+from support.tiny import prompts, tiny_target
 from test_trie import Trie
-from tiny import prompts, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead
@@ -237,7 +237,7 @@ def test_tries(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_other_drafters_are_not_converted(
     target: Any, saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from guests import ZLAB, dflash_checkpoint
+    from support.guests import ZLAB, dflash_checkpoint
 
     path = dflash_checkpoint(tmp_path / "dflash", target, ZLAB)
     assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 2

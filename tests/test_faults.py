@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 
 from hf_dart import DartHead

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import run
-from tiny import VOCABULARY, ReplayDrafter, ReplayState, prompts, tiny_head, tiny_target
+from support.compare import run
+from support.tiny import VOCABULARY, ReplayDrafter, ReplayState, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
-from tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from compare import tally
-from families import EXPERTS_IN_A_LOOP, FAMILIES
 from hypothesis import HealthCheck, Phase, given, seed, settings
 from hypothesis import strategies as st
-from outcome import call, same
-from tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.compare import tally
+from support.families import EXPERTS_IN_A_LOOP, FAMILIES
+from support.outcome import call, same
+from support.tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
 

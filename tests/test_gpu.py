@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODES
-from compare import assert_identical_up_to_near_ties, tally
-from matrix import attentions
-from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.cases import MODES
+from support.compare import assert_identical_up_to_near_ties, tally
+from support.matrix import attentions
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
 

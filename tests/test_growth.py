@@ -9,8 +9,8 @@ from random import Random
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical
-from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 

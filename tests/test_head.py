@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical, run
 from safetensors import safe_open
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.compare import assert_identical, run
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training
 import torch
 import torch.nn.functional as F
-from cases import MODES
-from compare import assert_identical, run, tally
+from support import tiny_training
+from support.cases import MODES
+from support.compare import assert_identical, run, tally
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from test_fit import letters, one_sentence
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
 

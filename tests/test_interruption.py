@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_head, tiny_target
 from test_attach import snapshot
 from test_caches import CLOSE
 from test_exact import replay
 from test_turns import KINDS, RAGGED
-from tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny import prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import TreeConfig

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
 from torch import Tensor
 
 from hf_dart import TreeConfig

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from guests import ZLAB, dflash_config, dflash_tensors, save
 from peft import LoraConfig
+from support.guests import ZLAB, dflash_config, dflash_tensors, save
+from support.tiny import VOCABULARY, tiny_head, tiny_target
 from test_fit import one_sentence
-from tiny import VOCABULARY, tiny_head, tiny_target
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable
 from hf_dart.bench.pair import Pair

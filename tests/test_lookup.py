@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead, LookupDrafter, TreeConfig, attach
 from hf_dart.lookup import Graft, RowLookup

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from compare import tally
-from families import FAMILIES, REFUSED
-from matrix import CELLS, COLUMNS, run_cell
+from support.compare import tally
+from support.families import FAMILIES, REFUSED
+from support.matrix import CELLS, COLUMNS, run_cell
 
 
 @pytest.mark.matrix

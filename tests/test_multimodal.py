@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
-from tiny import VOCABULARY, WINDOW, prompts, tiny_head
+from support.compare import assert_identical
+from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head
 from transformers import (
     CLIPVisionConfig,
     Exaone4_5_Config,

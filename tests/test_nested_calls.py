@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from memory import traced_peak
+from support.memory import traced_peak
 from test_ngram import VOCABULARY, corpus
 
 from hf_dart import NgramTable

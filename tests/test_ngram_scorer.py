@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from compare import assert_identical, run
+from support.compare import assert_identical, run
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from test_growth import paths
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessorList
 

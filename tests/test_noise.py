@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_target
 from test_exact import replay
-from tiny import prompts, tiny_target
 
 from hf_dart.decoding import session as decode
 from hf_dart.decoding.api import attach

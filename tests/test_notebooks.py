@@ -26,7 +26,7 @@ SHORT = ("1_quick_start",)
 def test_every_cell_runs(file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(TESTS / "run_notebook.py"), str(file)],
+        [sys.executable, str(TESTS / "support" / "run_notebook.py"), str(file)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from test_losses import CHAINS, DIVERGENCES, examples
-from tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import HfArgumentParser

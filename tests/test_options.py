@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import tally
-from outcome import assert_close, call, identical, same
-from pairwise import pairwise
-from tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.compare import tally
+from support.outcome import assert_close, call, identical, same
+from support.pairwise import pairwise
+from support.tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.users import TOKENIZER, Clock, Criterion, Processor, allowed
 from torch import Tensor
 from transformers import (
     DynamicCache,
@@ -24,7 +25,6 @@ from transformers import (
     WatermarkingConfig,
 )
 from transformers.generation import stopping_criteria as criteria_module
-from users import TOKENIZER, Clock, Criterion, Processor, allowed
 
 from hf_dart import TreeConfig
 

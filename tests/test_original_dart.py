@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
-from cases import MODES
-from compare import assert_identical, tally
-from guests import original_checkpoint, original_config, original_tensors, save
 from safetensors.torch import load_file
+from support.attacks import changed, damaged, seeds, survives
+from support.cases import MODES
+from support.compare import assert_identical, tally
+from support.guests import original_checkpoint, original_config, original_tensors, save
+from support.tiny import prompts, tiny_target
 from test_fit import letters
-from tiny import prompts, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_target
 from test_attach import snapshot
 from test_interruption import (
     GREEDY,
@@ -23,7 +24,6 @@ from test_interruption import (
     used,
 )
 from test_turns import KINDS, RAGGED
-from tiny import prompts, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import tiny
 import torch
 from accelerate.hooks import ModelHook, add_hook_to_module
-from compare import assert_identical
-from families import REFUSED
-from tiny import prompts, tiny_head, tiny_target
+from support import tiny
+from support.compare import assert_identical
+from support.families import REFUSED
+from support.tiny import prompts, tiny_head, tiny_target
 from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP

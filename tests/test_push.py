@@ -12,15 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training as training
 import torch
 import yaml
-from hub import Hub, card_errors, running_hub
-from hub import hub as hub
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
-from tiny import prompts, tiny_head, tiny_target
+from support import tiny_training as training
+from support.hub import Hub, card_errors, running_hub
+from support.hub import hub as hub
+from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD

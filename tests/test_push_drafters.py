@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny_training as training
 import torch
-from hub import Hub, card_errors
-from hub import hub as hub
 from huggingface_hub import ModelCard
-from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_target
+from support import tiny_training as training
+from support.hub import Hub, card_errors
+from support.hub import hub as hub
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_target
 
 from hf_dart import DiffusionDrafter, EagleDrafter
 from hf_dart.bench.pair import PACKAGED_HEAD

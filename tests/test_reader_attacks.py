@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import VALUES, changed, damaged, seeds, survives
-from compare import assert_identical
 from peft import LoraConfig
-from tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.attacks import VALUES, changed, damaged, seeds, survives
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig

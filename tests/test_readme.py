@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 from peft import LoraConfig
+from support import tiny
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dart

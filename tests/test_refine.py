@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import GREEDY, MODES, SAMPLED
-from compare import assert_identical, run
-from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.cases import GREEDY, MODES, SAMPLED
+from support.compare import assert_identical, run
+from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, token_rows
+from support.tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, token_rows
 from torch import Tensor
 
 from hf_dart import DartHead

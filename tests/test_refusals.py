@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, run
-from outcome import snapshot
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
+from support.compare import assert_identical, run
+from support.outcome import snapshot
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from test_exact import replay
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 

@@ -14,9 +14,9 @@ from typing import Any
 import datasets
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
-from chats import CONVERSATION, chat_tokenizer
-from endpoint import serving
+from support.attacks import changed, damaged, seeds, survives
+from support.chats import CONVERSATION, chat_tokenizer
+from support.endpoint import serving
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart import DartHead, attach

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from attacks import changed, damaged, seeds, survives
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.attacks import changed, damaged, seeds, survives
+from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import TrainerState
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig

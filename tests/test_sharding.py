@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
-from tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments

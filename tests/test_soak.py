@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import MODES
-from memory import RUNS, resident
-from outcome import snapshot
-from tiny import prompts, tiny_head, tiny_target
+from support.cases import MODES
+from support.memory import RUNS, resident
+from support.outcome import snapshot
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache
 
 from hf_dart import TreeConfig

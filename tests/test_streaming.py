@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from chats import chat_tokenizer
-from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
+from support.chats import chat_tokenizer
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
 
 from hf_dart.training import DataArguments, load_rows
 

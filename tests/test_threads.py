@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from outcome import call, identical
-from tiny import PAD, prompts, tiny_head, tiny_target
+from support.outcome import call, identical
+from support.tiny import PAD, prompts, tiny_head, tiny_target
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "pad_token_id": PAD}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "pad_token_id": PAD}

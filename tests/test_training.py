@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead

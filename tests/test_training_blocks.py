@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.nn.attention.flex_attention import create_mask
 
 from hf_dart.layers import take

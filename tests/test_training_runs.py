@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 from transformers import TrainerCallback
 
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments, coupled_draft

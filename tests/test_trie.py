@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from attacks import damaged, seeds, survives
-from memory import traced_peak
+from support.attacks import damaged, seeds, survives
+from support.memory import traced_peak
 from test_fit import letters
 
 from hf_dart.hub.trie import read_trie, write_trie

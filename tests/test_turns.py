@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from compare import Run, run
+from support.compare import Run, run
+from support.tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from test_caches import assert_same_cache
-from tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 

@@ -12,15 +12,15 @@ from math import exp
 from pathlib import Path
 from typing import Any
 
-import pages
 import pytest
 import torch
-from compare import assert_identical
-from tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support import pages
+from support.compare import assert_identical
+from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.users import TOKENIZER
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
-from users import TOKENIZER
 
 from hf_dart import attach
 from hf_dart.cli import main

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import (
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,

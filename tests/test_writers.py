@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from chats import CONVERSATION, PLAIN
+from support.chats import CONVERSATION, PLAIN
 from test_fit import one_sentence
 from test_regenerate import small_writer
 

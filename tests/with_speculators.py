@@ -26,8 +26,8 @@ TOLERANCE = 1e-4
 
 @torch.no_grad()
 def write(folder: Path) -> None:
+    from support.tiny import prompts, tiny_target
     from test_export import peagle_head
-    from tiny import prompts, tiny_target
 
     from hf_dart.hub.export import write_vllm
     from hf_dart.target.features import features_request, gather_features

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import prompts, tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig

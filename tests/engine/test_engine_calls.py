@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical, run
-from tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart

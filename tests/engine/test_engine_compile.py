@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical
-from tiny import tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical
+from support.tiny import tiny_head, tiny_target
 from torch._dynamo.utils import counters
 
 import hf_dart

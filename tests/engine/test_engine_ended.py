@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from compare import assert_identical, tally
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical, tally
+from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig

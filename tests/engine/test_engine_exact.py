@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical, run, tally
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical, run, tally
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.users import TOKENIZER
 from transformers import DynamicCache, TextStreamer
-from users import TOKENIZER
 
 import hf_dart
 from hf_dart import TreeConfig

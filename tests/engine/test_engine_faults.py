@@ -9,8 +9,8 @@ from weakref import ref
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical
+from support.cases import batch
+from support.compare import assert_identical
 from test_engine_calls import GREEDY, engine, used
 from test_engine_calls import pair as pair
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical, run, tally
-from tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical, run, tally
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical_up_to_near_ties, tally
+from support.cases import batch
+from support.compare import assert_identical_up_to_near_ties, tally
+from support.tiny import prompts, tiny_head, tiny_target
 from test_ngram_scorer import random_table
-from tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig

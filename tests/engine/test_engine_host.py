@@ -10,9 +10,9 @@ from unittest.mock import MagicMock, Mock
 
 import pytest
 import torch
-from cases import batch
+from support.cases import batch
+from support.tiny import tiny_head, tiny_target
 from test_ngram_scorer import random_table
-from tiny import tiny_head, tiny_target
 from torch import Tensor
 
 import hf_dart

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical, tally
-from tiny import tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical, tally
+from support.tiny import tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig

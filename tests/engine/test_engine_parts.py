@@ -12,10 +12,10 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from compare import assert_identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tiny import prompts, tiny_head, tiny_target
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

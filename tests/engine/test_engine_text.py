@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.cases import batch
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
 from test_ngram_scorer import random_table
-from tiny import prompts, tiny_head, tiny_target
 from torch._dynamo.utils import counters
 
 import hf_dart

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import batch
-from compare import assert_identical, tally
-from tiny import prompts, tiny_head, tiny_target
+from support.cases import batch
+from support.compare import assert_identical, tally
+from support.tiny import prompts, tiny_head, tiny_target
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 

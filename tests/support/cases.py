@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from compare import run
-from tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts
 from torch import Tensor
+
+from support.compare import run
+from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

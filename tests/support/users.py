@@ -6,10 +6,11 @@ import string
 from typing import Any
 
 import torch
-from tiny import VOCABULARY
 from tokenizers import Tokenizer, decoders, models
 from torch import Tensor
 from transformers import LogitsProcessor, PreTrainedTokenizerFast, StoppingCriteria
+
+from support.tiny import VOCABULARY
 
 
 def letters() -> PreTrainedTokenizerFast:

@@ -1,4 +1,4 @@
-"""Runs the code of a notebook, cell by cell, as a notebook does: `python tests/run_notebook.py FILE`.
+"""Runs the code of a notebook, cell by cell, as a notebook does: `python tests/support/run_notebook.py FILE`.
 
 What a cell ends with is shown: by `_repr_html_` if it has one, which has to be HTML.
 """
@@ -12,7 +12,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
-import pages
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from support import pages
 
 
 def run(notebook: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Every family × attention × batch, drafted against stock: `python tests/matrix.py` prints the table.
+"""Every family × attention × batch, drafted against stock: `python tests/support/matrix.py` prints the table.
 
 `tests/MATRIX.md` is its output; `pytest -m matrix` runs the same cells.
 """
@@ -10,14 +10,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from cases import MODES, replay
-from compare import Tally, assert_identical, assert_identical_up_to_near_ties
-from families import FAMILIES, REFUSED
-from tiny import prompts, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import TreeConfig, attach
@@ -130,7 +126,7 @@ def table() -> Iterator[str]:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, CPU"
     yield "# Families against stock `generate`"
     yield ""
-    yield f"Printed by `python tests/matrix.py` ({versions})."
+    yield f"Printed by `python tests/support/matrix.py` ({versions})."
     yield "A cell counts runs whose tokens, and the generator behind them, equal stock's:"
     yield f"{' and '.join(RUN)}, each with a random head and with a drafter that is mostly right, {TOKENS} tokens;"
     yield "in float64 without tolerance unless a column says fp32. The last column is the mean over the runs of τ,"

@@ -10,9 +10,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from families import EXPERTS_IN_A_LOOP, FAMILIES, PAD, REFUSED
-from families import VOCABULARY as VOCABULARY
-from families import WINDOW as WINDOW
 from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
