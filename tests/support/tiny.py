@@ -18,6 +18,9 @@ from hf_dart.drafters.diffusion import DiffusionDrafter
 from hf_dart.drafters.eagle import EagleDrafter
 from hf_dart.proposal import Drafter, Proposal
 from hf_dart.target import trial as probe
+from support.families import EXPERTS_IN_A_LOOP, FAMILIES, PAD, REFUSED
+from support.families import VOCABULARY as VOCABULARY
+from support.families import WINDOW as WINDOW
 
 
 def tiny_target(
