@@ -14,15 +14,15 @@ import pytest
 import torch
 from support.chats import THINKING, chat_tokenizer
 
+from hf_dart.bench.demo import demo, tree_behind
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair
 from hf_dart.cli import main
-from hf_dart.commands.common import check_file, check_folder, write_json
+from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.configuration import TreeConfig
-from hf_dart.demo import demo, tree_behind
-from hf_dart.drawing import accepted_path, drafted_tokens
 from hf_dart.errors import UserError
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.view.terminal import accepted_path, drafted_tokens
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["bench", "train"], ["bench", "engine"], ["audit"], ["profile"], ["drafts"]]
@@ -57,7 +57,7 @@ def test_demo_without_colour_or_with_a_false_head(pair: Pair, monkeypatch: pytes
         changed = Run(sequences, drafted.seconds, drafted.generator, drafted.stats)
         return compare(model, inputs, options, seed, stock, changed)
 
-    monkeypatch.setattr("hf_dart.demo.compare", wrong)
+    monkeypatch.setattr("hf_dart.bench.demo.compare", wrong)
     lines.clear()
     assert not demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
     assert lines[-1] == "identical: no"

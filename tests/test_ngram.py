@@ -136,7 +136,7 @@ class Fatal:
 def test_a_process_that_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr("hf_dart.commands.ngram.read_tokenizer", lambda path: Fatal())
+    monkeypatch.setattr("hf_dart.cli.ngram.read_tokenizer", lambda path: Fatal())
     assert main(["ngram", "build", str(tmp_path / "table"), "--text", __file__, "--workers", "2"]) == 2
     assert "smaller --chunk" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())

@@ -24,9 +24,9 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_dart import attach
 from hf_dart.cli import main
-from hf_dart.drawing import drafted_tokens
 from hf_dart.view import View
 from hf_dart.view.page import token_texts
+from hf_dart.view.terminal import drafted_tokens
 from hf_dart.view.trees import ACCEPTED, BONUS, LEFT, ROOT
 
 HOSTILE = [

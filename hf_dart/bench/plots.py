@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_dart.bench.report import labels
 from hf_dart.bench.rivals import STOCK
-from hf_dart.svg import COLORS, Drawing
+from hf_dart.view.svg import COLORS, Drawing
 
 _WIDTH, _BARS, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 420, 60, 22, 40, 36
 _LETTER = 7  # pixels, about

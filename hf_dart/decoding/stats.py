@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+from hf_dart.view.statistics import summary
+
 if TYPE_CHECKING:
     from hf_dart.decoding.trace import Trace
 
@@ -125,8 +127,6 @@ class DraftStats:
 
     def _repr_html_(self) -> str:
         """For notebooks."""
-        from hf_dart.view import summary
-
         return summary(self)
 
     def to_dict(self) -> dict[str, Any]:

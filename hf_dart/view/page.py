@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import dropwhile
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_dart.view.records import Figures, Round
 from hf_dart.view.statistics import summary
 from hf_dart.view.trees import ACCEPTED, BONUS, tree_picture
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.stats import DraftStats
-    from hf_dart.decoding.trace import TracedRound
 
 _LABEL = 11  # characters of a token in its node
 _STYLE = f"""
@@ -50,7 +48,7 @@ class View:
     tokenizer: Any
     prompt: list[int]
     tokens: list[int]
-    stats: DraftStats
+    stats: Figures
     row: int = 0
     notes: tuple[str, ...] = ()
 
@@ -78,7 +76,7 @@ class View:
         return cls(tokenizer, prompt, ids[start : start + written], stats, row, notes)
 
     @property
-    def rounds(self) -> list[TracedRound]:
+    def rounds(self) -> Sequence[Round]:
         """The rounds of the call, in order."""
         assert self.stats.trace is not None
         return self.stats.trace.rounds

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from html import escape
-from typing import TYPE_CHECKING
 
-from hf_dart.svg import COLORS, Drawing
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.stats import DraftStats
+from hf_dart.view.records import Figures
+from hf_dart.view.svg import COLORS, Drawing
 
 _WIDTH, _ROW, _LEFT = 640, 20, 90
 _COLUMN, _HEIGHT, _MOST = 9, 150, 400  # of the timeline: pixels of a round, of the drawing; rounds shown
 
 
-def summary(stats: DraftStats) -> str:
+def summary(stats: Figures) -> str:
     """A table of what the drafts did, the depths they reached, and the time by phase."""
     numbers = {
         "tokens per target forward (τ)": f"{stats.tau:.2f}",
@@ -29,7 +26,7 @@ def summary(stats: DraftStats) -> str:
     return "\n".join(part for part in parts if part)
 
 
-def _depths(stats: DraftStats) -> str:
+def _depths(stats: Figures) -> str:
     if not any(stats.accepted_per_depth):
         return ""
     shares = [count / stats.row_rounds for count in stats.accepted_per_depth]
@@ -42,7 +39,7 @@ def _depths(stats: DraftStats) -> str:
     return str(picture)
 
 
-def _phases(stats: DraftStats) -> str:
+def _phases(stats: Figures) -> str:
     total = sum(stats.seconds.values())
     if not total:
         return ""
@@ -56,7 +53,7 @@ def _phases(stats: DraftStats) -> str:
     return str(picture)
 
 
-def timeline(stats: DraftStats) -> str:
+def timeline(stats: Figures) -> str:
     """A column per round, as high as it took long, its phases stacked; the first `_MOST` rounds."""
     assert stats.trace is not None
     rounds = stats.trace.rounds[:_MOST]

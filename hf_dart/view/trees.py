@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from math import exp
 
-from hf_dart.decoding.trace import TracedRound
-from hf_dart.svg import Drawing
+from hf_dart.view.records import Round
+from hf_dart.view.svg import Drawing
 
 _COLUMN, _ROW, _BOX, _TOP = 132, 24, 116, 34
 ROOT, ACCEPTED, LEFT, BONUS = "#999999", "#9fe2c6", "#eeeeee", "#a9d3f2"
 
 
-def tree_picture(one: TracedRound, row: int, label: Callable[[int], str], title: str, bonus: int) -> str:
+def tree_picture(one: Round, row: int, label: Callable[[int], str], title: str, bonus: int) -> str:
     """The tree of a row in one round.
 
     Args:

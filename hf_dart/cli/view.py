@@ -6,8 +6,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import check_file, load, pair_options, set_threads, tree_config, tree_options, writing
-from hf_dart.commands.prompting import encode_prompt, prompt_options, read_prompt, sampling
+from hf_dart.cli.common import check_file, load, pair_options, set_threads, tree_config, tree_options, writing
+from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
 from hf_dart.errors import UserError, sentence
 
 

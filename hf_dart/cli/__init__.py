@@ -1,4 +1,4 @@
-"""The command line `hf-dart`; its commands lie in `hf_dart.commands`."""
+"""The command line `hf-dart`; one module of this package per command."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from hf_dart.commands import (
+from hf_dart.cli import (
     audit,
     bench,
     convert,
@@ -54,7 +54,3 @@ def _parser() -> argparse.ArgumentParser:
     for command in _COMMANDS:
         command.add(commands)
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

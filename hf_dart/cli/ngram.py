@@ -9,7 +9,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.commands.common import positive, sizes
+from hf_dart.cli.common import positive, sizes
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
 from hf_dart.version import INSTALLED_FROM

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from hf_dart.commands.common import load, pair_options, positive, seed, set_threads
+from hf_dart.cli.common import load, pair_options, positive, seed, set_threads
 
 
 def add(commands: Any) -> None:
@@ -20,7 +20,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     pair = load(arguments)
-    from hf_dart.demo import demo, fastest_threads
+    from hf_dart.bench.demo import demo, fastest_threads
 
     set_threads(arguments.threads or fastest_threads(pair.model))
     color = arguments.color or sys.stdout.isatty()

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import PACKAGED_HEAD, load_head
-from hf_dart.commands import engine
-from hf_dart.commands.common import (
+from hf_dart.cli import engine
+from hf_dart.cli.common import (
     check_file,
     check_folder,
     load,

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import check_file, load, pair_options, set_threads, write_json, writing
+from hf_dart.cli.common import check_file, load, pair_options, set_threads, write_json, writing
 from hf_dart.errors import UserError
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.commands.common import (
+from hf_dart.cli.common import (
     check_file,
     load,
     pair_options,

@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from hf_dart.commands.common import load, pair_options, set_threads, tree_config, tree_options
-from hf_dart.commands.prompting import encode_prompt, prompt_options, read_prompt, sampling
+from hf_dart.cli.common import load, pair_options, set_threads, tree_config, tree_options
+from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
 from hf_dart.errors import UserError, sentence
 
 

@@ -17,7 +17,9 @@ from hf_dart.bench.pair import Pair
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.drawing import (
+from hf_dart.target.features import features_request, gather_features
+from hf_dart.trees.tree import DraftTree
+from hf_dart.view.terminal import (
     BOLD,
     DIM,
     GREEN,
@@ -28,8 +30,6 @@ from hf_dart.drawing import (
     drafted_tokens,
     tree_lines,
 )
-from hf_dart.target.features import features_request, gather_features
-from hf_dart.trees.tree import DraftTree
 
 # Beginnings of Python files, written for this demo: in no training corpus.
 PROMPTS = (

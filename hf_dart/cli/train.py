@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.commands.common import check_folder
+from hf_dart.cli.common import check_folder
 from hf_dart.errors import UserError, sentence
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import load_pair
-from hf_dart.commands.common import positive
+from hf_dart.cli.common import positive
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, read_tokenizer
 

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.commands.common import check_folder, positive, seed, set_threads, share, target_options, temperature
+from hf_dart.cli.common import check_folder, positive, seed, set_threads, share, target_options, temperature
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import load_target, load_tokenizer
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from hf_dart.commands.common import positive, seed, share, temperature
+from hf_dart.cli.common import positive, seed, share, temperature
 from hf_dart.errors import UserError, check_text, sentence
 
 

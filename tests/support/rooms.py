@@ -1,0 +1,127 @@
+"""Measures how the library's files hang together: `python tests/support/rooms.py`.
+
+Every import counts, also those inside functions and under `TYPE_CHECKING`. The order of rooms is that of the layers
+contract in `pyproject.toml`, which `lint-imports` checks on the same terms.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import tomllib
+
+ROOT = Path(__file__).parents[2]
+
+
+def modules(package: Path) -> dict[str, Path]:
+    """The files of a package by the name that imports them."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        parts = path.relative_to(package.parent).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def imports(name: str, path: Path, known: Mapping[str, Path]) -> set[str]:
+    """The modules among `known` that a file imports anywhere in its text."""
+    package = name if path.stem == "__init__" else name.rpartition(".")[0]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf8"))):
+        if isinstance(node, ast.Import):
+            wanted = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            parents = package.split(".")
+            above = parents[: len(parents) - node.level + 1] if node.level else []
+            base = ".".join([*above, *filter(None, [node.module])])
+            wanted = [f"{base}.{alias.name}" for alias in node.names]
+        else:
+            continue
+        for one in wanted:
+            # What is imported from a module may be a module itself, or a name in it.
+            while one and one not in known:
+                one = one.rpartition(".")[0]
+            found.add(one)
+    return found - {"", name}
+
+
+def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
+    """Sets of modules that all reach each other, the largest first (strongly connected components, by Tarjan)."""
+    order: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(one: str) -> None:
+        order[one] = low[one] = len(order)
+        stack.append(one)
+        for other in sorted(graph[one]):
+            if other not in order:
+                visit(other)
+                low[one] = min(low[one], low[other])
+            elif other in stack:
+                low[one] = min(low[one], order[other])
+        if low[one] == order[one]:
+            circle = stack[stack.index(one) :]
+            del stack[stack.index(one) :]
+            if len(circle) > 1:
+                found.append(sorted(circle))
+
+    for one in graph:
+        if one not in order:
+            visit(one)
+    return sorted(found, key=lambda circle: (-len(circle), circle))
+
+
+def upward(graph: Mapping[str, set[str]], rooms: list[str]) -> Iterator[tuple[str, str]]:
+    """Imports that the order forbids: of a room further down the list, or of a module in none of them.
+
+    Args:
+        rooms: names of modules and packages, each of which may import those before it.
+    """
+    places = {room: place for place, room in enumerate(rooms)}
+    for one, others in graph.items():
+        here = places.get(_room(one))
+        for other in sorted(others):
+            there = places.get(_room(other), len(rooms))
+            if here is not None and there > here:
+                yield one, other
+
+
+def _room(module: str) -> str:
+    return module.split(".")[1] if "." in module else ""
+
+
+def hidden(path: Path) -> int:
+    """How many blocks of a file are read by type checkers alone."""
+    tree = ast.parse(path.read_text(encoding="utf8"))
+    return sum(isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) for node in ast.walk(tree))
+
+
+def order() -> list[str]:
+    """The rooms as the contract has them, the lowest first."""
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf8"))
+    return settings["tool"]["importlinter"]["contracts"][0]["layers"][::-1]
+
+
+def main(package: Path) -> int:
+    known = modules(package)
+    graph = {name: imports(name, path, known) for name, path in known.items()}
+    found, wrong = circles(graph), list(upward(graph, order()))
+    for circle in found:
+        print(f"circle of {len(circle)}: {', '.join(circle)}")
+    for one, other in wrong:
+        print(f"upward: {one} -> {other}")
+    lines = sum(len(path.read_text(encoding="utf8").splitlines()) for path in known.values())
+    entries = sorted(path.name for path in package.iterdir() if path.name != "__pycache__")
+    print(f"circles: {len(found)}, of {sum(map(len, found))} files; imports upward: {len(wrong)}")
+    print(f"TYPE_CHECKING blocks: {sum(map(hidden, known.values()))}")
+    print(f"files: {len(known)}, lines: {lines}")
+    print(f"top-level entries: {len(entries)} ({', '.join(entries)})")
+    return bool(found or wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(Path(sys.argv[1]) if sys.argv[1:] else ROOT / "hf_dart"))
