@@ -25,7 +25,7 @@ from hf_dart.target.devices import device_of, host_by_default
 from hf_dart.trees.costs import DRAFT_COST
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
 # What says where on the Hub a file lies.
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")

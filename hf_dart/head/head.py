@@ -20,7 +20,7 @@ from hf_dart.target.devices import host_by_default
 from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
-    from typing_extensions import Self
+    from typing import Self
 
     from hf_dart.configuration import DartConfig
     from hf_dart.ngram.table import NgramTable

@@ -24,8 +24,9 @@ from hf_dart.target.devices import device_of, where_it_runs
 from hf_dart.vocabulary import HeadRows, check_unused, checked
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from torch.nn.attention.flex_attention import BlockMask
-    from typing_extensions import Self
 
 
 class Entries(NamedTuple):
