@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import ast
 import sys
+import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-
-import tomllib
 
 ROOT = Path(__file__).parents[2]
 
