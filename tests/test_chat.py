@@ -20,7 +20,7 @@ from hf_dart import DartConfig, DartHead
 from hf_dart.fit import template_hash
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat, as_messages
-from hf_dart.training.objective.blocks import draw_anchors, labels_behind, target_positions
+from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
 
 datasets.disable_progress_bars()
@@ -112,7 +112,7 @@ def test_labels_end_with_the_assistants_tokens() -> None:
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 0, 0, 1, 1, 1, 1]], dtype=torch.bool)
     anchors = torch.tensor([2, 6])
     rows = torch.zeros(2, 1, dtype=torch.long)
-    labels = labels_behind(ids, documents, rows, target_positions(anchors, 4), mask)
+    labels = labels_after(ids, documents, rows, target_positions(anchors, 4), mask)
     # The second reply is not behind the first one's end, though the draft reaches it.
     assert labels.tolist() == [[14, 15, NO_LABEL, NO_LABEL], [18, 19, 20, 21]]
 

@@ -128,10 +128,10 @@ def test_a_trainer_pushes_its_drafter_with_its_record(alice: Hub, tmp_path: Path
     trainer.train()
     trainer.push_to_hub(license="mit")
     files = alice.repositories["alice/run-8"].files()
-    told = {"revealed_share": 0.75, "denoising_loss": "masked_cross_entropy", "text_weight": 0.5}
+    told = {"revealed_share": 0.75, "text_weight": 0.5}
     assert told.items() <= json.loads(files["training.json"]).items()
     card = card_of(alice, "alice/run-8")
-    assert "| blocks | 75% with tokens revealed (masked_cross_entropy); 0.5 x cross-entropy of the text's next" in card
+    assert "| blocks | 75% with tokens revealed; 0.5 x cross-entropy of the text's next" in card
     assert DiffusionDrafter.from_pretrained("alice/run-8", target=target).config.draft_length == 4
 
 

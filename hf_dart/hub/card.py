@@ -235,7 +235,7 @@ def _training(facts: HeadFacts) -> str:
     rows = {
         "data": ", ".join(recipe.get("train_data", facts.datasets)),
         "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
-        "blocks": _say(record, "{revealed_share:.0%} with tokens revealed ({denoising_loss})")
+        "blocks": _say(record, "{revealed_share:.0%} with tokens revealed")
         + _say(record, "; {text_weight:g} x cross-entropy of the text's next tokens"),
         "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
         "amount": _say(
@@ -285,7 +285,7 @@ def _objective(objective: dict[str, Any] | None) -> str:
     parts = {
         "token_weight": "{divergence}" + eta + ", {position_weights} position weights" + details,
         "focal_weight": "cross-entropy at the first error",
-        "chain_weight": "{chain_form} chain loss, {chain_rule} rule",
+        "chain_weight": "{chain_form} chain loss",
     }
     terms = []
     for weight, term in parts.items():

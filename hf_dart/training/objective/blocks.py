@@ -229,7 +229,7 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
     return anchors[..., None] + torch.arange(1, draft_length + 1, device=anchors.device)
 
 
-def labels_behind(
+def labels_after(
     ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
 ) -> Tensor:
     """The token behind each position, `NO_LABEL` where its document ends there.

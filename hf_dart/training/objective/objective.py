@@ -11,18 +11,9 @@ from torch import Tensor
 
 from hf_dart.training.objective import losses
 
-_DIVERGENCES = {
-    "kl": losses.kl_divergence,
-    "reverse_kl": losses.reverse_kl,
-    "js": losses.js_divergence,
-    "tv": losses.total_variation,
-    "log_acceptance": lambda draft, target: -losses.log_acceptance(draft, target),
-}
-_CHAINS = {"token": losses.token_chain, "block": losses.block_chain, "coupled": losses.coupled_chain}
 _CHOICES = {
-    "divergence": ("ce", "lk", *_DIVERGENCES),
-    "position_weights": ("uniform", "exponential", "linear", "dpace"),
-    "chain_rule": ("hard", *_CHAINS),
+    "divergence": ("ce", "kl", "tv", "lk"),
+    "position_weights": ("uniform", "exponential", "dpace"),
     "chain_form": ("linear", "log"),
 }
 
@@ -32,19 +23,16 @@ class Objective:
     """token_weight * weighted divergence + focal_weight * focal loss + chain_weight * chain loss, per block.
 
     Args:
-        divergence: of a draft token from its target: "ce" (cross-entropy with the true token), "kl",
-            "reverse_kl", "js", "tv", "log_acceptance" (negated), "lk".
-        position_weights: "uniform", "exponential" or "linear", which sum to 1, or "dpace", whose weighted
-            divergences are averaged.
+        divergence: of a draft token from its target: "ce" (cross-entropy with the true token), "kl", "tv" (total
+            variation), "lk" (from KL to total variation as the draft gets better).
+        position_weights: "uniform" or "exponential", which sum to 1, or "dpace", whose weighted divergences are
+            averaged.
         gamma: of exponential weights, in (0, 1].
         dpace_alpha: smoothing of the D-PACE weights, in [0, 1].
-        lk_eta: how fast "lk" leaves KL behind.
+        lk_eta: how fast "lk" leaves KL for total variation.
         token_weight, focal_weight, chain_weight: of the three parts, 0 or more; that of the chain's linear form is
             per expected token.
-        chain_rule: "hard", "token" or "block" verification, or "coupled" noise.
-        chain_form, chain_beta: as for `losses.chain_loss`.
-        chain_warmup: share of the training during which the exponent of the log form grows from 0 to chain_beta, in
-            [0, 1]: from every token for itself to whole chains (0.5 in arXiv 2609.34832).
+        chain_form: "linear" or "log", as for `losses.chain_loss`.
 
     Raises:
         ValueError: a field is out of range.
@@ -58,10 +46,7 @@ class Objective:
     token_weight: float = 1.0
     focal_weight: float = 0.0
     chain_weight: float = 0.0
-    chain_rule: str = "hard"
     chain_form: str = "linear"
-    chain_beta: float = 1.0
-    chain_warmup: float = 0.0
 
     def __post_init__(self) -> None:
         for name, choices in _CHOICES.items():
@@ -71,10 +56,6 @@ class Objective:
             raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
         if not 0 <= self.dpace_alpha <= 1:
             raise ValueError(f"dpace_alpha is {self.dpace_alpha}; give a number in [0, 1].")
-        if not self.chain_beta > 0:
-            raise ValueError(f"chain_beta is {self.chain_beta}; give a number above 0.")
-        if not 0 <= self.chain_warmup <= 1:
-            raise ValueError(f"chain_warmup is {self.chain_warmup}; give a number in [0, 1].")
         for name in ("lk_eta", "token_weight", "focal_weight", "chain_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of 0 or more.")
@@ -89,8 +70,7 @@ class Objective:
     @property
     def needs_target(self) -> bool:
         """Whether the target's distributions matter, and not its tokens alone."""
-        chain = self.chain_weight > 0 and self.chain_rule != "hard"
-        return (self.token_weight > 0 and self.divergence != "ce") or chain
+        return self.divergence != "ce" and self.token_weight > 0
 
     def __call__(
         self,
@@ -98,23 +78,22 @@ class Objective:
         target_logits: Tensor,  # [n, d, V]
         labels: Tensor,  # [n, d]
         acceptance: Tensor | None = None,  # [d], of the whole batch, where `needs_acceptance`
-        progress: float = 1.0,
     ) -> Tensor:
-        """Losses [n]; `progress` is the share of the training that is done."""
+        """Losses [n]."""
         cross_entropies = cache(lambda: losses.cross_entropy(draft_logits, labels))
         parts = []
         if self.token_weight:
             if self.divergence == "ce":
                 tokens = cross_entropies()
-            elif self.divergence == "lk":
+            elif self.divergence == "kl":
+                tokens = losses.kl_divergence(draft_logits, target_logits)
+            elif self.divergence == "tv":
+                tokens = losses.total_variation(draft_logits, target_logits)
+            else:
                 assert acceptance is not None
                 tokens = losses.lk_divergence(draft_logits, target_logits, acceptance, self.lk_eta)
-            else:
-                tokens = _DIVERGENCES[self.divergence](draft_logits, target_logits)
             if self.position_weights == "dpace":
                 weights = losses.dpace_weights(cross_entropies(), labels, self.dpace_alpha) / labels.shape[-1]
-            elif self.position_weights == "linear":
-                weights = losses.linear_weights(tokens)
             else:
                 gamma = self.gamma if self.position_weights == "exponential" else 1.0
                 weights = losses.exponential_weights(tokens, gamma)
@@ -123,12 +102,8 @@ class Objective:
             errors = losses.first_errors(draft_logits, labels)
             parts.append(self.focal_weight * losses.focal_loss(cross_entropies(), errors))
         if self.chain_weight:
-            if self.chain_rule == "hard":
-                chain = losses.hard_chain(cross_entropies(), labels)
-            else:
-                chain = _CHAINS[self.chain_rule](draft_logits, target_logits, labels)
-            beta = self.chain_beta * (min(progress / self.chain_warmup, 1.0) if self.chain_warmup else 1.0)
-            parts.append(self.chain_weight * losses.chain_loss(chain, self.chain_form, beta))
+            chain = losses.hard_chain(cross_entropies(), labels)
+            parts.append(self.chain_weight * losses.chain_loss(chain, self.chain_form))
         return torch.stack(parts).sum(0)
 
 

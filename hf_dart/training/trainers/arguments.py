@@ -1,6 +1,6 @@
-"""What a training run is told: `DartTrainingArguments`, and for the command line the target and the head.
+"""The options of a training run: of the trainer, and for the command line of the target and the drafter.
 
-Annotations are read by `HfArgumentParser`, which makes a flag of every field.
+`HfArgumentParser` reads the annotations and makes a flag of every field.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DrafterArguments:
         default="dart",
         metadata={"help": "its kind, edit for a head with edit passes; --help lists the options of that kind"},
     )
-    head: str | None = field(default=None, metadata={"help": "train this one on: a folder or a Hub id"})
+    head: str | None = field(default=None, metadata={"help": "go on training this one: a folder or a Hub id"})
     draft_length: int | None = field(default=None, metadata={"help": "d, tokens guessed at a time"})
     feature_layers: list[int] | None = field(default=None, metadata={"help": "hidden_states of the target to read"})
     num_layers: int | None = field(default=None, metadata={"help": "decoder layers of the drafter"})
@@ -137,39 +137,34 @@ class DartTrainingArguments(TrainingArguments):
 
     Args:
         anchors_per_row: K, blocks trained per row.
-        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk" (`objective.PRESETS`).
+        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk".
         divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
-        chain_rule, chain_form, chain_beta, chain_warmup: change that field of the preset (`objective.Objective`).
+        chain_form: change that field of the preset (`Objective`).
         selector_only: train the head's bigram selector on the frozen head, by annealed KL.
         selector_candidates: K, tokens per depth that the selector learns to rank.
         early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
             None goes on to the end.
-        decode_prompts: at every evaluation also decode so many prompts (`evaluate.DecodingCallback`), the beginnings of
-            the first evaluation rows, or of conversations what stands in front of the first reply; 0 for none.
-        decode_prompt_tokens, decode_new_tokens: length of each, and of what is written behind it.
-        loss_chunk: blocks whose logits are held at a time (`chunks.chunked`); 0 holds all.
+        decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
+            first evaluation rows, or of conversations what comes before the first reply; 0 for none.
+        decode_prompt_tokens, decode_new_tokens: length of each, and of what is written after it.
+        loss_chunk: blocks whose logits are held at a time; 0 holds all.
         attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
             CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
     """
 
     anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
     loss: str = field(default="dart", metadata={"help": f"one of {', '.join(PRESETS)}"})
-    divergence: str | None = field(default=None, metadata={"help": "ce, kl, reverse_kl, js, tv, log_acceptance or lk"})
-    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential, linear or dpace"})
+    divergence: str | None = field(default=None, metadata={"help": "ce, kl, tv or lk"})
+    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential or dpace"})
     gamma: float | None = field(
         default=None, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
     )
     dpace_alpha: float | None = field(default=None, metadata={"help": "smoothing of the dpace weights"})
-    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL behind"})
+    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL for total variation"})
     token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
     focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
     chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
-    chain_rule: str | None = field(default=None, metadata={"help": "hard, token, block or coupled"})
     chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
-    chain_beta: float | None = field(default=None, metadata={"help": "exponent of the log form"})
-    chain_warmup: float | None = field(
-        default=None, metadata={"help": "share of the training during which that exponent grows from 0"}
-    )
     selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
     selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
     early_stopping_patience: int | None = field(
@@ -177,7 +172,7 @@ class DartTrainingArguments(TrainingArguments):
     )
     decode_prompts: int = field(default=0, metadata={"help": "prompts to decode in earnest at every evaluation"})
     decode_prompt_tokens: int = field(default=32, metadata={"help": "tokens of each"})
-    decode_new_tokens: int = field(default=64, metadata={"help": "tokens written behind each"})
+    decode_new_tokens: int = field(default=64, metadata={"help": "tokens written after each"})
     loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
     attention: str = field(default="auto", metadata={"help": "auto, sdpa, or flex (CUDA only)"})
     resume_from_checkpoint: str | None = field(

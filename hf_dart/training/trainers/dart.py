@@ -20,7 +20,7 @@ from hf_dart.training.objective.blocks import (
     build_blocks,
     document_positions,
     draw_anchors,
-    labels_behind,
+    labels_after,
     target_positions,
 )
 from hf_dart.training.objective.chunks import chunked
@@ -105,24 +105,13 @@ class DartTrainer(DrafterTrainer):
         places = target_positions(anchors[present], self.head.draft_length)  # [N, d]
         goals = rows[:, None] * ids.shape[1] + places
         target_logits = target_logits.flatten(0, 1)  # [B T, V]
-        labels = labels_behind(ids, documents, rows[:, None], places, inputs.get("loss_mask"))
+        labels = labels_after(ids, documents, rows[:, None], places, inputs.get("loss_mask"))
         if self.args.selector_only:
             loss = self._selector_loss(hidden, target_logits, goals, ids.flatten()[goals])
         else:
             loss = self.draft_loss(inputs, hidden, target_logits, goals, labels)
         if self._quality is not None:
-            chunk = self.args.loss_chunk or max(len(hidden), 1)
-            roots = ids.flatten()[goals[:, 0]]
-            parts = zip(*(each.split(chunk) for each in (hidden, goals, labels, roots)), strict=True)
-            counts = []
-            for part, at, known, root in parts:
-                logits = self._full_logits(part, target_logits)
-                drafted = self._chains(part, logits, root)
-                counts.append(self._quality.count(logits, target_logits[at], known, drafted))
-            per_block = torch.cat(counts).float()
-            per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
-            # By row, so that rows which only fill up the last batch of several processes can be left out.
-            self._quality.add(self.accelerator.gather_for_metrics(per_row))
+            self.measure(self._quality, inputs, hidden, target_logits, goals, labels)
         seen = self.first_drafts(inputs)[:256] if model.training and self.logs_agreement else anchors[0, :0]
         if len(seen):
             with torch.no_grad():
@@ -184,13 +173,34 @@ class DartTrainer(DrafterTrainer):
         """
         target_logits, labels = restricted(target_logits, labels, self.head.draft_vocabulary, NO_LABEL)
         acceptance = self._acceptance(hidden, target_logits, goals) if self.objective.needs_acceptance else None
-        # Evaluations compare, whenever they are: all with the loss of the end.
-        done = self.state.global_step / self.state.max_steps if self.head.training and self.state.max_steps else 1.0
-
         def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
-            return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance, done)
+            return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance)
 
         return chunked(block_losses, hidden, goals, labels, chunk_size=self.args.loss_chunk)
+
+    @torch.no_grad()
+    def measure(
+        self,
+        quality: DraftQuality,
+        inputs: dict[str, Any],
+        hidden: Tensor,
+        target_logits: Tensor,
+        goals: Tensor,
+        labels: Tensor,
+    ) -> None:
+        """Add the blocks of an evaluation to `quality`; the tensors are those of `draft_loss`."""
+        ids = inputs["input_ids"]
+        rows = (inputs["anchors"] >= 0).nonzero()[:, 0]
+        chunk = self.args.loss_chunk or max(len(hidden), 1)
+        roots = ids.flatten()[goals[:, 0]]
+        counts = []
+        for part, at, known, root in zip(*(one.split(chunk) for one in (hidden, goals, labels, roots)), strict=True):
+            logits = self._full_logits(part, target_logits)
+            counts.append(quality.count(logits, target_logits[at], known, self._chains(part, logits, root)))
+        per_block = torch.cat(counts).float()
+        per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
+        # By row, so that rows which only fill up the last batch of several processes can be left out.
+        quality.add(self.accelerator.gather_for_metrics(per_row))
 
     def _full_logits(self, hidden: Tensor, target_logits: Tensor) -> Tensor:
         """Draft logits [n, d, V] over all tokens of the target's [..., V]: what is never drafted is never right."""

@@ -2,52 +2,44 @@
 
 A block's time t is the chance with which each of its tokens is masked. At t = 1 all of them are, as where a draft
 begins: such blocks are trained by the objective of any drafter, left to right if so wished. Blocks at t < 1 are
-trained by the bound of a masked diffusion model (MDLM, arXiv 2406.07524), or by denoising score entropy (SEDD,
-arXiv 2310.16834), which equals it here.
+trained by the bound of a masked diffusion model (MDLM, arXiv 2406.07524), which is also their denoising score entropy.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_dart.drafters.diffusion import MASK, DiffusionDrafter
-from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_behind, target_positions
+from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
-from hf_dart.training.objective.losses import (
-    NO_LABEL,
-    cross_entropy,
-    log_probabilities,
-    masked_cross_entropy,
-    score_entropy,
-)
+from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
 from hf_dart.training.trainers.arguments import DartTrainingArguments
 from hf_dart.training.trainers.dart import DartTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
-DENOISING = ("masked_cross_entropy", "score_entropy")
 
 
 @dataclass
 class DiffusionTrainingArguments(DartTrainingArguments):
-    """`DartTrainingArguments` and what is the diffusion drafter's own.
+    """`DartTrainingArguments` and those of the diffusion drafter alone.
 
     Args:
         revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
             1 trains the diffusion model's bound alone, 0 a draft of one step.
-        denoising_loss: of the blocks with t < 1: "masked_cross_entropy" or "score_entropy".
         text_weight: of the cross-entropy of the next token at every entry of the text, beside the blocks' losses:
-            a draft's first token is what the entry in front of it predicts. 0 trains the blocks' own alone.
+            a draft's first token is what the entry before it predicts. 0 trains the blocks' own alone.
     """
 
     loss: str = field(default="left_to_right", metadata={"help": "of blocks that are all masked; as for a head"})
     revealed_share: float = field(default=0.5, metadata={"help": "of the blocks: those with tokens revealed"})
-    denoising_loss: str = field(default="masked_cross_entropy", metadata={"help": f"one of {', '.join(DENOISING)}"})
     text_weight: float = field(default=0.0, metadata={"help": "of the next token's loss at every entry of the text"})
 
     def __post_init__(self) -> None:
@@ -56,8 +48,6 @@ class DiffusionTrainingArguments(DartTrainingArguments):
             raise ValueError(f"revealed_share is {self.revealed_share}; give a number from 0 to 1.")
         if not 0 <= self.text_weight < math.inf:
             raise ValueError(f"text_weight is {self.text_weight}; give a number of 0 or more.")
-        if self.denoising_loss not in DENOISING:
-            raise ValueError(f"denoising_loss is {self.denoising_loss!r}; give one of {', '.join(DENOISING)}.")
         if self.selector_only:
             raise ValueError("selector_only trains a DartHead's selector; a diffusion drafter has none.")
 
@@ -78,7 +68,9 @@ class DiffusionTrainer(DartTrainer):
     head: DiffusionDrafter  # type: ignore[assignment]
     args: DiffusionTrainingArguments
 
-    def __init__(self, drafter: DiffusionDrafter, target: Any, args: DiffusionTrainingArguments, **kwargs: Any) -> None:
+    def __init__(
+        self, drafter: DiffusionDrafter, target: PreTrainedModel, args: DiffusionTrainingArguments, **kwargs: Any
+    ) -> None:
         if not drafter.config.share_embeddings and args.loss_chunk:
             raise ValueError(
                 "Losses in chunks train no LM head, and this drafter has one of its own; give loss_chunk=0, or a "
@@ -87,7 +79,7 @@ class DiffusionTrainer(DartTrainer):
         super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, γ]: revealed tokens, `MASK` for the others."""
+        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         present, draft_length = anchors >= 0, self.head.draft_length
@@ -95,7 +87,7 @@ class DiffusionTrainer(DartTrainer):
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
         rows = present.nonzero()[:, :1]
         places = target_positions(anchors[present], draft_length)
-        labels = labels_behind(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
+        labels = labels_after(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
         hidden = masked.to(ids.device) | (labels == NO_LABEL)
         inputs["slots"] = ids.new_full((*anchors.shape, draft_length), MASK)
         inputs["slots"][present] = torch.where(hidden, MASK, labels)
@@ -104,7 +96,8 @@ class DiffusionTrainer(DartTrainer):
         return blocks
 
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """As [`DartTrainer`]'s; empty where only the text itself is learnt from: most steps then run no target."""
+        """Features and logits of the target, empty where only the text itself is learned from: most steps then run
+        no target."""
         asked = self.head.feature_layers or self.objective.needs_target or self._quality is not None
         if asked or self.logs_agreement:
             return super().teach(ids, documents)
@@ -117,17 +110,17 @@ class DiffusionTrainer(DartTrainer):
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.head.draft_length, self.head.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
-        pass_over = {
+        entries = {
             "tokens": torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
             "features": features[:, :-1],
             "positions": blocks.positions,
         }
         if self.reads_text:
-            states = model(**pass_over, attention_mask=blocks.mask)
+            states = model(**entries, attention_mask=blocks.mask)
             inputs["text_states"] = states[:, : ids.shape[1] - 1]
             return gather_blocks(states, anchors, length)
         mask = blocks.mask if self.head.config.num_layers > 1 else None
-        states = model(**pass_over, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
+        states = model(**entries, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
         return states.unflatten(1, (-1, length))
 
     @property
@@ -136,8 +129,7 @@ class DiffusionTrainer(DartTrainer):
         return self.args.text_weight > 0 and self._quality is None
 
     def own_record(self) -> dict[str, Any]:
-        names = ("revealed_share", "denoising_loss", "text_weight")
-        return {name: value for name in names if (value := getattr(self.args, name))}
+        return {name: value for name in ("revealed_share", "text_weight") if (value := getattr(self.args, name))}
 
     def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
         """Which of the N blocks are all masked."""
@@ -146,48 +138,56 @@ class DiffusionTrainer(DartTrainer):
     def draft_loss(
         self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
     ) -> Tensor:
-        present, length = inputs["anchors"] >= 0, self.head.draft_length
+        present = inputs["anchors"] >= 0
         times, masked = inputs["times"][present], inputs["slots"][present] == MASK
-        whole = times == 1
-        # Token by token, so that no logits are computed of those that were shown, or that are not known.
-        learnt = masked & (labels != NO_LABEL) & (times < 1)[:, None]
-        token_times = times[:, None].expand_as(labels)[learnt]
-        form, chunk = self.args.denoising_loss, self.args.loss_chunk * length
-
-        def denoising_losses(hidden: Tensor, labels: Tensor, times: Tensor) -> Tensor:
-            masked = torch.ones_like(labels, dtype=torch.bool)
-            return denoising_loss(form, self.head.logits(hidden), labels, masked, times) / length
-
-        tokens = hidden[learnt][:, None], labels[learnt][:, None], token_times
-        loss = chunked(denoising_losses, *tokens, chunk_size=chunk)
+        chunk = self.args.loss_chunk * self.head.draft_length
+        loss = revealed_loss(self.head.logits, hidden, labels, masked, times, chunk)
         if self.reads_text:
             loss = loss + len(hidden) * self.args.text_weight * self._text_loss(inputs, chunk)
+        whole = times == 1
         return loss + super().draft_loss(inputs, hidden[whole], target_logits, goals[whole], labels[whole])
 
     def _text_loss(self, inputs: dict[str, Any], chunk_size: int) -> Tensor:
-        """The mean cross-entropy of what the text's own entries predict: the first token of a draft behind each."""
+        """The mean cross-entropy of what the text's own entries predict: the first token of a draft after each."""
         ids, documents = inputs["input_ids"], inputs["documents"]
         rows = torch.arange(len(ids), device=ids.device)[:, None]
         places = torch.arange(1, ids.shape[1], device=ids.device).expand(len(ids), -1)
-        labels = labels_behind(ids, documents, rows, places)
+        labels = labels_after(ids, documents, rows, places)
         inside = documents[:, :-1] == documents[:, 1:]
         if "loss_mask" in inputs:
             inside = inside & F.pad(inputs["loss_mask"][:, 2:], (0, 1), value=False)
-        learnt = inside & (labels != NO_LABEL) & (documents[:, :-1] >= 0)
+        learned = inside & (labels != NO_LABEL) & (documents[:, :-1] >= 0)
 
         def losses(hidden: Tensor, labels: Tensor) -> Tensor:
             return cross_entropy(self.head.logits(hidden), labels)[:, 0]
 
-        tokens = inputs["text_states"][learnt][:, None], labels[learnt][:, None]
-        return chunked(losses, *tokens, chunk_size=chunk_size) / max(int(learnt.sum()), 1)
+        tokens = inputs["text_states"][learned][:, None], labels[learned][:, None]
+        return chunked(losses, *tokens, chunk_size=chunk_size) / max(int(learned.sum()), 1)
 
 
-def denoising_loss(name: str, logits: Tensor, labels: Tensor, masked: Tensor, times: Tensor) -> Tensor:
-    """Losses [n] of partly masked blocks: one of `DENOISING`, of logits [n, d, V]; the rest as for these."""
-    if name == "masked_cross_entropy":
-        return masked_cross_entropy(logits, labels, masked, times)
-    odds = ((1 - times) / times).log()
-    return score_entropy(log_probabilities(logits) + odds[:, None, None], labels, masked, times)
+def revealed_loss(
+    logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor, chunk_size: int
+) -> Tensor:
+    """The sum of `masked_cross_entropy` over the blocks of which a part of the tokens was shown.
+
+    Token by token, so that no logits are computed of those that were shown, or that are not known.
+
+    Args:
+        logits: hidden states [..., H] to logits [..., V].
+        hidden: [n, d, H].
+        labels: [n, d].
+        masked: [n, d] bool.
+        times: [n]; blocks at 1 are left out.
+        chunk_size: tokens whose logits are held at a time; 0 holds all.
+    """
+    learned = masked & (labels != NO_LABEL) & (times < 1)[:, None]
+    tokens = hidden[learned][:, None], labels[learned][:, None], times[:, None].expand_as(labels)[learned]
+
+    def losses(hidden: Tensor, labels: Tensor, times: Tensor) -> Tensor:
+        everything = torch.ones_like(labels, dtype=torch.bool)
+        return masked_cross_entropy(logits(hidden), labels, everything, times) / masked.shape[1]
+
+    return chunked(losses, *tokens, chunk_size=chunk_size)
 
 
 def draw_times(blocks: int, revealed_share: float, generator: torch.Generator) -> Tensor:
