@@ -94,7 +94,7 @@ class EditTrainer(DartTrainer):
         self._edits: list[DraftQuality] = []  # while an evaluation runs: of each pass, and of one over true tokens
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors`, `true`, `sampled` and `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
+        """Adds `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
         blocks = super().draw(inputs, generator)
         training, anchors = self._quality is None, inputs["anchors"]
         shape, device = anchors.shape, anchors.device
