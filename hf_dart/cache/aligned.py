@@ -13,13 +13,32 @@ from hf_dart.cache.base import TreeCache
 from hf_dart.cache.stock_layers import DynamicIndexedLayer, attention_layers
 
 
+class _PastKeptLayer(DynamicSlidingWindowLayer):
+    """A sliding layer that keeps what has left its window, and shows what its mask is made for."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        keys, values = super().update(key_states, value_states, *args, **kwargs)
+        # Newer releases show no more than that themselves.
+        shown = self.sliding_window - 1 + key_states.shape[2]
+        return keys[:, :, -shown:], values[:, :, -shown:]
+
+
+def _copied(layer: Any) -> Any:
+    """A layer with the same tensors."""
+    if type(layer) is not DynamicSlidingWindowLayer:
+        return copy.copy(layer)
+    kept = _PastKeptLayer(layer.sliding_window)
+    vars(kept).update(vars(layer))
+    return kept
+
+
 class RightAlignedCache(TreeCache):
     """A copy of a stock `DynamicCache`, compacted after each round; rows that accept less gain left padding."""
 
     def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
         super().__init__(prefilled, pads, keep)
         # Layers of its own; their tensors are shared until the first update makes new ones.
-        self.cache = Cache(layers=[copy.copy(layer) for layer in prefilled.layers])
+        self.cache = Cache(layers=[_copied(layer) for layer in prefilled.layers])
         # Not before: a sliding layer would have kept the whole prompt.
         self.cache.activate_past_recording()
         self._columns = self._prompt_slots
