@@ -11,11 +11,9 @@ from math import inf, log
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.ngram.table import Array
-from hf_dart.proposal import Drafter
 from hf_dart.trees.tree import Beam
 
 NGRAM = 2  # shortest match
@@ -167,40 +165,3 @@ class Graft:
             follows = follows & (in_front == self.tokens[:, depth - 1, None])[..., None]
         chances = self.log_chances[:, depth, None, None].to(steps.dtype)
         return torch.where(follows, steps.maximum(chances), steps)
-
-
-class LookupDrafter(Drafter[None]):
-    """Drafts copied text alone: `attach(model)`, then `model.generate(..., assistant=LookupDrafter())`.
-
-    It needs no training and fits every target. It helps where the text repeats the prompt or itself: code,
-    summaries, answers that quote.
-
-    Args:
-        tree_config: of which `lookup`, `nodes`, `node_cost` and `verify_costs` count.
-    """
-
-    def __init__(self, tree_config: TreeConfig | None = None) -> None:
-        self.tree_config = tree_config or TreeConfig(draft_cost=0.0)
-        self.last_stats = None
-
-    @property
-    def draft_length(self) -> int:
-        return 0
-
-    @property
-    def feature_layers(self) -> list[int]:
-        return []
-
-    def check_target(self, target: nn.Module) -> None:
-        """Every target will do."""
-
-    def begin(self, batch_size: int, capacity: int) -> None:
-        """The texts are kept by the decoding loop."""
-
-    def extend(self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        """As `begin`."""
-
-    def propose(
-        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
-    ) -> None:
-        """Nothing of its own."""

@@ -6,12 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import constants
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
 from hf_dart.hub.errors import hub_errors
 
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder that of an adapter."""
+HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
+"""Options of `from_pretrained` that say where on the Hub a file lies."""
 
 
 def optional_file(path: str, name: str, **where: Any) -> Path | None:
@@ -69,3 +74,27 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     parts = [] if Path(path).is_dir() else Path(found).parts
     commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
     return content, commit
+
+
+def cached_commit(repository: str | None, revision: str | None = None) -> str | None:
+    """The commit of a Hub repository that a model on this machine came from, as far as the cache tells.
+
+    Args:
+        repository: its id; a folder has no commit.
+        revision: what was asked for when it was loaded; None if that is not known, since a loaded model does not
+            say: then the commit is told only if no other one is cached.
+    """
+    if not repository or Path(repository).is_dir():
+        return None
+    try:
+        cache = Path(constants.HF_HUB_CACHE, repo_folder_name(repo_id=repository, repo_type="model"))
+    except HFValidationError:  # the path of a folder that is gone
+        return None
+    if revision is not None:
+        ref = cache / "refs" / revision
+        if ref.is_file():
+            return ref.read_text().strip()
+        return revision if REGEX_COMMIT_HASH.match(revision) else None
+    snapshots = cache / "snapshots"
+    commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
+    return commits[0] if len(commits) == 1 else None

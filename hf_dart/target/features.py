@@ -44,3 +44,9 @@ def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
             "is not supported yet, call generate without assistant=."
         )
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """The paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
+    wanted = (2, num_layers // 2, num_layers - 3)
+    return sorted({min(max(index, 1), num_layers) for index in wanted})

@@ -1,11 +1,11 @@
-"""What every drafter gives and takes: the seat that `assistant=` offers."""
+"""What the decoding loop asks of a drafter: `Proposer`, and what goes in and out, `Verified` and `Proposal`."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,20 @@ _CERTAIN = 1e4
 Score = Callable[[int, Tensor], Tensor]
 """Of a depth, from 0, and logits [B, W, V] of W branches: their log-scores [B, W, V], as the tree will rank them."""
 
-Verified = tuple[Tensor, Tensor, Tensor]
-"""Verified positions as `Drafter.extend` takes them in: features, the tokens behind them, counts."""
+
+class Verified(NamedTuple):
+    """Verified positions of all rows, as `Proposer.extend` takes them in.
+
+    Attributes:
+        features: [B, A, F] hidden states of the target at `Proposer.feature_layers`, concatenated.
+        next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given as
+            `inputs_embeds`.
+        counts: [B] how many of the A entries of a row are real.
+    """
+
+    features: Tensor
+    next_tokens: Tensor
+    counts: Tensor
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,7 @@ class Proposal:
             self.logits[torch.tensor(rows), :, column] = _CERTAIN
 
 
-class Drafter(ABC, Generic[State]):
+class Proposer(ABC, Generic[State]):
     """A model that guesses the target's next d tokens from what the target has verified.
 
     The decoding loop calls `begin` once, `extend` for every chunk of verified positions, `propose` once a
@@ -197,26 +209,3 @@ class Drafter(ABC, Generic[State]):
             depth 0 behind the root, whatever j); None if a draft's tokens are independent of each other.
         """
         return None
-
-    def generate(
-        self, model: Any, input_ids: Tensor, tree_config: TreeConfig | None = None, **kwargs: Any
-    ) -> Any:
-        """`model.generate(..., custom_generate=drafter.generate)`: drafting without `attach`.
-
-        transformers passes neither `streamer` nor `tokenizer` on to a callable; `attach` does.
-
-        Args:
-            model: the target.
-            input_ids: [B, P] as `generate` has prepared them.
-            tree_config: replaces that of the drafter for this call.
-            kwargs: the rest of what `generate` has prepared.
-
-        Returns:
-            As `model.generate`.
-
-        Raises:
-            ValueError: something was asked for that could not equal stock's output.
-        """
-        from hf_dart.decoding.session import speculative_generate
-
-        return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)

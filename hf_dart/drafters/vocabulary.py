@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from hf_dart.target.devices import where_it_runs
 
-_NEVER = -1e30
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
 _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
 
@@ -60,26 +59,6 @@ def checked(tokens: Any, vocab_size: int) -> Tensor:
             "hf_dart.vocabulary.frequent_tokens makes one."
         )
     return ids
-
-
-def columns_of(tokens: Tensor, vocabulary: Tensor, missing: int) -> Tensor:
-    """Where token ids [...] stand in a draft vocabulary [M]; `missing` for those outside."""
-    columns = torch.searchsorted(vocabulary, tokens.contiguous()).clamp(max=len(vocabulary) - 1)
-    return torch.where(vocabulary[columns] == tokens, columns, missing)
-
-
-def token_ids(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """Columns [...] of draft logits to token ids [...]; with no draft vocabulary they are the same."""
-    return columns if vocabulary is None else vocabulary[columns]
-
-
-def spread(logits: Tensor, vocabulary: Tensor | None, vocab_size: int) -> Tensor:
-    """Logits [..., M] of a draft vocabulary as logits [..., V], in fp32 or better; those outside get no mass."""
-    if vocabulary is None:
-        return logits
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    everywhere = torch.full((*logits.shape[:-1], vocab_size), _NEVER, dtype=dtype, device=logits.device)
-    return everywhere.index_copy(-1, vocabulary, logits.to(dtype))
 
 
 def restricted(

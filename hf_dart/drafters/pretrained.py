@@ -27,9 +27,6 @@ from hf_dart.trees.costs import DRAFT_COST
 if TYPE_CHECKING:
     from typing import Self
 
-# What says where on the Hub a file lies.
-HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
-
 # What growing and walking a tree costs, relative to a forward of the target over one token.
 _GROWTH = 0.1
 
@@ -37,20 +34,6 @@ _GROWTH = 0.1
 _CALL, _LAUNCH = 400_000, 100_000_000
 
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
-
-
-def as_dtype(dtype: torch.dtype | str | None) -> Any:
-    """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
-
-    Raises:
-        ValueError: it names none.
-    """
-    if dtype in (None, "auto") or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; give one of torch's, such as torch.bfloat16, its name, or 'auto'.")
-    return found
 
 
 class Shared:

@@ -1,43 +1,13 @@
-"""Does this head fit this target? Every mismatch is one sentence that says the mend."""
+"""Was this drafter made for this target? Every mismatch is one sentence that names the remedy."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import warnings
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub.errors import HFValidationError
-from tokenizers import Tokenizer
-from transformers.utils import cached_file
-
-from hf_dart.errors import sentence
 
 if TYPE_CHECKING:
     from hf_dart.configuration import DartConfig
-
-
-def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
-    """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
-
-    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
-    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
-    as a padding token that was added for training, are not counted either.
-    """
-    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
-    if rows is not None:
-        entries = [entry for entry in entries if entry[1] < rows]
-    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-
-def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
-    """Is `known` the hash of this tokenizer, with or without what a target of so many embeddings never reads?"""
-    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
-
-
-def template_hash(template: str) -> str:
-    """SHA-256 (16 hex digits) of a chat template."""
-    return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
 def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
@@ -93,30 +63,6 @@ def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for:
             f"This head was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
             "if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared."
         )
-
-
-def tokenizer_beside(target: Any) -> Tokenizer | None:
-    """The tokenizer stored beside the target's weights, if it is on this machine."""
-    name = target.config.name_or_path
-    if not name:
-        return None
-    try:
-        path = cached_file(
-            name,
-            "tokenizer.json",
-            local_files_only=True,
-            _raise_exceptions_for_missing_entries=False,
-            _raise_exceptions_for_connection_errors=False,
-            _raise_exceptions_for_gated_repo=False,
-        )
-    except (HFValidationError, OSError):  # the path of a folder that is gone is no name of a repository
-        return None
-    if path is None:
-        return None
-    try:
-        return Tokenizer.from_file(path)
-    except Exception as error:  # of no class of its own
-        raise ValueError(f"{path} is no tokenizer ({sentence(error)}); fetch the target again.") from error
 
 
 def _name(target: Any) -> str:

@@ -1,0 +1,246 @@
+"""`DartConfig`: what a DART head is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import field
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedConfig
+
+MAX_LAYERS = 5
+"""Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
+
+
+class DartConfig(PreTrainedConfig):
+    """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
+
+    Args:
+        draft_length: d, how many tokens one pass guesses.
+        feature_layers: which of the target's `hidden_states` are fused; 0 is the embedding output, L the
+            output of the last of L layers. The paper's layers are `default_feature_layers(L)`.
+        hidden_size: H, the width of the target's LM head, which the drafter shares.
+        own_lm_head: score tokens with an LM head of the head's own [V, H] ([M, H] of a draft vocabulary) instead of
+            the target's.
+        double_norm: apply the final norm twice, as DART's released code does.
+        embedding_size: E, the width of the target's token embeddings, which the drafter shares.
+        feature_size: width of one target hidden state.
+        num_layers: decoder layers of the head, 1 to 5.
+        input_form: what the first layer attends over: "pair", next to each other the normed embedding and the normed
+            features (width E + H), or "stream", the features plus a projection of the embedding (width H), which is
+            what a layer of the target is used to.
+        copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
+            they are, are not saved, and are copied again at load (`hf_dart.head.copied`). None for layers of its own.
+        attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
+            biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
+            [head_dim / 2] (None are those of rope_theta).
+        fingerprint: `hf_dart.head.copied.fingerprint` of the weights that a checkpoint stands on and does not hold.
+        inject_features: every layer also attends to keys and values that are projected from the fused features
+            (KV injection of DFlash, arXiv 2602.06036; `hf_dart.layers` says in which form).
+        mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
+            feature vector and the embedding of `mask_token_id`, which go through `fc` and the norms like those of
+            real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
+        mask_token_id: with "peagle", a token that no text contains; `hf_dart.vocabulary.unused_token` finds one.
+        draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
+        block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
+            "bidirectional", all of them.
+        shift_logits: the last real position drafts the first token and mask slot j the token j + 1, so that d - 1
+            slots do; without, d slots draft a token each, their own. DART (arXiv 2601.19278) compares both.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
+            in the target's own layers.
+        tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
+        selector_rank: width of the bigram selector (`hf_dart.head.refine`); 0 for none.
+        selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
+        editor: the head can run again on its own draft (`hf_dart.head.refine.Editor`, `TreeConfig.refine`).
+        vocab_size: rows of the target's embedding table, padding rows included.
+        target_name, target_model_type, target_num_layers: the target that the head was made for.
+        target_revision: the commit of its repository on the Hub, or None if not known.
+        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        chat_template_hash, enable_thinking: `hf_dart.fit.template_hash` of the chat template of the conversations
+            that the head was trained on, and the thinking flag that was handed to it; None without.
+
+    Raises:
+        ValueError: a field is out of range; the message names the field and what it takes.
+    """
+
+    model_type = "dart"
+
+    draft_length: int = 8
+    feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
+    hidden_size: int = 256
+    own_lm_head: bool = False
+    double_norm: bool = False
+    embedding_size: int = 256
+    feature_size: int = 256
+    num_layers: int = 1
+    input_form: str = "pair"
+    copied_layer: int | None = None
+    attention_bias: bool = False
+    output_bias: bool = False
+    qk_norm: bool = False
+    rope_frequencies: list[float] | tuple[float, ...] | None = None
+    fingerprint: list[float] | tuple[float, ...] | None = None
+    inject_features: bool = False
+    mask_mode: str = "learned"
+    mask_token_id: int | None = None
+    draft_vocab_size: int | None = None
+    block_attention: str = "causal"
+    shift_logits: bool = True
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    intermediate_size: int = 768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tree: dict[str, Any] = field(default_factory=dict)
+    selector_rank: int = 0
+    selector_kind: str = "bigram"
+    editor: bool = False
+    initializer_range: float = 0.02
+    vocab_size: int = 6144
+    target_name: str | None = None
+    target_revision: str | None = None
+    target_model_type: str | None = None
+    target_num_layers: int = 8
+    tokenizer_hash: str | None = None
+    chat_template_hash: str | None = None
+    enable_thinking: bool | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        check_types(self, DartConfig)
+        self.feature_layers = sorted(set(self.feature_layers))
+        check_shape(self)
+        check_tree(self.tree)
+        if not 1 <= self.num_layers <= MAX_LAYERS:
+            raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
+        if self.block_attention not in ("causal", "bidirectional"):
+            raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
+        if self.input_form not in ("pair", "stream"):
+            raise ValueError(f"input_form is {self.input_form!r}; give 'pair' or 'stream'.")
+        if self.copied_layer is not None and self.input_form != "stream":
+            raise ValueError("A copied layer takes the width of the target's; leave input_form at 'stream'.")
+        frequencies, pairs = self.rope_frequencies, self.head_dim // 2
+        if frequencies is not None and len(frequencies) != pairs:
+            raise ValueError(f"rope_frequencies has {len(frequencies)} entries; give {pairs}, half of head_dim.")
+        self._check_mask_mode()
+        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
+            raise ValueError(
+                f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
+                "or None for all of it."
+            )
+        if self.selector_rank < 0:
+            raise ValueError(f"selector_rank is {self.selector_rank}; give 0 for no selector, or more.")
+        if self.selector_kind not in ("bigram", "markov"):
+            raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
+        if self.editor and not self.shift_logits:
+            raise ValueError("Edit passes go with shifted logits; leave shift_logits True, or the editor out.")
+        if not self.feature_layers:
+            raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
+
+    def _check_mask_mode(self) -> None:
+        if self.mask_mode not in ("learned", "peagle"):
+            raise ValueError(f"mask_mode is {self.mask_mode!r}; give 'learned' or 'peagle'.")
+        if self.mask_mode == "learned":
+            if self.mask_token_id is not None:
+                raise ValueError("mask_token_id goes with mask_mode='peagle' only; leave it out.")
+            return
+        if self.mask_token_id is None:
+            raise ValueError(
+                "mask_mode='peagle' needs a token that no text contains; give mask_token_id, or pass tokenizer= to "
+                "DartHead.from_target, which then looks for one."
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(f"mask_token_id is {self.mask_token_id}; give one of 0..{self.vocab_size - 1}.")
+        served = not self.inject_features and self.block_attention == "causal" and self.input_form == "pair"
+        if not served or not self.shift_logits:
+            raise ValueError(
+                "mask_mode='peagle' is for heads that other engines serve, which know neither inject_features nor "
+                "input_form='stream' nor block_attention='bidirectional' nor shift_logits=False; leave these out, or "
+                "use mask_mode='learned'."
+            )
+
+    @property
+    def draft_slots(self) -> int:
+        """Mask slots of a whole draft: d - 1, or d where logits are not shifted."""
+        return self.draft_length - int(self.shift_logits)
+
+    @property
+    def features_width(self) -> int:
+        """F, the width of the concatenated features of one position."""
+        return len(self.feature_layers) * self.feature_size
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """What a target has to have, in the words of `hf_dart.fit.check_fit`."""
+        needs = {
+            "hidden size": self.feature_size,
+            "embedding width": self.embedding_size,
+            "number of layers": self.target_num_layers,
+        }
+        return needs if self.own_lm_head else {**needs, "LM head width": self.hidden_size}
+
+    @classmethod
+    def for_target(cls, target: Any, **overrides: Any) -> DartConfig:
+        """The paper's one-layer head for `target` (a causal LM); any field can be overridden.
+
+        Raises:
+            ValueError: the target has no token embeddings or no LM head to share.
+        """
+        text = target.config.get_text_config(decoder=True)
+        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        if embeddings is None or lm_head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
+                "language model (AutoModelForCausalLM)."
+            )
+        heads = _first(text, ("num_attention_heads",), 0)
+        if not heads:
+            raise ValueError(
+                f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
+                "assistant=."
+            )
+        hidden = int(text.hidden_size)
+        layers = int(text.num_hidden_layers)
+        # A folder's path says nothing on another machine; its name may.
+        name = target.config.name_or_path
+        intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
+        fields: dict[str, Any] = {
+            "feature_layers": default_feature_layers(layers),
+            "hidden_size": int(getattr(lm_head, "in_features", hidden)),
+            "embedding_size": int(embeddings.embedding_dim),
+            "feature_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
+            "head_dim": _first(text, ("head_dim",), hidden // heads),
+            "intermediate_size": intermediate,
+            "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
+            "rope_theta": _rope_theta(text),
+            "vocab_size": int(embeddings.num_embeddings),
+            "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
+            "target_revision": cached_commit(target.config.name_or_path),
+            "target_model_type": target.config.model_type,
+            "target_num_layers": layers,
+        }
+        return cls(**{**fields, **overrides})
+
+
+def _first(config: Any, names: Sequence[str], default: Any) -> Any:
+    """The first of several names under which families keep one field; where layers differ in it, their maximum."""
+    layers = list(config.per_layer_config)
+    for name in names:
+        given = [getattr(layer, name, None) for layer in layers]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
+        values = [value for per_layer in lists for value in per_layer if value is not None]
+        if values:
+            return max(values)
+    return default
+
+
+def _rope_theta(text: Any) -> float:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # By kind of layer, where these differ; None for a kind without rotary positions.
+    kinds = (parameters, parameters.get("full_attention"), *parameters.values())
+    bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
+    return float(next(bases, 10000.0))

@@ -1,0 +1,1 @@
+"""DFlash drafters, as they are published."""

@@ -1,0 +1,1 @@
+"""Diffusion drafters: a masked diffusion language model drafts (SpecDiff)."""

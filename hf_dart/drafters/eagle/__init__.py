@@ -1,0 +1,1 @@
+"""EAGLE heads: one decoder layer that drafts token by token."""

@@ -1,0 +1,45 @@
+"""`LookupDrafter`: copied text alone as the draft."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.base import Drafter
+
+
+class LookupDrafter(Drafter[None]):
+    """Drafts copied text alone: `attach(model)`, then `model.generate(..., assistant=LookupDrafter())`.
+
+    It needs no training and fits every target. It helps where the text repeats the prompt or itself: code,
+    summaries, answers that quote.
+
+    Args:
+        tree_config: of which `lookup`, `nodes`, `node_cost` and `verify_costs` count.
+    """
+
+    def __init__(self, tree_config: TreeConfig | None = None) -> None:
+        self.tree_config = tree_config or TreeConfig(draft_cost=0.0)
+        self.last_stats = None
+
+    @property
+    def draft_length(self) -> int:
+        return 0
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return []
+
+    def check_target(self, target: nn.Module) -> None:
+        """Every target will do."""
+
+    def begin(self, batch_size: int, capacity: int) -> None:
+        """No state: the decoding loop keeps the texts."""
+
+    def extend(self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        """Nothing is taken in: the decoding loop keeps the texts."""
+
+    def propose(
+        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> None:
+        """Nothing of its own."""

@@ -1,0 +1,50 @@
+"""Which tokens an id stands for: the hash of a vocabulary, and draft vocabularies that are a part of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NEVER = -1e30
+
+
+def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
+    """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
+
+    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
+    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
+    as a padding token that was added for training, are not counted either.
+    """
+    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    if rows is not None:
+        entries = [entry for entry in entries if entry[1] < rows]
+    return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
+
+
+def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
+    """Is `known` the hash of this tokenizer, with or without what a target of so many embeddings never reads?"""
+    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
+
+
+def columns_of(tokens: Tensor, vocabulary: Tensor, missing: int) -> Tensor:
+    """Where token ids [...] stand in a draft vocabulary [M]; `missing` for those outside."""
+    columns = torch.searchsorted(vocabulary, tokens.contiguous()).clamp(max=len(vocabulary) - 1)
+    return torch.where(vocabulary[columns] == tokens, columns, missing)
+
+
+def token_ids(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
+    """Columns [...] of draft logits to token ids [...]; with no draft vocabulary they are the same."""
+    return columns if vocabulary is None else vocabulary[columns]
+
+
+def spread(logits: Tensor, vocabulary: Tensor | None, vocab_size: int) -> Tensor:
+    """Logits [..., M] of a draft vocabulary as logits [..., V], in fp32 or better; those outside get no mass."""
+    if vocabulary is None:
+        return logits
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    everywhere = torch.full((*logits.shape[:-1], vocab_size), _NEVER, dtype=dtype, device=logits.device)
+    return everywhere.index_copy(-1, vocabulary, logits.to(dtype))
