@@ -5,15 +5,16 @@ from typing import TYPE_CHECKING, Any
 from hf_dart.version import __version__
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import DartConfig, TreeConfig
+    from hf_dart.configuration import TreeConfig
     from hf_dart.decoding.api import attach, detach
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
-    from hf_dart.drafters.dflash import DFlashDrafter
-    from hf_dart.drafters.diffusion import DiffusionDrafter
-    from hf_dart.drafters.eagle import EagleDrafter
+    from hf_dart.drafters.dart.configuration import DartConfig
+    from hf_dart.drafters.dart.drafter import DartHead
+    from hf_dart.drafters.dflash.drafter import DFlashDrafter
+    from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
+    from hf_dart.drafters.eagle.drafter import EagleDrafter
+    from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.engine.compiled import compile
-    from hf_dart.head import DartHead
-    from hf_dart.lookup import LookupDrafter
     from hf_dart.ngram import NgramTable
 
 __all__ = [
@@ -34,13 +35,13 @@ __all__ = [
 
 _HOMES = {
     "DartCandidateGenerator": "decoding.candidate_generator",
-    "DartConfig": "configuration",
+    "DartConfig": "drafters.dart.configuration",
     "TreeConfig": "configuration",
-    "DartHead": "head",
-    "DFlashDrafter": "drafters.dflash",
-    "DiffusionDrafter": "drafters.diffusion",
-    "EagleDrafter": "drafters.eagle",
-    "LookupDrafter": "lookup",
+    "DartHead": "drafters.dart.drafter",
+    "DFlashDrafter": "drafters.dflash.drafter",
+    "DiffusionDrafter": "drafters.diffusion.drafter",
+    "EagleDrafter": "drafters.eagle.drafter",
+    "LookupDrafter": "drafters.lookup",
     "NgramTable": "ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",

@@ -18,7 +18,7 @@ from test_fit import one_sentence
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
-from hf_dart.head.adapters import LoraArguments, apply_lora
+from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.hub.push import write_folder
 
 EXACT = tally("float64, heads with adapters")

@@ -19,11 +19,11 @@ from hf_dart.cache import windows as buffers
 from hf_dart.cache.aligned import RightAlignedCache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.ragged import RaggedCache
+from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, is_placeholder, window_of
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding import session as decode
 from hf_dart.decoding.api import attach
-from hf_dart.slots import SlotStore
 from hf_dart.target.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 

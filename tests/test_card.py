@@ -18,8 +18,8 @@ import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.report import as_table
-from hf_dart.configuration import cached_commit
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.target.loading import PACKAGED_TARGET

@@ -20,7 +20,7 @@ from support.tiny import VOCABULARY, prompts, tiny_target
 from test_fit import letters
 
 from hf_dart import DFlashDrafter, TreeConfig
-from hf_dart.drafters import load_drafter
+from hf_dart.drafters.registry import load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 

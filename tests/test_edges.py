@@ -27,8 +27,8 @@ from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.walk import Walker
-from hf_dart.proposal import Proposal
 from hf_dart.trees.tree import DraftTree, grow_tree
 
 

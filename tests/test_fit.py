@@ -16,8 +16,10 @@ from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle
 from tokenizers import Tokenizer, models
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from hf_dart import DartHead, TreeConfig, fit
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
+from hf_dart.drafters import compatibility
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
@@ -83,7 +85,7 @@ def test_tokens_that_the_target_has_no_embeddings_of_make_no_other_vocabulary(ta
         for used in (plain, padded):
             DartHead.from_pretrained(str(folder), target=target, tokenizer=used)
     # As heads were saved that counted every token.
-    tiny_head(target, tokenizer_hash=fit.vocabulary_hash(padded)).save_pretrained(tmp_path / "earlier")
+    tiny_head(target, tokenizer_hash=vocabulary_hash(padded)).save_pretrained(tmp_path / "earlier")
     DartHead.from_pretrained(str(tmp_path / "earlier"), target=target, tokenizer=padded)
     with pytest.raises(ValueError, match="were only added for the training, pass tokenizer=") as error:
         DartHead.from_pretrained(str(tmp_path / "earlier"), target=target, tokenizer=plain)
@@ -103,7 +105,7 @@ def test_the_tokenizer_beside_the_target_is_found(tmp_path: Path, monkeypatch: p
     head = DartHead.from_pretrained(str(tmp_path / "head"), target=one)
     # A copy of the target is compared when it is first seen.
     twin, read = copy.deepcopy(one), []
-    monkeypatch.setattr(fit, "tokenizer_beside", lambda target: read.append(target))
+    monkeypatch.setattr(compatibility, "tokenizer_beside", lambda target: read.append(target))
     for _ in range(3):
         twin.generate(**prompts([5]), max_new_tokens=4, assistant=head)
     assert read == [twin]

@@ -17,9 +17,9 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 from hf_dart import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, headway, shares
-from hf_dart.fitted import _CALL
-from hf_dart.lookup import LookupDrafter
-from hf_dart.proposal import Proposal
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.drafters.pretrained import _CALL
 from hf_dart.trees.best_first import RowDraft, best_first
 from hf_dart.trees.by_depth import Drafts, by_depth
 from hf_dart.trees.costs import RoundCost

@@ -19,10 +19,11 @@ from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.layers import take
-from hf_dart.proposal import Proposal
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.layers import take
+from hf_dart.drafters.vocabulary import frequent_tokens, unused_token
 from hf_dart.training.objective.blocks import build_blocks
-from hf_dart.vocabulary import frequent_tokens, spread, unused_token
+from hf_dart.trees.vocabulary import spread
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SOME = [3, 4, 7, 8, 11, 15, 19, 20, 21, 22, 26, 27, 30, 31, 40, 41, 42, 46, 47]

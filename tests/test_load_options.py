@@ -17,7 +17,7 @@ from hf_dart import DartHead, DFlashDrafter, NgramTable
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
 from hf_dart.configuration import TreeConfig
-from hf_dart.hub.original_dart import write_original
+from hf_dart.interop.original_dart import write_original
 from hf_dart.ngram.build import build
 
 

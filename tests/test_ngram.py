@@ -20,11 +20,11 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_dart import NgramTable
 from hf_dart.cli import main
-from hf_dart.fit import vocabulary_hash
 from hf_dart.ngram import build as ngram_build
 from hf_dart.ngram.build import build, merge
 from hf_dart.ngram.table import MOST_COUNTED, NgramSpec
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 VOCABULARY = 13
 

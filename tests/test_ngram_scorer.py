@@ -22,9 +22,9 @@ from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
 from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.ngram.build import build
 from hf_dart.ngram.lookup import HostNgrams
-from hf_dart.proposal import Proposal
 
 
 def random_table(path: Path, order: int = 3, vocabulary: int = VOCABULARY, seed: int = 0) -> NgramTable:

@@ -17,7 +17,7 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 from hf_dart import DiffusionDrafter, EagleDrafter
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
-from hf_dart.drafters import load_drafter
+from hf_dart.drafters.registry import load_drafter
 from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS

@@ -23,9 +23,9 @@ from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.bench import drafts, suites
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.render import table
-from hf_dart.drafters import load_drafter
-from hf_dart.drafters.configuration import DiffusionConfig
-from hf_dart.drafters.eagle import EagleConfig
+from hf_dart.drafters.diffusion.configuration import DiffusionConfig
+from hf_dart.drafters.eagle.configuration import EagleConfig
+from hf_dart.drafters.registry import load_drafter
 from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts

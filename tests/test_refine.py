@@ -16,10 +16,10 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.refinement import Refined, best_chain
-from hf_dart.layers import rotation_at
-from hf_dart.proposal import Proposal
-from hf_dart.slots import SlotState
+from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.state import SlotState
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [

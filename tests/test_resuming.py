@@ -19,7 +19,7 @@ from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer,
 from transformers import TrainerState
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
-from hf_dart.head.adapters import LoraArguments, apply_lora
+from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer
 from hf_dart.training.checkpoints.resuming import check_checkpoint, keeping_options
 from hf_dart.training.trainers.eagle import EagleTrainer

@@ -14,10 +14,10 @@ import pytest
 from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
 
 from hf_dart import DartConfig
-from hf_dart.fit import vocabulary_hash
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
 from hf_dart.training.objective.blocks import draw_anchors
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 datasets.disable_progress_bars()
 DRAFT = 4

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hf_dart import DartConfig, DartHead, DiffusionDrafter, TreeConfig
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
-from hf_dart.drafters.configuration import DiffusionConfig
+from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts, publishable
 from hf_dart.target.loading import PACKAGED_TARGET

@@ -10,7 +10,7 @@ import torch
 from support.tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.nn.attention.flex_attention import create_mask
 
-from hf_dart.layers import take
+from hf_dart.drafters.layers import take
 from hf_dart.training.objective.blocks import Blocks, build_blocks, draw_anchors
 from hf_dart.training.objective.losses import annealed_kl
 

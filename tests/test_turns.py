@@ -21,7 +21,7 @@ from hf_dart import DartHead
 from hf_dart.decoding import session as decode
 from hf_dart.decoding import turns
 from hf_dart.decoding.api import attach
-from hf_dart.proposal import Proposal
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.target.trial import prove
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]

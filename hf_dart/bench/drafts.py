@@ -14,7 +14,7 @@ from hf_dart.bench.profile import Profile
 from hf_dart.bench.report import UNREADABLE, headline
 from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
-from hf_dart.head import DartHead
+from hf_dart.drafters.dart.drafter import DartHead
 
 
 @dataclass(frozen=True)

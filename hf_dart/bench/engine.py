@@ -17,6 +17,7 @@ from transformers import StaticCache
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
 from hf_dart.engine.compiling import compiled
@@ -24,7 +25,6 @@ from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.proposal import Proposal
 
 STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
     "stock generate",

@@ -60,7 +60,7 @@ def shown_name(path: str) -> str:
 
 def load_head(path: str, model: Any, tokenizer: Any) -> Any:
     """Load a head for a target and attach it; errors as for `load_pair`."""
-    from hf_dart.drafters import load_drafter
+    from hf_dart.drafters.registry import load_drafter
 
     check_path("head", path)
     try:

@@ -13,9 +13,9 @@ from transformers import CompileConfig
 import hf_dart
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
 from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.errors import UserError, sentence
-from hf_dart.lookup import LookupDrafter
-from hf_dart.proposal import Drafter
 from hf_dart.target.loading import PACKAGED_TARGET
 
 STOCK, OURS = "stock", "hf_dart"

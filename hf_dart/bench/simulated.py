@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from hf_dart.head import DartHead
-from hf_dart.proposal import Proposal
-from hf_dart.slots import SlotState
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.state import SlotState
 
 _FIELDS = (
     "hidden_size",

@@ -13,9 +13,9 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
 from hf_dart.cache.base import TreeCache
+from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import attention_layers, held_by, is_placeholder
 from hf_dart.cache.windows import LayerBuffers, pays
-from hf_dart.slots import SlotSpec, SlotStore
 
 
 class _RaggedLayer(CacheLayerMixin):

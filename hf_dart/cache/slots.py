@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 
-
 @dataclass(frozen=True)
 class SlotSpec:
     """Shape of one buffer: [B, heads, capacity, head_dim] on `device`."""

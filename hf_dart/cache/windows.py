@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hf_dart.slots import SlotSpec, SlotStore
+from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 SLACK = 2 * (MAX_DRAFT_LENGTH + 1)

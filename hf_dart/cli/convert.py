@@ -51,9 +51,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _convert_head(arguments: argparse.Namespace) -> None:
     pair = load_pair(arguments.target or str(PACKAGED_TARGET), arguments.source, arguments.dtype)
-    from hf_dart.head import DartHead
-    from hf_dart.hub.export import write_vllm
-    from hf_dart.hub.original_dart import write_original
+    from hf_dart.drafters.dart.drafter import DartHead
+    from hf_dart.interop.original_dart import write_original
+    from hf_dart.interop.vllm import write_vllm
 
     head = pair.head
     if not isinstance(head, DartHead):
@@ -77,7 +77,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
 
 
 def _convert_ngrams(arguments: argparse.Namespace) -> None:
-    from hf_dart.hub.trie import CHUNK, read_trie, write_trie
+    from hf_dart.interop.trie import CHUNK, read_trie, write_trie
     from hf_dart.ngram import NgramTable
 
     options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": _tell}

@@ -117,8 +117,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from hf_dart.fit import vocabulary_hash
     from hf_dart.ngram import NgramTable
+    from hf_dart.trees.vocabulary import vocabulary_hash
 
     try:
         table = NgramTable.load(arguments.table)

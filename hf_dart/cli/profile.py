@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _keeps_trees(config: Path, head: Any) -> bool:
     """Does the head read its trees from there? Those of other projects do not."""
-    from hf_dart.fitted import FittedDrafter
+    from hf_dart.drafters.pretrained import PretrainedDrafter
 
     kind = json.loads(config.read_text(encoding="utf8")).get("model_type")
-    return isinstance(head, FittedDrafter) and kind == head.config.model_type
+    return isinstance(head, PretrainedDrafter) and kind == head.config.model_type

@@ -60,11 +60,11 @@ def encode_prompt(arguments: argparse.Namespace, prompt: str, pair: Any) -> dict
 
 def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
     """`prompt` as a user's message, up to where the assistant begins to write."""
-    from hf_dart.fitted import FittedDrafter
+    from hf_dart.drafters.pretrained import PretrainedDrafter
 
     if not pair.tokenizer.chat_template:
         raise UserError("This target's tokenizer has no chat template; leave --chat out.")
-    if thinking is None and isinstance(pair.head, FittedDrafter):
+    if thinking is None and isinstance(pair.head, PretrainedDrafter):
         thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]
     flags = {} if thinking is None else {"enable_thinking": thinking}

@@ -76,11 +76,11 @@ def _run(arguments: argparse.Namespace) -> int:
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
     set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
-    from hf_dart.fit import vocabulary_hash
     from hf_dart.hub.machine import versions
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
     from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
+    from hf_dart.trees.vocabulary import vocabulary_hash
 
     try:
         datasets_library().disable_progress_bars()
@@ -165,7 +165,7 @@ def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tupl
         return writer, {"target": name, "served_as": served}
     import torch
 
-    from hf_dart.configuration import cached_commit
+    from hf_dart.hub.download import cached_commit
 
     device_map = arguments.device_map
     if device_map is None and torch.cuda.is_available():

@@ -20,7 +20,7 @@ from hf_dart.cache.stock_layers import (
     attention_layers,
     held_by,
 )
-from hf_dart.proposal import Drafter
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.target.attention import attention_of
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
@@ -86,7 +86,7 @@ def refuse_target(model: Any) -> None:
         )
 
 
-def refuse_drafter(drafter: Drafter[Any]) -> None:
+def refuse_drafter(drafter: Proposer[Any]) -> None:
     """Raise for drafters that would draw from the generator that tokens are drawn from.
 
     Raises:

@@ -9,8 +9,8 @@ from typing import Any
 from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.session import speculative_generate
-from hf_dart.proposal import Drafter
 from hf_dart.target.trial import prove
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
@@ -89,7 +89,7 @@ class AttachedGenerate:
 def generate(
     model: Any,
     *args: Any,
-    assistant: Drafter[Any] | None = None,
+    assistant: Proposer[Any] | None = None,
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,
@@ -108,7 +108,7 @@ def generate(
         # A repository's generate takes assistant= itself, and comes here again if it is ours.
         named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
         return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
-    if not isinstance(assistant, Drafter):
+    if not isinstance(assistant, Proposer):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(assistant).__name__}; a small language "
             "model goes to assistant_model=."

@@ -19,12 +19,12 @@ from transformers import (
 from transformers.generation import CandidateGenerator
 
 from hf_dart.decoding.admit import left_padding, refuse_cache, refuse_options, refuse_target
+from hf_dart.decoding.proposer import Proposal, Proposer
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.proposal import Drafter, Proposal
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.target.verify import position_limit
-from hf_dart.vocabulary import spread
+from hf_dart.trees.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
 # A loop with this variable takes a prompt that ends in an end token for a candidate that is done.
@@ -51,7 +51,7 @@ class DartCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
 
     def __init__(
-        self, drafter: Drafter[Any], target: Any, generation_config: Any, processors: Any, pads: int
+        self, drafter: Proposer[Any], target: Any, generation_config: Any, processors: Any, pads: int
     ) -> None:
         self.model_kwargs_overrides = features_request(drafter.feature_layers)
         self.stats = DraftStats()
@@ -66,7 +66,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self._drafted = 0
 
     @staticmethod
-    def stock_loop(drafter: Drafter[Any], streamer: Any = None) -> Callable[..., Any]:
+    def stock_loop(drafter: Proposer[Any], streamer: Any = None) -> Callable[..., Any]:
         """What `custom_generate=` takes: the stock loop with this drafter's candidates.
 
         Nothing is put on the model, so that calls in several threads do not meet.
@@ -190,7 +190,7 @@ def _assisted_decoding(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    drafter: Drafter[Any],
+    drafter: Proposer[Any],
     synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,

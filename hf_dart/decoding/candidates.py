@@ -18,7 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
-from hf_dart.vocabulary import columns_of
+from hf_dart.trees.vocabulary import columns_of
 
 # A nucleus is looked for among this many tokens; a wider one keeps them all.
 _NUCLEUS = 64

@@ -14,10 +14,10 @@ from transformers import LogitsProcessorList
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.calibration import Calibration
 from hf_dart.decoding.candidates import Ranker, SeenTokens
+from hf_dart.decoding.proposer import Proposal, Proposer
 from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.decoding.walk import Accepted
 from hf_dart.lookup import Graft, RowLookup, padded, with_copies
-from hf_dart.proposal import Drafter, Proposal
 from hf_dart.trees.best_first import RowDraft, best_first
 from hf_dart.trees.by_depth import Drafts, by_depth
 from hf_dart.trees.costs import RoundCost
@@ -38,7 +38,7 @@ class TreeGrower:
 
     def __init__(
         self,
-        drafter: Drafter[Any],
+        drafter: Proposer[Any],
         config: TreeConfig,
         processors: LogitsProcessorList,
         texts: list[list[int]],
@@ -70,7 +70,7 @@ class TreeGrower:
             gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
                 or to rank without it.
             deepest: deepest node per row.
-            refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
+            refine: `Proposer.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
             shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
                 as much in all.
@@ -250,7 +250,7 @@ class TreeGrower:
     def _transitions(
         self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor, refined: Refined | None = None
     ) -> Tensor | None:
-        """As `Drafter.transitions`; behind the tokens of a refined draft, its scores."""
+        """As `Proposer.transitions`; behind the tokens of a refined draft, its scores."""
         table = self._drafter.transitions(proposal, roots, candidates, scores) if self._config.selector else None
         if refined is None:
             return table

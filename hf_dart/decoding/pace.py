@@ -12,7 +12,7 @@ from math import exp, log, sqrt
 from typing import Any
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.proposal import Drafter
+from hf_dart.decoding.proposer import Proposer
 
 _TRIAL, _RETRIAL = 8, 4  # rounds before a way to draft is judged: at first, and when it is tried again
 _STAKE = 3.0  # stock's steps that a trial in one row may lose; means over more rows scatter less
@@ -126,7 +126,7 @@ class Pace:
         level = self._level + by
         return level if self._chains or LEVELS[level] != CHAIN else level + by
 
-    def tell(self, drafter: Drafter[Any]) -> None:
+    def tell(self, drafter: Proposer[Any]) -> None:
         """Say once per drafter that its drafts do not pay, and what is likely wrong."""
         if self._pauses < _TOLD_AFTER or drafter.told:
             return

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import GenerationMixin
 
 from hf_dart.decoding.admit import refuse_positions
-from hf_dart.proposal import Drafter
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.target.verify import takes_positions
@@ -28,7 +28,7 @@ class PromptFeed:
         pads: left padding of each row within them.
     """
 
-    def __init__(self, drafter: Drafter[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
+    def __init__(self, drafter: Proposer[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
         self._drafter, self._state = drafter, state
         self._prompt = prompt
         self._pads = torch.tensor(pads)

@@ -14,7 +14,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.ngram.table import NgramTable
 from hf_dart.trees.costs import DRAFT_COST
-from hf_dart.vocabulary import columns_of
+from hf_dart.trees.vocabulary import columns_of
 
 State = TypeVar("State")
 

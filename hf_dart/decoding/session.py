@@ -29,12 +29,12 @@ from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.pace import CHAIN, Pace, shares
 from hf_dart.decoding.prefill import PrefillRecorder, PromptFeed
 from hf_dart.decoding.processors import needs_stocks_steps
+from hf_dart.decoding.proposer import Proposal, Proposer, Verified
 from hf_dart.decoding.rows import Rows, Streaming, length_limit
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
 from hf_dart.decoding.turns import Draft, leave, take_up
 from hf_dart.decoding.walk import Accepted, Walker
-from hf_dart.proposal import Drafter, Proposal, Verified
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.trial import prove
 from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, refuse_crossing
@@ -61,7 +61,7 @@ def speculative_generate(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    assistant: Drafter[Any],
+    assistant: Proposer[Any],
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool = False,
@@ -130,7 +130,7 @@ class Call:
     """The parts of one `generate` call and what passes between them."""
 
     def __init__(
-        self, model: Any, drafter: Drafter[Any], config: TreeConfig, generation_config: Any, processors: Any
+        self, model: Any, drafter: Proposer[Any], config: TreeConfig, generation_config: Any, processors: Any
     ) -> None:
         self.model, self.drafter, self.config = model, drafter, config
         self.generation_config, self.processors = generation_config, processors
@@ -252,7 +252,7 @@ class Call:
         return proposal
 
     def score(self, level: int, logits: Tensor) -> Tensor:
-        """Log-scores of the logits [B, W, V] of depth `level`, as `Drafter.propose_ranked` asks for them."""
+        """Log-scores of the logits [B, W, V] of depth `level`, as `Proposer.propose_ranked` asks for them."""
         return self.grower.score(logits, self.gumbel(level, 1))
 
     def gumbel(self, start: int, depth: int) -> Tensor | None:

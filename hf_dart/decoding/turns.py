@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_dart.cache.stock_layers import attention_layers
-from hf_dart.proposal import Drafter, Verified
+from hf_dart.decoding.proposer import Proposer, Verified
 
 
 @dataclass
@@ -41,7 +41,7 @@ class Draft:
 class _Left:
     """What a call left with a cache."""
 
-    drafter: ref[Drafter[Any]]
+    drafter: ref[Proposer[Any]]
     draft: Draft
     pending: list[Verified]
     first: int  # slot of the first token that is known
@@ -53,7 +53,7 @@ _left: WeakKeyDictionary[Cache, _Left] = WeakKeyDictionary()
 
 
 def leave(
-    cache: Cache, drafter: Drafter[Any], draft: Draft, pending: list[Verified], first: int, tokens: Tensor
+    cache: Cache, drafter: Proposer[Any], draft: Draft, pending: list[Verified], first: int, tokens: Tensor
 ) -> None:
     """Keep a drafter's state for the next call over this cache.
 
@@ -64,7 +64,7 @@ def leave(
     _left[cache] = _Left(ref(drafter), draft, pending, first, tokens, _first_keys(cache))
 
 
-def take_up(cache: Cache, drafter: Drafter[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
+def take_up(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
     """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 
     Whatever was left is handed out once: a call that breaks off leaves nothing.

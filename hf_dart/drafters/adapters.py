@@ -31,13 +31,13 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.errors import missing_folder
-from hf_dart.fitted import HUB_OPTIONS, as_dtype
-from hf_dart.head.copied import fingerprint, initialise, same_fingerprint
-from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json
+from hf_dart.target.devices import as_dtype
 
 if TYPE_CHECKING:
-    from hf_dart.head import DartHead
+    from hf_dart.drafters.dart.drafter import DartHead
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA stands on, besides `fc`, unless told otherwise."""

@@ -5,12 +5,14 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from hf_dart.target.tokenizers import template_hash, tokenizer_beside
+from hf_dart.trees.vocabulary import same_vocabulary
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import DartConfig
+    from hf_dart.drafters.dart.configuration import DartConfig
 
 
-def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
+def check_compatible(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
     """Compare a head's config with a target and, where one is known, its tokenizer.
 
     Raises:

@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.configuration import DartConfig
+from hf_dart.drafters.dart.configuration import DartConfig
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, Self
 from weakref import WeakSet
 
 import torch
@@ -14,18 +14,17 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.api import attach
+from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.drafters.state import SlotDrafter
 from hf_dart.errors import missing_folder
-from hf_dart.fit import check_fit, vocabulary_hash
-from hf_dart.hub.download import head_config
+from hf_dart.hub.download import HUB_OPTIONS, head_config
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.ngram.table import NgramTable
-from hf_dart.slots import SlotDrafter
-from hf_dart.target.devices import device_of, host_by_default
+from hf_dart.target.devices import as_dtype, device_of, host_by_default
 from hf_dart.trees.costs import DRAFT_COST
-
-if TYPE_CHECKING:
-    from typing import Self
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 # What growing and walking a tree costs, relative to a forward of the target over one token.
 _GROWTH = 0.1
@@ -36,7 +35,7 @@ _CALL, _LAUNCH = 400_000, 100_000_000
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
-class Shared:
+class TargetModules:
     """The target's modules that a drafter reads through; copies of the drafter share them."""
 
     def __init__(self, target: nn.Module) -> None:
@@ -53,7 +52,7 @@ class Shared:
         """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
         return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Shared:
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -65,7 +64,7 @@ def _nothing() -> None:
     """What stands for the target in a pickle."""
 
 
-class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
+class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
 
     Both check the fit and let `model.generate(..., assistant=drafter)` work.
@@ -76,7 +75,7 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     config: Any
     draft_vocabulary: Tensor | None
     """[M] ids of the tokens that its logits are about, ascending; None for all."""
-    _shared: Shared | None
+    _shared: TargetModules | None
     _place: dict[str, Any]
     """With `name_or_path`: in which revision and subfolder its weights lie."""
 
@@ -236,8 +235,6 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
             self.name_or_path, self._place = name, place
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
-        from hf_dart.decoding.api import attach
-
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
@@ -251,8 +248,8 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         Raises:
             ValueError: the drafter does not fit the target.
         """
-        check_fit(self.config, target, tokenizer)
-        self._shared = Shared(target)
+        check_compatible(self.config, target, tokenizer)
+        self._shared = TargetModules(target)
         return self
 
     def check_target(self, target: nn.Module) -> None:
@@ -261,14 +258,14 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         own = shared.embeddings is lent[0] and shared.lm_head is lent[1]
         if not own and target not in shared.fitting:
             # A deep copy or a PEFT wrapper of the same target fits; another model does not.
-            check_fit(self.config, target, None)
+            check_compatible(self.config, target, None)
             shared.fitting.add(target)
 
     def check_ngram(self, table: NgramTable) -> None:
         table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)
 
     @property
-    def shared(self) -> Shared:
+    def shared(self) -> TargetModules:
         """The target's modules.
 
         Raises:

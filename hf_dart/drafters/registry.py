@@ -18,12 +18,12 @@ def load_drafter(path: str, **options: Any) -> Any:
     """
     from transformers import PreTrainedConfig
 
-    from hf_dart.drafters.dflash import DFlashDrafter
-    from hf_dart.drafters.dflash_config import is_dflash
-    from hf_dart.drafters.diffusion import DiffusionDrafter
-    from hf_dart.drafters.eagle import EagleDrafter
-    from hf_dart.fitted import HUB_OPTIONS
-    from hf_dart.head import DartHead
+    from hf_dart.drafters.dart.drafter import DartHead
+    from hf_dart.drafters.dflash.configuration import is_dflash
+    from hf_dart.drafters.dflash.drafter import DFlashDrafter
+    from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
+    from hf_dart.drafters.eagle.drafter import EagleDrafter
+    from hf_dart.hub.download import HUB_OPTIONS
 
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = PreTrainedConfig.get_config_dict(path, **where)[0]

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.target.devices import where_it_runs
+from hf_dart.trees.vocabulary import columns_of
 
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
 _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
@@ -56,7 +57,7 @@ def checked(tokens: Any, vocab_size: int) -> Tensor:
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
             f"A draft vocabulary names different token ids of 0..{vocab_size - 1}, at least one; "
-            "hf_dart.vocabulary.frequent_tokens makes one."
+            "hf_dart.drafters.vocabulary.frequent_tokens makes one."
         )
     return ids
 

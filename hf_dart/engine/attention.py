@@ -20,7 +20,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_dart.layers import attend_in_groups, for_groups
+from hf_dart.drafters.layers import attend_in_groups, for_groups
 from hf_dart.target.attention import PACKED, attention_of
 from hf_dart.target.verify import Verifier
 

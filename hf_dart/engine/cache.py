@@ -11,9 +11,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_dart.cache.ragged import RaggedCache
+from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import is_placeholder
+from hf_dart.drafters.state import SlotState
 from hf_dart.engine.memory import Memory
-from hf_dart.slots import SlotState, SlotStore
 
 
 class _FixedLayer(CacheLayerMixin):

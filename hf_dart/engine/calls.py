@@ -8,13 +8,13 @@ import torch
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.admit import parts_of
+from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
-from hf_dart.head.drafting import DraftingModel
 from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.trial import changes
 from hf_dart.target.verify import rotary_moves
-from hf_dart.vocabulary import state_of
 
 if TYPE_CHECKING:
     from hf_dart.decoding.session import Call

@@ -352,7 +352,7 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
         TypeError: it is none of ours.
     """
     from hf_dart.decoding.api import unwrapped
-    from hf_dart.proposal import Drafter
+    from hf_dart.drafters.base import Drafter
 
     if not isinstance(drafter, Drafter):
         raise TypeError(f"compile takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}.")

@@ -9,11 +9,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Launch, Means
-from hf_dart.head.drafting import DraftingModel
-from hf_dart.proposal import Drafter, Proposal
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 if TYPE_CHECKING:

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.candidates import Ranker
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.walk import drawn, follow
+from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
@@ -15,13 +17,11 @@ from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
 from hf_dart.engine.text import FixedText
 from hf_dart.engine.topk import largest
-from hf_dart.head.drafting import DraftingModel
 from hf_dart.ngram.table import NgramTable
-from hf_dart.proposal import Proposal
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.scoring import BeamScores, PathScores
 from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
-from hf_dart.vocabulary import token_ids
+from hf_dart.trees.vocabulary import token_ids
 
 
 class FixedRound:

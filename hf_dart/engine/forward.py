@@ -17,13 +17,13 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.ragged import RaggedCache
+from hf_dart.decoding.proposer import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft import Drafting
 from hf_dart.engine.graphs import Launch, Means
 from hf_dart.engine.proof import difference
-from hf_dart.proposal import Proposal, Score
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:

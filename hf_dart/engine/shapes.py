@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine import processing
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.state import Shape, filled_up, most_nodes
-from hf_dart.head.drafting import DraftingModel
 
 if TYPE_CHECKING:
     from hf_dart.decoding.session import Call

@@ -12,6 +12,7 @@ from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.walk import Accepted
+from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
@@ -21,7 +22,6 @@ from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
 from hf_dart.engine.text import FixedText
-from hf_dart.head.drafting import DraftingModel
 from hf_dart.trees.tree import DraftTree
 
 if TYPE_CHECKING:

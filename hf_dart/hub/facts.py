@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
-from hf_dart.configuration import DartConfig
+from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.hub.download import ADAPTER_CONFIG
 from hf_dart.hub.kinds import KINDS, Config, Kind, kind_of
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from hf_dart.configuration import DartConfig
-from hf_dart.drafters.configuration import DiffusionConfig
-from hf_dart.drafters.eagle import EagleConfig
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.diffusion.configuration import DiffusionConfig
+from hf_dart.drafters.eagle.configuration import EagleConfig
 
 Config = DartConfig | DiffusionConfig
 Rows = dict[str, str]  # of the card's table; empty ones are left out

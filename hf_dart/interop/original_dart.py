@@ -20,13 +20,15 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_dart.configuration import DartConfig, TreeConfig, default_feature_layers
-from hf_dart.fit import vocabulary_hash
-from hf_dart.hub.checkpoint import Fields, read_tensors
-from hf_dart.hub.export import lm_head_rows, vocabulary_maps
+from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.interop.checkpoint import Fields, read_tensors
+from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
+from hf_dart.target.features import default_feature_layers
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 if TYPE_CHECKING:
-    from hf_dart.head import DartHead
+    from hf_dart.drafters.dart.drafter import DartHead
 
 Head = TypeVar("Head", bound="DartHead")
 

@@ -17,9 +17,9 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from hf_dart.fit import vocabulary_hash
 from hf_dart.ngram.build import TableStack, TableWriter, folder_of, merge
 from hf_dart.ngram.table import Array, NgramSpec, NgramTable
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 CHUNK = 2**20
 """Nodes that are taken in at a time."""

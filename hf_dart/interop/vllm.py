@@ -16,11 +16,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from hf_dart.vocabulary import columns_of
+from hf_dart.trees.vocabulary import columns_of
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import DartConfig
-    from hf_dart.head import DartHead
+    from hf_dart.drafters.dart.configuration import DartConfig
+    from hf_dart.drafters.dart.drafter import DartHead
 
 SPECULATORS_VERSION = "0.9.0"
 """The version that reads what is written here, and that it was compared with."""

@@ -80,7 +80,7 @@ def build(
     Raises:
         ValueError: a token lies beyond the vocabulary, the order is too high, or there is nothing to count.
     """
-    from hf_dart.fit import vocabulary_hash
+    from hf_dart.trees.vocabulary import vocabulary_hash
 
     if vocab_size is None and tokenizer is None:
         raise ValueError("The size of the vocabulary is not known; give tokenizer= or vocab_size=.")

@@ -37,8 +37,8 @@ class NgramSpec:
     Args:
         order: n, the length of the longest n-grams.
         vocab_size: V; token ids lie below it.
-        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the tokenizer that the corpus was tokenized with, or None
-            if not recorded.
+        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the tokenizer that the corpus was tokenized
+            with, or None if not recorded.
 
     Raises:
         ValueError: an n-gram of that order does not fit into 63 bits.

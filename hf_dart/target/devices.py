@@ -77,3 +77,17 @@ def _hook(module: Any) -> Any:
 def where_it_runs(module: Any, x: Tensor) -> Tensor:
     """`module(x)` on the module's device, and what comes out on that of x: a target may lie on several."""
     return module(x.to(device_of(module))).to(x.device)
+
+
+def as_dtype(dtype: torch.dtype | str | None) -> Any:
+    """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
+
+    Raises:
+        ValueError: it names none.
+    """
+    if dtype in (None, "auto") or isinstance(dtype, torch.dtype):
+        return dtype
+    found = getattr(torch, str(dtype).removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"dtype is {dtype!r}; give one of torch's, such as torch.bfloat16, its name, or 'auto'.")
+    return found

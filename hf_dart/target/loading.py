@@ -83,17 +83,3 @@ def check_path(what: str, path: str) -> None:
             raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
     elif missing_folder(path) or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")
-
-
-def as_dtype(dtype: torch.dtype | str | None) -> Any:
-    """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
-
-    Raises:
-        ValueError: it names none.
-    """
-    if dtype in (None, "auto") or isinstance(dtype, torch.dtype):
-        return dtype
-    found = getattr(torch, str(dtype).removeprefix("torch."), None)
-    if not isinstance(found, torch.dtype):
-        raise ValueError(f"dtype is {dtype!r}; give one of torch's, such as torch.bfloat16, its name, or 'auto'.")
-    return found

@@ -13,12 +13,14 @@ from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.configuration import TreeConfig, cached_commit
-from hf_dart.drafters.diffusion import DiffusionDrafter
-from hf_dart.drafters.eagle import EagleDrafter
+from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.adapters import LoraArguments, apply_lora
+from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
+from hf_dart.drafters.eagle.drafter import EagleDrafter
+from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
-from hf_dart.head import DartHead
-from hf_dart.head.adapters import LoraArguments, apply_lora
+from hf_dart.hub.download import cached_commit
 from hf_dart.target.loading import load_target
 from hf_dart.training.checkpoints.folders import STAGING
 from hf_dart.training.checkpoints.record import last_evaluation
@@ -29,7 +31,6 @@ from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import DiffusionTrainer
 from hf_dart.training.trainers.eagle import EagleTrainer
 from hf_dart.training.trainers.edit import EditTrainer
-from hf_dart.vocabulary import frequent_tokens
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""

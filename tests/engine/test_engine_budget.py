@@ -16,9 +16,9 @@ from support.tiny import prompts, tiny_head, tiny_target
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.bench.simulated import SimulatedHead, build_target
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.engine.attention import MASKS, NODES
 from hf_dart.engine.budget import computed, shared
-from hf_dart.proposal import Proposal
 from hf_dart.trees.tree import DraftTree, grow_tree
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -13,8 +13,8 @@ from support.tiny import tiny_head, tiny_target
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.bench.drafts import of_ranks
-from hf_dart.head import low_rank
-from hf_dart.head.low_rank import Factors
+from hf_dart.drafters.dart import low_rank
+from hf_dart.drafters.dart.low_rank import Factors
 
 GREEDY = {"do_sample": False, "max_new_tokens": 20, "tree_config": TreeConfig(nodes=8, lookup=0)}
 

@@ -14,9 +14,10 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.drafters.diffusion import DiffusionDrafter
-from hf_dart.drafters.eagle import EagleDrafter
-from hf_dart.proposal import Drafter, Proposal
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
+from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.target import trial as probe
 from support.families import EXPERTS_IN_A_LOOP, FAMILIES, PAD, REFUSED
 from support.families import VOCABULARY as VOCABULARY

@@ -1,1 +1,1 @@
-"""DART heads: `DartHead` (`drafter`), its network (`modeling`), its shape (`configuration`), and what can be put on it."""
+"""DART heads: the head (`drafter`), its network (`modeling`), its shape (`configuration`), its parts."""

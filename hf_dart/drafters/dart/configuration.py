@@ -9,6 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
+from hf_dart.drafters.base_config import check_shape, check_tree
+from hf_dart.errors import check_types
+from hf_dart.hub.download import cached_commit
+from hf_dart.target.features import default_feature_layers
+
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
 
@@ -31,17 +36,20 @@ class DartConfig(PreTrainedConfig):
             features (width E + H), or "stream", the features plus a projection of the embedding (width H), which is
             what a layer of the target is used to.
         copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
-            they are, are not saved, and are copied again at load (`hf_dart.head.copied`). None for layers of its own.
+            they are, are not saved, and are copied again at load (`hf_dart.drafters.dart.copied`).
+            None for layers of its own.
         attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
             biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
             [head_dim / 2] (None are those of rope_theta).
-        fingerprint: `hf_dart.head.copied.fingerprint` of the weights that a checkpoint stands on and does not hold.
+        fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint stands on and does not
+            hold.
         inject_features: every layer also attends to keys and values that are projected from the fused features
-            (KV injection of DFlash, arXiv 2602.06036; `hf_dart.layers` says in which form).
+            (KV injection of DFlash, arXiv 2602.06036; `hf_dart.drafters.layers` says in which form).
         mask_mode: what a mask slot puts into the first layer: "learned", one free vector, or "peagle", a learned
             feature vector and the embedding of `mask_token_id`, which go through `fc` and the norms like those of
             real positions (P-EAGLE, arXiv 2602.01469), so that such heads can be served elsewhere.
-        mask_token_id: with "peagle", a token that no text contains; `hf_dart.vocabulary.unused_token` finds one.
+        mask_token_id: with "peagle", a token that no text contains; `hf_dart.drafters.vocabulary.unused_token` finds
+            one.
         draft_vocab_size: M, how many tokens the head scores (`DartHead.reduce_vocabulary`); None is all of them.
         block_attention: what a mask slot sees of its own draft: "causal", the slots in front of it, or
             "bidirectional", all of them.
@@ -50,15 +58,15 @@ class DartConfig(PreTrainedConfig):
         num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: as
             in the target's own layers.
         tree: fields of the [`TreeConfig`] that suits this head best; what `head.tree_config` starts as.
-        selector_rank: width of the bigram selector (`hf_dart.head.refine`); 0 for none.
+        selector_rank: width of the bigram selector (`hf_dart.drafters.dart.refine`); 0 for none.
         selector_kind: "bigram", whose scores depend on the draft's hidden states, or "markov", one low-rank matrix.
-        editor: the head can run again on its own draft (`hf_dart.head.refine.Editor`, `TreeConfig.refine`).
+        editor: the head can run again on its own draft (`hf_dart.drafters.dart.refine.Editor`, `TreeConfig.refine`).
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
-        tokenizer_hash: `hf_dart.fit.vocabulary_hash` of the target's tokenizer, or None if not recorded.
-        chat_template_hash, enable_thinking: `hf_dart.fit.template_hash` of the chat template of the conversations
-            that the head was trained on, and the thinking flag that was handed to it; None without.
+        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        chat_template_hash, enable_thinking: `hf_dart.target.tokenizers.template_hash` of the chat template of the
+            conversations that the head was trained on, and the thinking flag that was handed to it; None without.
 
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.
@@ -173,7 +181,7 @@ class DartConfig(PreTrainedConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.fit.check_fit`."""
+        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
         needs = {
             "hidden size": self.feature_size,
             "embedding width": self.embedding_size,

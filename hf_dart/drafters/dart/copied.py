@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import default_feature_layers
-from hf_dart.layers import rotation_at
+from hf_dart.drafters.layers import rotation_at
+from hf_dart.target.features import default_feature_layers
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import DartConfig
-    from hf_dart.head.model import DartModel
+    from hf_dart.drafters.dart.configuration import DartConfig
+    from hf_dart.drafters.dart.modeling import DartModel
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 # Entries of a matrix that its fingerprint looks at.

@@ -9,20 +9,19 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from hf_dart.drafters.dart.copied import copied_fields, initialise
+from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.dart.low_rank import LowRankHead
+from hf_dart.drafters.dart.refine import BigramSelector, Editor
+from hf_dart.drafters.vocabulary import checked, unused_token
 from hf_dart.errors import missing_folder
-from hf_dart.fitted import HUB_OPTIONS
-from hf_dart.head.copied import copied_fields, initialise
-from hf_dart.head.drafting import DraftingModel
-from hf_dart.head.low_rank import LowRankHead
-from hf_dart.head.refine import BigramSelector, Editor
-from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_json
 from hf_dart.target.devices import host_by_default
-from hf_dart.vocabulary import checked, unused_token
 
 if TYPE_CHECKING:
     from typing import Self
 
-    from hf_dart.configuration import DartConfig
+    from hf_dart.drafters.dart.configuration import DartConfig
     from hf_dart.ngram.table import NgramTable
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -32,7 +31,7 @@ class DartHead(DraftingModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
-    loads a trained one, also as DART's own code published it (`hf_dart.hub.original_dart`); both check the fit and
+    loads a trained one, also as DART's own code published it (`hf_dart.interop.original_dart`); both check the fit and
     let `model.generate(..., assistant=head)` work.
     """
 
@@ -59,7 +58,7 @@ class DartHead(DraftingModel):
             tokenizer: its tokenizer, whose hash is then kept in the config and checked at load.
             draft_vocabulary: [M] the only tokens to be drafted (`reduce_vocabulary`); None for all.
             copy_layer: make the head's layers frozen copies of the target's, from this one (0..L - 1) on, or of its
-                last ones; LoRA and the new parts are then to be trained (`hf_dart.head.copied`).
+                last ones; LoRA and the new parts are then to be trained (`hf_dart.drafters.dart.copied`).
             seed: of the initial weights; the global generators are not moved.
             config: fields of [`DartConfig`] that shall differ from the paper's head.
 
@@ -77,7 +76,7 @@ class DartHead(DraftingModel):
 
     @classmethod
     def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
-        from hf_dart.hub.original_dart import is_original, read_original
+        from hf_dart.interop.original_dart import is_original, read_original
 
         if not is_original(content):
             return super()._from_published(path, content, target, tokenizer, **kwargs)
@@ -96,7 +95,7 @@ class DartHead(DraftingModel):
         base: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As `FittedDrafter.from_pretrained`; `path` may also be that of an adapter, which brings its head with it.
+        """As `PretrainedDrafter.from_pretrained`; `path` may also be that of an adapter, which brings its head with it.
 
         Args:
             path: what `save_pretrained` wrote, of a head or of its adapter.
@@ -115,7 +114,7 @@ class DartHead(DraftingModel):
             head = super().from_pretrained(path, target=target, tokenizer=tokenizer, ngram=ngram, **kwargs)
             head._place = {name: where.get(name) for name in ("revision", "subfolder")}
             return head
-        from hf_dart.head import adapters  # PEFT takes a second to import
+        from hf_dart.drafters import adapters  # PEFT takes a second to import
 
         head = adapters.head_of(cls, path, base, adapter, target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
@@ -126,7 +125,7 @@ class DartHead(DraftingModel):
         """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
         super().save_pretrained(save_directory, **kwargs)
         if self.adapted:
-            from hf_dart.head import adapters
+            from hf_dart.drafters import adapters
 
             if kwargs.get("is_main_process", True):
                 adapters.save(self, Path(save_directory))
@@ -149,7 +148,7 @@ class DartHead(DraftingModel):
             ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
                 are named.
         """
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.add(self, adapter_config, adapter_name or "default", seed)
 
@@ -166,7 +165,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: there is no adapter, it is damaged, or it was trained on another head; the head is as it was.
         """
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.load(self, path, adapter_name, **where)
 
@@ -176,7 +175,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: they are damaged, or those of an adapter of another shape.
         """
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.reread(self, folder)
 
@@ -189,19 +188,19 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: the head has no such adapter.
         """
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.activate(self, adapter_name)
 
     def disable_adapters(self) -> None:
         """Draft as the head without adapters."""
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.enable(self, False)
 
     def enable_adapters(self) -> None:
         """Undo `disable_adapters`."""
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         adapters.enable(self, True)
 
@@ -211,7 +210,7 @@ class DartHead(DraftingModel):
         Raises:
             ValueError: there is none.
         """
-        from hf_dart.head import adapters
+        from hf_dart.drafters import adapters
 
         if not self.adapted:
             raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
@@ -222,7 +221,7 @@ class DartHead(DraftingModel):
     # ---- other parts --------------------------------------------------------------------------------
 
     def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
-        """Give a trained head a bigram selector (`hf_dart.head.refine`); untrained, it changes no score.
+        """Give a trained head a bigram selector (`hf_dart.drafters.dart.refine`); untrained, it changes no score.
 
         Args:
             rank: its width.
@@ -260,7 +259,7 @@ class DartHead(DraftingModel):
         """Let the head score and draft these tokens only; the output of `generate` stays the same.
 
         Fewer rows of the target's LM head are read for a draft. A trained head may be given any vocabulary, at any
-        time; `hf_dart.vocabulary.frequent_tokens` counts which one loses least.
+        time; `hf_dart.drafters.vocabulary.frequent_tokens` counts which one loses least.
 
         Args:
             tokens: [M] ids; None for the whole vocabulary.
@@ -277,7 +276,7 @@ class DartHead(DraftingModel):
         return self
 
     def reduce_rank(self, rank: int | None) -> Self:
-        """Let drafts be scored by an LM head of low rank (`hf_dart.head.low_rank`); the output stays the same.
+        """Let drafts be scored by an LM head of low rank (`hf_dart.drafters.dart.low_rank`); the output stays the same.
 
         Less of the target's LM head is read for a draft, and drafts are a little worse. Nothing is trained or saved; it
         goes with a draft vocabulary, and only unquantized LM heads are taken apart.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hf_dart.head.model import DartModel, Entries
-from hf_dart.layers import rotation_at
-from hf_dart.proposal import Proposal
-from hf_dart.slots import SlotSpec, SlotState
-from hf_dart.vocabulary import columns_of
+from hf_dart.cache.slots import SlotSpec
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.dart.modeling import DartModel, Entries
+from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.state import SlotState
+from hf_dart.trees.vocabulary import columns_of
 
 
 class DraftingModel(DartModel):

@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.vocabulary import state_of
+from hf_dart.drafters.vocabulary import state_of
 
 EXACT = 64
 """Tokens per drafted position that are scored exactly."""

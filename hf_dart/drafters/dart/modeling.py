@@ -14,14 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import DartConfig
-from hf_dart.fitted import FittedDrafter
-from hf_dart.head.copied import copied_names, fill
-from hf_dart.head.low_rank import LowRankHead
-from hf_dart.head.refine import BigramSelector, Editor
-from hf_dart.layers import DartLayer, rotation_at
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.dart.copied import copied_names, fill
+from hf_dart.drafters.dart.low_rank import LowRankHead
+from hf_dart.drafters.dart.refine import BigramSelector, Editor
+from hf_dart.drafters.layers import DartLayer, rotation_at
+from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.vocabulary import HeadRows, check_unused, checked
 from hf_dart.target.devices import device_of, where_it_runs
-from hf_dart.vocabulary import HeadRows, check_unused, checked
 
 if TYPE_CHECKING:
     from typing import Self
@@ -66,7 +66,7 @@ class Edits(NamedTuple):
     draft: Callable[[int, Tensor], Tensor]
 
 
-class DartModel(FittedDrafter):
+class DartModel(PretrainedDrafter):
     """The modules of a head, what they read through the target, and the pass that training runs."""
 
     config_class = DartConfig
@@ -75,7 +75,7 @@ class DartModel(FittedDrafter):
     base_model_prefix = "dart"
     main_input_name = "features"
     draft_rank: int | None = None
-    """Drafts are scored by an LM head of this rank (`hf_dart.head.low_rank`); None is the target's own."""
+    """Drafts are scored by an LM head of this rank (`hf_dart.drafters.dart.low_rank`); None is the target's own."""
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 
     def __init__(self, config: DartConfig) -> None:
@@ -118,7 +118,7 @@ class DartModel(FittedDrafter):
     # ---- what the target lends ----------------------------------------------------------------------
 
     def bind(self, target: Any, tokenizer: Any = None) -> Self:
-        """As `FittedDrafter.bind`; tokens of the head's own have to be tokens of the target's, too."""
+        """As `PretrainedDrafter.bind`; tokens of the head's own have to be tokens of the target's, too."""
         if self.config.mask_token_id is not None and tokenizer is not None:
             check_unused(self.config.mask_token_id, tokenizer)
         super().bind(target, tokenizer)
@@ -212,7 +212,7 @@ class DartModel(FittedDrafter):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """As `slot_inputs`, of slots that hold a draft (`hf_dart.head.refine.Editor`).
+        """As `slot_inputs`, of slots that hold a draft (`hf_dart.drafters.dart.refine.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.

@@ -19,9 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import DartConfig
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.vocabulary import state_of
 from hf_dart.target.devices import device_of
-from hf_dart.vocabulary import state_of
 
 
 class BigramSelector(nn.Module):

@@ -11,7 +11,7 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from hf_dart.hub.checkpoint import Fields
+from hf_dart.interop.checkpoint import Fields
 
 _KIND = "DFlash drafter"
 _MANY = 2**31 - 1

@@ -5,7 +5,7 @@ Every layer attends from the block to the block and to the verified positions, w
 straight from the target's fused features; these positions have no entries of their own, so that taking them in costs
 two projections per layer. Entry i of the block predicts the token at its own position.
 
-The layers are Qwen3's, as in both published formats (`hf_dart.drafters.dflash_config`); no code of a checkpoint runs.
+The layers are Qwen3's, as in both published formats (`dflash.configuration`); no code of a checkpoint runs.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
+from hf_dart.cache.slots import SlotSpec
 from hf_dart.configuration import TreeConfig
-from hf_dart.drafters.dflash_config import DFlashConfig
-from hf_dart.fit import tokenizer_beside
-from hf_dart.fitted import Shared, as_dtype
-from hf_dart.hub.checkpoint import read_config, read_tensors
-from hf_dart.layers import attend
-from hf_dart.proposal import Proposal
-from hf_dart.slots import SlotDrafter, SlotSpec, SlotState
-from hf_dart.target.devices import device_of, weight_of
+from hf_dart.decoding.api import attach
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.dflash.configuration import DFlashConfig
+from hf_dart.drafters.layers import attend
+from hf_dart.drafters.pretrained import TargetModules
+from hf_dart.drafters.state import SlotDrafter, SlotState
+from hf_dart.interop.checkpoint import read_config, read_tensors
+from hf_dart.target.devices import as_dtype, device_of, weight_of
+from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 Rotation = tuple[Tensor, Tensor]
@@ -101,7 +103,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
     It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
     """
 
-    _shared: Shared | None
+    _shared: TargetModules | None
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -160,8 +162,6 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         return drafter.to(dtype=wanted or saved).eval() if target is None else drafter._fit(target, tokenizer, wanted)
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
-        from hf_dart.decoding.api import attach
-
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
@@ -177,7 +177,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         """
         self._check_fit(target)
         _check_mask_token(self.config.mask_token_id, tokenizer_beside(target) if tokenizer is None else tokenizer)
-        self._shared = Shared(target)
+        self._shared = TargetModules(target)
         return self
 
     def _check_fit(self, target: Any) -> None:
@@ -218,7 +218,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
             self._check_fit(target)
 
     @property
-    def _lent(self) -> Shared:
+    def _lent(self) -> TargetModules:
         if self._shared is None:
             raise ValueError(
                 "This drafter has no target: load it with DFlashDrafter.from_pretrained(path, target=model), or call "

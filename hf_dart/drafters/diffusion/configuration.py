@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.configuration import DartConfig, check_tree
-from hf_dart.drafters.base_config import check_shape
+from hf_dart.drafters.base_config import check_shape, check_tree
+from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_types
 
 UNMASKING = ("confidence", "left_to_right")
@@ -92,7 +92,7 @@ class DiffusionConfig(PreTrainedConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.fit.check_fit`."""
+        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
         needs: dict[str, int] = {}
         if self.share_embeddings:
             needs |= {"embedding width": self.embedding_size, "LM head width": self.lm_head_size}

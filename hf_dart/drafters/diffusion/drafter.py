@@ -19,11 +19,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.drafters.configuration import UNMASKING, DiffusionConfig
-from hf_dart.fitted import FittedDrafter
-from hf_dart.layers import DartAttention, DartMLP, Remember, rotation_at, take
-from hf_dart.proposal import Proposal
-from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.cache.slots import SlotSpec
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
+from hf_dart.drafters.layers import DartAttention, DartMLP, Remember, rotation_at, take
+from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.state import SlotState
 from hf_dart.target.devices import where_it_runs
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class DiffusionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DiffusionDrafter(FittedDrafter):
+class DiffusionDrafter(PretrainedDrafter):
     """A masked diffusion LM with the target's tokenizer, as `assistant=`.
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.errors import check_types
 
 # What the config of a DART head has and this one has not.
 _ABSENT = (

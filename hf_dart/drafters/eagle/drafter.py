@@ -10,18 +10,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import DartConfig
-from hf_dart.errors import check_types
-from hf_dart.fitted import FittedDrafter
-from hf_dart.layers import DartLayer, Remember, rotation_at
-from hf_dart.proposal import Proposal, Score
-from hf_dart.slots import SlotSpec, SlotState
+from hf_dart.cache.slots import SlotSpec
+from hf_dart.decoding.proposer import Proposal, Score
+from hf_dart.drafters.eagle.configuration import EagleConfig
+from hf_dart.drafters.layers import DartLayer, Remember, rotation_at
+from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.state import SlotState
 from hf_dart.target.devices import where_it_runs
+
 
 @dataclass(frozen=True, kw_only=True)
 class BeamProposal(Proposal):
@@ -65,7 +66,7 @@ class BeamProposal(Proposal):
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
 
 
-class EagleDrafter(FittedDrafter):
+class EagleDrafter(PretrainedDrafter):
     """An autoregressive draft head, as `assistant=`.
 
     Attributes:

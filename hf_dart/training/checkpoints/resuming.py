@@ -22,7 +22,7 @@ from transformers.trainer_pt_utils import safe_globals
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import ADAPTER_SAFE_WEIGHTS_NAME, CONFIG_NAME, SAFE_WEIGHTS_NAME
 
-from hf_dart.head.copied import fingerprint, same_fingerprint
+from hf_dart.drafters.dart.copied import fingerprint, same_fingerprint
 from hf_dart.hub.download import ADAPTER_CONFIG
 
 if TYPE_CHECKING:

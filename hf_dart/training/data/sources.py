@@ -11,15 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.errors import sentence
-from hf_dart.fit import same_vocabulary, template_hash
+from hf_dart.target.tokenizers import template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import Packer
+from hf_dart.trees.vocabulary import same_vocabulary
 from hf_dart.version import __version__
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import DartConfig
+    from hf_dart.drafters.dart.configuration import DartConfig
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time

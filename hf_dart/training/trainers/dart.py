@@ -10,10 +10,11 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import default_data_collator
 
+from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.refinement import best_chain
-from hf_dart.head import DartHead
+from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.push import push_folder
-from hf_dart.proposal import Proposal
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.training.checkpoints.record import write_training_record
 from hf_dart.training.objective.blocks import (
@@ -28,7 +29,7 @@ from hf_dart.training.objective.losses import NO_LABEL, annealed_kl, log_accepta
 from hf_dart.training.trainers.arguments import DartTrainingArguments
 from hf_dart.training.trainers.base import DrafterTrainer
 from hf_dart.training.trainers.evaluate import DraftQuality
-from hf_dart.vocabulary import restricted, spread, token_ids
+from hf_dart.trees.vocabulary import spread, token_ids
 
 
 class DartTrainer(DrafterTrainer):

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hf_dart.drafters.eagle import EagleDrafter
+from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training.objective.blocks import build_blocks, target_positions
 from hf_dart.training.trainers.arguments import DartTrainingArguments
 from hf_dart.training.trainers.dart import DartTrainer

@@ -17,15 +17,16 @@ from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.head import DartHead
-from hf_dart.head.model import Edits
+from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.dart.modeling import Edits
+from hf_dart.drafters.vocabulary import restricted
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.trainers.arguments import DartTrainingArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.evaluate import DraftQuality
-from hf_dart.vocabulary import restricted, token_ids
+from hf_dart.trees.vocabulary import token_ids
 
 
 @dataclass
