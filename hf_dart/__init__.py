@@ -2,8 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.version import __version__
-
 if TYPE_CHECKING:
     from hf_dart.configuration import TreeConfig
     from hf_dart.decoding.api import attach, detach
@@ -16,6 +14,8 @@ if TYPE_CHECKING:
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.engine.compiled import compile
     from hf_dart.ngram import NgramTable
+
+__version__ = "0.1.0"
 
 __all__ = [
     "DFlashDrafter",

@@ -9,6 +9,8 @@ from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
+INSTALLED_FROM = "./hf-dart"
+"""What `pip install` takes: a clone of hf-dart, as long as it is not on PyPI."""
 LEAST_TEMPERATURE = 1e-6
 """Of sampling; logits divided by much less would be no numbers any more."""
 

@@ -17,7 +17,6 @@ from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, t
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
-from hf_dart.bench.report import as_table
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
@@ -26,6 +25,7 @@ from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training.checkpoints.record import training_record
 from hf_dart.training.recipe import parser
 from hf_dart.training.run import _KINDS
+from hf_dart.view.tables import as_table
 
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
 BENCH = DEMO_CARD / "bench.json"

@@ -28,6 +28,7 @@ from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.loading import load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run
+from hf_dart.view.tables import as_table
 
 _NAMES = {"dart": "DART", "eagle": "EAGLE"}
 Costs = dict[str, dict[int, Profile]]
@@ -156,7 +157,7 @@ def main() -> None:
         "training": trained,
         "costs": {kind: {str(depth): asdict(one) for depth, one in found.items()} for kind, found in costs.items()},
     }
-    sections = [cost_table(costs), comparison(content["results"]), [report.as_table(content)]]
+    sections = [cost_table(costs), comparison(content["results"]), [as_table(content)]]
     content["markdown"] = "\n\n".join("\n".join(lines) for lines in sections)
     print(content["markdown"])
     if arguments.json is not None:

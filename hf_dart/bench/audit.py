@@ -16,15 +16,15 @@ from hf_dart.bench.exact import (
     NEAR_TIE,
     Difference,
     Run,
-    Verdict,
     differences,
     run,
     run_differences,
+    verdict,
 )
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.report import headline
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
 from hf_dart.configuration import TreeConfig
+from hf_dart.view.tables import Verdict, headline
 
 _MODES = ("greedy", "sampled, T=1")
 
@@ -118,7 +118,7 @@ def audit(
         def both(inputs: dict[str, Tensor], options: dict[str, Any]) -> tuple[Run, list[Difference | None]]:
             stock, drafted = run(model, inputs, options, seed), run(model, inputs, {**options, **drafting}, seed)
             found = run_differences(model, inputs, options, seed, stock, drafted)
-            verdicts.append(Verdict.of(found, stock, drafted))
+            verdicts.append(verdict(found, stock, drafted))
             return stock, found
 
         batch, batched = both(together, options)

@@ -9,12 +9,10 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.exact import Verdict
 from hf_dart.bench.profile import Profile
-from hf_dart.bench.report import UNREADABLE, headline
-from hf_dart.bench.rivals import STOCK
 from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.view.tables import STOCK, UNREADABLE, Verdict, headline
 
 
 @dataclass(frozen=True)

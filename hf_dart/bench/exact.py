@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.view.tables import Verdict
 
 NEAR_TIE = 1e-5
 """A float32 difference is a near-tie if stock's own best two choices lie closer than this there."""
@@ -61,48 +62,6 @@ def _generator_state(device: torch.device) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Verdict:
-    """How two runs compare.
-
-    Attributes:
-        rows: rows compared.
-        near_ties: rows that part at a near-tie of stock's own choice.
-        differences: rows that part elsewhere.
-        generator: the generator was left in the same state (after a near-tie it need not be).
-    """
-
-    rows: int = 0
-    near_ties: int = 0
-    differences: int = 0
-    generator: bool = True
-
-    @classmethod
-    def of(cls, found: list[Difference | None], stock: Run, other: Run) -> Verdict:
-        """The verdict on two runs whose `run_differences` are `found`."""
-        ties = sum(one is not None and one.near_tie for one in found)
-        apart = sum(one is not None for one in found) - ties
-        return cls(len(found), ties, apart, torch.equal(stock.generator, other.generator))
-
-    @property
-    def identical(self) -> bool:
-        """Token for token the same, near-ties apart, generator included."""
-        return not self.differences and (self.generator or self.near_ties > 0)
-
-    def __add__(self, other: Verdict) -> Verdict:
-        return Verdict(
-            self.rows + other.rows,
-            self.near_ties + other.near_ties,
-            self.differences + other.differences,
-            self.generator and other.generator,
-        )
-
-    def __str__(self) -> str:
-        if not self.identical:
-            return "no"
-        return f"yes, but for {self.near_ties} near-ties" if self.near_ties else "yes"
-
-
-@dataclass(frozen=True)
 class Difference:
     """Where two runs of one row part, and how close stock's own choice was there.
 
@@ -125,6 +84,13 @@ class Difference:
     def near_tie(self) -> bool:
         """Were stock's own two best choices no further apart than is allowed?"""
         return self.gap <= self.allowed
+
+
+def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
+    """The verdict on two runs whose `run_differences` are `found`."""
+    ties = sum(one is not None and one.near_tie for one in found)
+    apart = sum(one is not None for one in found) - ties
+    return Verdict(len(found), ties, apart, torch.equal(stock.generator, other.generator))
 
 
 def differences(
@@ -169,7 +135,7 @@ def compare(
     Args:
         options: those of the stock run; where tokens differ it is repeated, to see how close its choice was.
     """
-    return Verdict.of(run_differences(model, inputs, options, seed, stock, other), stock, other)
+    return verdict(run_differences(model, inputs, options, seed, stock, other), stock, other)
 
 
 def run_differences(

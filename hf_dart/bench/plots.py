@@ -5,9 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.report import labels
-from hf_dart.bench.rivals import STOCK
 from hf_dart.view.svg import COLORS, Drawing
+from hf_dart.view.tables import STOCK, labels
 
 _WIDTH, _BARS, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 420, 60, 22, 40, 36
 _LETTER = 7  # pixels, about

@@ -10,7 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench import drafts, plots, report, train
+from hf_dart.bench import drafts, plots, train
+from hf_dart.hub.card import has_markers, render_card
+from hf_dart.hub.facts import HeadFacts
+from hf_dart.view import tables
 
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
 """What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.
@@ -70,7 +73,7 @@ def _made(file: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
         raise ValueError(f"Cannot read {file} ({error}); give what hf-dart bench --json wrote.") from error
     try:
         return make(content)
-    except report.UNREADABLE as error:
+    except tables.UNREADABLE as error:
         raise ValueError(f"{file} is not what hf-dart bench --json writes ({error!r}); measure again.") from error
 
 
@@ -79,7 +82,7 @@ def _renderer(content: dict[str, Any], phases: bool) -> Callable[[dict[str, Any]
         return operator.itemgetter("markdown")
     if "drafts" in content:
         return drafts.as_table
-    return train.as_table if "blocks" in content["results"][0] else partial(report.as_table, phases=phases)
+    return train.as_table if "blocks" in content["results"][0] else partial(tables.as_table, phases=phases)
 
 
 def render_file(file: Path, head: Path) -> bool:
@@ -97,9 +100,6 @@ def render_file(file: Path, head: Path) -> bool:
         ValueError: as `render_tables`; or the card's files are not those of that head.
         OSError: it cannot be read or written.
     """
-    from hf_dart.hub.card import has_markers, render_card
-    from hf_dart.hub.facts import HeadFacts
-
     before = file.read_text(encoding="utf8")
     after = render_tables(before, file.parent)
     if has_markers(after):

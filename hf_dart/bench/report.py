@@ -1,4 +1,4 @@
-"""What was measured, as a table and as JSON."""
+"""What was measured, as JSON; `hf_dart.view.tables` shows it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,11 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench.exact import Verdict
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.rivals import STOCK
 from hf_dart.bench.speed import Measurement, Settings, spread
 from hf_dart.configuration import TreeConfig
 from hf_dart.hub.machine import hardware, versions
-
-UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, ArithmeticError)
-"""What the writers of tables raise for JSON that is not what `as_json` gives."""
+from hf_dart.view.tables import STOCK
 
 
 def circumstances(
@@ -57,17 +53,6 @@ def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]
         case: `text`, `dtype`, `prompt_tokens`: what these were measured on, since a report may have several.
     """
     return [{**case, **_result(one, _stock_of(one, measurements))} for one in measurements]
-
-
-def labels(report: dict[str, Any]) -> list[str]:
-    """Of each result, what of its case is not the same in all of them; empty in reports of one case."""
-    entries = report["results"]
-    varying = [name for name in ("text", "dtype") if len({one.get(name) for one in entries}) > 1]
-    lengths = {(one.get("text"), one.get("prompt_tokens")) for one in entries}
-    if len(lengths) > len({text for text, _ in lengths}):
-        varying.append("prompt_tokens")
-    units = {"prompt_tokens": " tokens"}
-    return [", ".join(f"{one[name]}{units.get(name, '')}" for name in varying) for one in entries]
 
 
 def _stock_of(one: Measurement, measurements: list[Measurement]) -> Measurement:
@@ -113,80 +98,3 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
 
 def _spread(values: list[float]) -> dict[str, float]:
     return dict(zip(("median", "min", "max"), spread(values), strict=True))
-
-
-def headline(about: dict[str, Any]) -> str:
-    """Pair, dtype, hardware and versions on one line."""
-    return (
-        f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
-        f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
-        f"{about['threads']} threads; " + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
-    )
-
-
-def as_table(report: dict[str, Any], phases: bool = True) -> str:
-    """Markdown tables of what `as_json` gives, what they were measured on above: speed, and times by phase."""
-    settings, entries = report["settings"], report["results"]
-    cases = labels(report)
-    lines = [
-        headline(report),
-        f"{settings['prompts']} prompts of up to {settings['prompt_tokens']} tokens from {report['text']}, "
-        f"{settings['new_tokens']} new tokens; median [min, max] of {settings['repeats']} interleaved "
-        "repeats",
-        "",
-        *_speeds(entries, cases),
-    ]
-    drafted = [(one, case) for one, case in zip(entries, cases, strict=True) if "tau" in one]
-    if drafted and phases:
-        lines += ["", *_phases(drafted)]
-    return "\n".join(lines)
-
-
-def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
-    names = ["batch", "mode", "method", "tokens/s", "x stock", "τ", "accepted", "identical", "repeated 4-grams"]
-    lines = _head([*_case_column(cases), *names, "peak MiB"])
-    for one, case in zip(entries, cases, strict=True):
-        stock, ratio = one["method"] == STOCK, one["ratio"]
-        same = "other numbers" if not stock and "compared" not in one else ""
-        cells = [
-            *([case] if any(cases) else []),
-            str(one["batch"]),
-            one["mode"],
-            one["method"],
-            f"{one['tokens_per_second']['median']:.0f}",
-            "1" if stock else f"**{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}]",
-            *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
-            str(Verdict(**one["compared"])) if "compared" in one else same,
-            f"{one['repeated_4grams']:.0%}",
-            f"{one['peak_memory_bytes'] / 2**20:.0f}",
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    if any("compared" not in one and one["method"] != STOCK for one in entries):
-        lines += ["", "`other numbers`: stock's assisted sampling draws from the generator in another order."]
-    return lines
-
-
-def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
-    cases = [case for _, case in drafted]
-    several = len({one["method"] for one, _ in drafted}) > 1
-    phases = list(drafted[0][0]["round_ms"])
-    names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
-    lines = _head([*_case_column(cases), *names])
-    for one, case in drafted:
-        cells = [*([case] if any(cases) else []), str(one["batch"]), one["mode"], *([one["method"]] if several else [])]
-        cells += [f"{value:.2f}" for value in one["round_ms"].values()]
-        lines.append(f"| {' | '.join([*cells, format(one['not_forward'], '.0%')])} |")
-    return [
-        *lines,
-        "",
-        "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
-        "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
-    ]
-
-
-def _case_column(cases: list[str]) -> list[str]:
-    return ["case"] if any(cases) else []
-
-
-def _head(names: list[str]) -> list[str]:
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]

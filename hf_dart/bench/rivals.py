@@ -10,15 +10,15 @@ from typing import Any
 from torch import nn
 from transformers import CompileConfig
 
-import hf_dart
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
 from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.engine.compiled import compile
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.view.tables import OURS, STOCK
 
-STOCK, OURS = "stock", "hf_dart"
 STOCK_COMPILED, LOOKUP, ASSISTED = "stock, compiled", "stock prompt lookup", "stock assisted"
 ENGINE = f"{OURS}, compiled"
 COMPILED = (STOCK_COMPILED, ENGINE)
@@ -60,7 +60,7 @@ def methods(
         found[OURS] = {"assistant": head, "tree_config": tree}
     if "engine" in rivals:
         captured = copy.deepcopy(head)
-        hf_dart.compile(pair.model, captured)
+        compile(pair.model, captured)
         found[ENGINE] = {"assistant": captured, "tree_config": tree}
     for drafter in drafters:
         found[f"{OURS}, {_name(drafter, found)}"] = {"assistant": drafter}

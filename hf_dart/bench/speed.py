@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.bench.exact import Run, Verdict, compare, repeated_4grams, run
+from hf_dart.bench.exact import Run, compare, repeated_4grams, run
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.rivals import COMPILED, STOCK, claims_same_text, is_ours, takes
+from hf_dart.bench.rivals import COMPILED, claims_same_text, is_ours, takes
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.view.tables import STOCK, Verdict
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},

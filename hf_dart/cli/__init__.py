@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from hf_dart import __version__
 from hf_dart.cli import (
     audit,
     bench,
@@ -21,7 +22,6 @@ from hf_dart.cli import (
     view,
 )
 from hf_dart.errors import UserError
-from hf_dart.version import __version__
 
 # In the order of --help.
 _COMMANDS = (demo, generate, view, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)

@@ -140,6 +140,7 @@ def _run(arguments: argparse.Namespace) -> int:
     check_folder(arguments.plots)
     set_threads(arguments.threads)
     from hf_dart.bench import plots, report, rivals, speed
+    from hf_dart.view import tables
 
     given = {name: getattr(arguments, name) for name in ("prompts", "new_tokens", "repeats", "batches")}
     smoke = _SMOKE if arguments.smoke else {}
@@ -169,7 +170,7 @@ def _run(arguments: argparse.Namespace) -> int:
     about["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in found)
     every = {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in ("text", "dtype")}
     content = {**about, **every, "drafters": rivals.parameters(methods), "results": found}
-    print(report.as_table(content))
+    print(tables.as_table(content))
     write_json(arguments.json, content)
     if arguments.plots is not None:
         with writing(arguments.plots):

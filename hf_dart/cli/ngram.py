@@ -10,9 +10,8 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.cli.common import positive, sizes
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import INSTALLED_FROM, UserError, sentence
 from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
-from hf_dart.version import INSTALLED_FROM
 
 if TYPE_CHECKING:
     from hf_dart.ngram import NgramTable

@@ -12,11 +12,9 @@ from typing import Any
 import yaml
 from huggingface_hub import EvalResultEntry, ModelCard
 
-from hf_dart.bench.exact import Verdict
-from hf_dart.bench.report import UNREADABLE, as_table, labels
-from hf_dart.bench.rivals import OURS
+from hf_dart.errors import INSTALLED_FROM
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.version import INSTALLED_FROM
+from hf_dart.view.tables import OURS, UNREADABLE, Verdict, as_table, labels
 
 BEGIN = "<!-- hf-dart: begin. Written from the head's files at each push, up to the end mark; write around it. -->"
 END = "<!-- hf-dart: end -->"

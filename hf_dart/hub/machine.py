@@ -9,13 +9,11 @@ from pathlib import Path
 
 import torch
 
-from hf_dart.version import __version__
-
 
 def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
-    """Python's, ours, and those of the packages that are installed."""
-    found = {"python": platform.python_version(), "hf-dart": __version__}
-    for name in packages:
+    """Those of Python, this package and others, as far as they are installed."""
+    found = {"python": platform.python_version()}
+    for name in ("hf-dart", *packages):
         try:
             found[name] = torch.__version__ if name == "torch" else version(name)
         except PackageNotFoundError:

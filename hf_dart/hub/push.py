@@ -26,7 +26,7 @@ from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.version import __version__
+from hf_dart.hub.machine import versions
 
 BENCH = "bench.json"
 _SHIM = Path(__file__).parent / "custom_generate"
@@ -72,7 +72,7 @@ def push_folder(
         ValueError: a file in `folder`, or one that was named, cannot be used; or it is an adapter of a local head.
         OSError: the Hub refused; nothing was committed.
     """
-    api = HfApi(library_name="hf-dart", library_version=__version__, token=token)
+    api = HfApi(library_name="hf-dart", library_version=versions(()).get("hf-dart"), token=token)
     facts = _facts(folder, repository, **known)  # what is wrong here is said before anything is made
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.errors import sentence
-from hf_dart.version import INSTALLED_FROM
+from hf_dart.errors import INSTALLED_FROM, sentence
 
 _FORMATS = {
     ".jsonl": ("json", "JSON lines"),

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.errors import sentence
+from hf_dart.hub.machine import versions
 from hf_dart.target.tokenizers import template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import Packer
 from hf_dart.trees.vocabulary import same_vocabulary
-from hf_dart.version import __version__
 
 if TYPE_CHECKING:
     from hf_dart.drafters.dart.configuration import DartConfig
@@ -275,7 +275,7 @@ def _fingerprint(documents: Any, encoder: Encoder) -> str | None:
     rest = (encoder.kind, encoder.name, encoder.all_tokens, asdict(encoder.pack), encoder.tokenizer.eos_token_id)
     # What save_to_disk wrote keeps its fingerprint when its files are put in place of others.
     files = [(file.stat().st_size, file.stat().st_mtime_ns) for file in _cached(documents)]
-    content = json.dumps([__version__, documents._fingerprint, files, backend, template, rest])
+    content = json.dumps([versions(()), documents._fingerprint, files, backend, template, rest])
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
