@@ -22,7 +22,6 @@ from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.target.loading import PACKAGED_TARGET
-from hf_dart.training.checkpoints.record import training_record
 from hf_dart.training.recipe import parser
 from hf_dart.training.run import _KINDS
 from hf_dart.view.tables import as_table
@@ -145,7 +144,7 @@ def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     assert private.training["recipe"] == {"target": "llama", "train_data": ["mails.jsonl", "me/data"]}
     assert "| data | mails.jsonl, me/data |" in render_card(private)
     trainer.recipe = recipe
-    assert training_record(trainer)["recipe"] == private.training["recipe"]
+    assert trainer.record()["recipe"] == private.training["recipe"]
 
     # A record that says less gives a card that says less.
     thin = {"steps": 3}

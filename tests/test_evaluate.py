@@ -19,7 +19,6 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.refinement import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
-from hf_dart.training.checkpoints.record import training_record
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts
 
@@ -257,10 +256,10 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
     assert trainer.state.best_metric == 2.0
     assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
     assert all(torch.equal(value, weights[1][name]) for name, value in head.state_dict().items())
-    record = training_record(trainer)
+    record = trainer.record()
     assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 2.0)
     trainer.evaluate(metric_key_prefix="eval")
-    record = training_record(trainer)
+    record = trainer.record()
     assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 3.0)
 
 

@@ -109,10 +109,10 @@ def _some(rows: Any) -> Iterator[dict[str, Any]]:
 
 def _evaluation(trainer: DartTrainer) -> dict[str, float]:
     """Of the head as it is now."""
-    last = last_evaluation(trainer.state)
+    last = last_evaluation(trainer.state.log_history)
     if last is None or last["step"] != trainer.state.global_step or trainer.args.load_best_model_at_end:
         trainer.evaluate()
-        last = last_evaluation(trainer.state)
+        last = last_evaluation(trainer.state.log_history)
     return last or {}
 
 

@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import sentence
 from hf_dart.hub.machine import versions
 from hf_dart.target.tokenizers import template_hash
@@ -18,9 +19,6 @@ from hf_dart.training.data.documents import Source, datasets_library, group_file
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import Packer
 from hf_dart.trees.vocabulary import same_vocabulary
-
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.configuration import DartConfig
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time

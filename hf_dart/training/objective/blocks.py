@@ -11,17 +11,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_dart.training.objective.losses import NO_LABEL
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
 
 MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
@@ -198,8 +194,6 @@ def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: 
 
 
 def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
-    from torch.nn.attention.flex_attention import create_block_mask
-
     # Uncompiled, it writes the whole mask down before it looks for empty tiles.
     create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)  # type: ignore[arg-type]

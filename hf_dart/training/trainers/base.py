@@ -22,7 +22,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
 from hf_dart.training.checkpoints.folders import STAGING, publish
-from hf_dart.training.checkpoints.resuming import TARGET, check_checkpoint, fingerprints, keeping_options
+from hf_dart.training.checkpoints.resuming import TARGET, check_checkpoint, fingerprints, readable
 from hf_dart.training.trainers.arguments import DartTrainingArguments
 from hf_dart.training.trainers.evaluate import DecodingCallback, first_prompts
 
@@ -125,7 +125,9 @@ class DrafterTrainer(Trainer):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):
-            check_checkpoint(str(checkpoint), self)
+            check_checkpoint(
+                checkpoint, self.drafter, self.target, self.is_fsdp_enabled or self.is_deepspeed_enabled
+            )
         with _frozen(self.target):
             return super().train(checkpoint, **kwargs)
 
@@ -136,23 +138,9 @@ class DrafterTrainer(Trainer):
         if not self.control.should_training_stop:
             super()._run_epoch(**kwargs)
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """As `Trainer`; all optimizers know the learning rate that they were given, which some schedules forget."""
-        scheduler = super().create_scheduler(*args, **kwargs)
-        for group in self.optimizer.param_groups:
-            group.setdefault("initial_lr", group["lr"])
-        return scheduler
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """As `Trainer`, but the learning rate and its like are those that this run was given."""
-        if checkpoint is not None:
-            with keeping_options(checkpoint, self.optimizer, self.lr_scheduler):
-                super()._load_optimizer_and_scheduler(checkpoint)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        """As `Trainer`, if this run scales its losses: one begun in fp16 may go on in bf16."""
-        if self.accelerator.scaler is not None:
-            super()._load_scaler(checkpoint)
+        with readable(checkpoint or "", "the state of the optimizer"):
+            super()._load_optimizer_and_scheduler(checkpoint)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device

@@ -14,9 +14,10 @@ from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.refinement import best_chain
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import restricted
+from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
 from hf_dart.target.features import features_request, gather_features
-from hf_dart.training.checkpoints.record import write_training_record
+from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.objective.blocks import (
     build_blocks,
     document_positions,
@@ -319,10 +320,25 @@ class DartTrainer(DrafterTrainer):
         return output
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As `Trainer`, with a record of the training beside the weights (`training.checkpoints.record`)."""
+        """Save the drafter, and beside it the record of its training (training.json)."""
         super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            write_training_record(self, output_dir or self.args.output_dir)
+            write_training_record(self.record(), output_dir or self.args.output_dir)
+
+    def record(self) -> dict[str, Any]:
+        """How the drafter was trained so far, as `training_record` says, with dtypes and what `own_record` adds.
+
+        `recipe` holds the options that `hf-dart train` was given, tokens of the Hub and local folders left out.
+        """
+        return training_record(
+            self.args,
+            self.state,
+            self.best_from,
+            **self.own_record(),
+            weights_dtype=str(self.head.dtype).removeprefix("torch."),
+            target_dtype=str(self.target.dtype).removeprefix("torch."),
+            recipe=None if self.recipe is None else publishable(self.recipe),
+        )
 
     def push_to_hub(  # type: ignore[override]
         self,
