@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import assert_identical, run
-from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from compare import assert_identical, run
 from test_exact import replay
+from tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
@@ -22,7 +22,7 @@ from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, is_placeholder, window_of
 from hf_dart.cache.tree_cache import tree_cache
-from hf_dart.decoding import session as decode
+from hf_dart.decoding import prefill as prefilling
 from hf_dart.decoding.api import attach
 from hf_dart.target.verify import Verifier, mask_kinds
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
@@ -187,7 +187,7 @@ def test_right_aligned_end_to_end(family: str, lengths: list[int], monkeypatch: 
         made.append(right_aligned(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(decode, "tree_cache", choose)
+    monkeypatch.setattr(prefilling, "tree_cache", choose)
     assert_identical(target, head, inputs, **SAMPLED)
     options = {**GREEDY, "eos_token_id": [3, 11, 19]}
     misses = [0.1, 0.8, 0.3, 0.5][: len(lengths)]
@@ -235,7 +235,7 @@ def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache,
 def test_the_returned_cache_is_stocks(
     family: str, make: Callable[..., TreeCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decode, "tree_cache", make)
+    monkeypatch.setattr(prefilling, "tree_cache", make)
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     pads = [max(lengths) - length for length in lengths]
@@ -355,7 +355,7 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
         made.append(tree_cache(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(decode, "tree_cache", noted)
+    monkeypatch.setattr(prefilling, "tree_cache", noted)
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     options = {"do_sample": False, "max_new_tokens": 220}

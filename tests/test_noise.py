@@ -10,7 +10,8 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
 from test_exact import replay
 
-from hf_dart.decoding import session as decode
+from hf_dart import TreeConfig
+from hf_dart.decoding import prefill
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.rows import Rows
@@ -176,13 +177,13 @@ def test_what_is_held_stays_bounded(misses: list[float], eos: Any, monkeypatch: 
                 leads.append(max(running.emitted) - running.slowest())
                 held.append((len(self._blocks), len(self._gumbels), len(self._states)))
 
-    monkeypatch.setattr(decode, "Rows", WatchedRows)
-    monkeypatch.setattr(decode, "NoiseStream", WatchedStream)
+    monkeypatch.setattr(prefill, "Rows", WatchedRows)
+    monkeypatch.setattr(prefill, "NoiseStream", WatchedStream)
     target = attach(tiny_target("llama"))
     inputs = prompts([9, 3, 7, 13])
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}
     drafter = replay(target, inputs, misses=misses, draft_length=DEPTH, **options)
-    drafter.tree_config = decode.TreeConfig(shared_noise=True, lookup=0, nodes=24)
+    drafter.tree_config = TreeConfig(shared_noise=True, lookup=0, nodes=24)
     assert_identical(target, drafter, inputs, **options)
     assert max(leads) <= MAX_LEAD
     # From the slowest row to where the fastest one's draft ends; and the state behind that.

@@ -32,7 +32,7 @@ from hf_dart import DartHead
 from hf_dart.cache.aligned import RightAlignedCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.stock_layers import undone_on_failure
-from hf_dart.decoding import session as decode
+from hf_dart.decoding import admit
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def out_of_memory(where: Any, name: str, call: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(where, name, fails)
-        patched.setattr(decode, "prove", lambda *args: None)  # it would run a patched target first
+        patched.setattr(admit, "prove", lambda *args: None)  # it would run a patched target first
         yield
 
 

@@ -18,8 +18,7 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.decoding import session as decode
-from hf_dart.decoding import turns
+from hf_dart.decoding import prefill, turns
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.target.trial import prove
@@ -54,7 +53,7 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         answers.append(draft is not None)
         return draft
 
-    monkeypatch.setattr(decode, "take_up", watched)
+    monkeypatch.setattr(prefill, "take_up", watched)
     return answers
 
 

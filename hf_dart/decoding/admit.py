@@ -1,30 +1,32 @@
-"""What cannot be exact is refused here, each with one sentence that says the mend."""
+"""Which calls of `generate` drafts can serve exactly: `admit` returns them as a frozen `Request`, or refuses.
+
+What cannot be exact is refused with one sentence that names the remedy; nothing has run by then but the trial of a
+target that is new (`hf_dart.target.trial`).
+"""
 
 from __future__ import annotations
 
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from transformers import DynamicCache, StaticCache
+from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache, StaticLayer
 from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hf_dart.cache.stock_layers import (
-    SIMPLE_LAYERS,
-    DummyLayer,
-    DynamicIndexedLayer,
-    attention_layers,
-    held_by,
-)
+from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
-from hf_dart.target.attention import attention_of
+from hf_dart.decoding.rows import length_limit
+from hf_dart.target.support import drops_out, refuse_cache
+from hf_dart.target.trial import prove
+from hf_dart.target.verify import refuse_crossing
 
-_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
-_ATTENTION = ("eager", "sdpa")
 # What asks `generate` for other modes than greedy search and sampling.
 _OTHER_MODES = (
     "constraints",
@@ -47,43 +49,151 @@ _INPUTS = {
     "position_ids",
     "use_cache",
 }
-# Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
-_OTHER_HEADS = ("classifier", "summary")
 # With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
 _KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
 
 
-def refuse_model(model: Any) -> None:
-    """Raise for targets that cannot verify a tree.
+FILL = 64
+"""Tokens fed at once when rows that ended early are filled up for a cache that is handed back."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One call of `generate` that drafts can serve exactly, as stock prepared it; nothing in it changes.
+
+    Attributes:
+        model: the target.
+        drafter: what drafts.
+        tree_config: how trees grow in this call, its `draft_cost` known.
+        processors, criteria, generation_config: of the call.
+        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
+        input_ids: [B, P] left-padded prompts.
+        prompt: the same, or their embeddings [B, P', E].
+        pads: left padding of each row.
+        cached: slots of the text that the cache holds already.
+        total: slots of the prompts, the cached ones included.
+        most: slots of the prompts and of all tokens that may be generated.
+        max_length: tokens that a row may have, the P of `input_ids` included.
+        in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
+        traced: keep every round and its tree in the statistics.
+    """
+
+    model: PreTrainedModel
+    drafter: Proposer[Any]
+    tree_config: TreeConfig
+    processors: LogitsProcessorList
+    criteria: StoppingCriteriaList
+    generation_config: Any
+    model_kwargs: Mapping[str, Any]
+    input_ids: Tensor
+    prompt: Tensor
+    pads: list[int]
+    cached: int
+    total: int
+    most: int
+    max_length: int
+    in_step: bool
+    traced: bool
+
+    @property
+    def first_slot(self) -> int:
+        """The slot of the first token of `input_ids`."""
+        return self.total - self.input_ids.shape[1]
+
+    @property
+    def stock_cache(self) -> Cache:
+        """The cache that stock made for the call, or that the user passed in."""
+        return self.model_kwargs["past_key_values"]
+
+    @property
+    def users_cache(self) -> bool:
+        """Did the user pass the cache in?"""
+        return bool(getattr(self.stock_cache, "_is_user_defined", False))
+
+    @property
+    def returns_cache(self) -> bool:
+        """Will anybody look at the cache after the call?"""
+        return bool(self.generation_config.return_dict_in_generate) or self.users_cache
+
+    def collects(self, name: str) -> bool:
+        """Does the call return what "output_scores", "output_logits" or "output_hidden_states" names?"""
+        config = self.generation_config
+        return bool(config.return_dict_in_generate and getattr(config, name))
+
+
+def admit(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: Any,
+    drafter: Proposer[Any],
+    tree_config: TreeConfig | None,
+    refine: int | None,
+    trace: bool,
+    synced_gpus: bool,
+    model_kwargs: dict[str, Any],
+) -> Request:
+    """The call as a `Request`.
+
+    Args:
+        input_ids: [B, P] left-padded prompts.
+        tree_config, refine: replace the drafter's for this call; None leaves them.
+        synced_gpus: as stock was told.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
+        ValueError: something was asked for that could not equal stock's output.
     """
-    refuse_target(model)
-    attention = attention_of(model)
-    if attention not in _ATTENTION:
+    tree_config = tree_config or drafter.tree_config
+    if refine is not None:
+        tree_config = replace(tree_config, refine=refine)
+    if tree_config.refine and not drafter.refines:
         raise ValueError(
-            f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "
-            "(or 'eager') before generating."
+            f"This {type(drafter).__name__} does not refine its drafts; give refine=0, or a head that was trained "
+            "with an editor."
         )
-
-
-def refuse_target(model: Any) -> None:
-    """Raise for targets that no draft serves, tree or chain.
-
-    Raises:
-        ValueError: encoder-decoder models, active dropout.
-    """
-    if model.config.is_encoder_decoder:
-        raise ValueError(
-            f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
-            "Call generate without assistant=."
+    input_ids = input_ids.long()  # as stock's are once a token is added
+    batch, width = input_ids.shape
+    max_length = length_limit(criteria, width)
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeddings is None else embeddings
+    total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+    most = total + max_length - width
+    prove(model, most, max(tree_config.nodes or 0, FILL))
+    refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    refuse_drafter(drafter)
+    drafter.check_target(model)
+    if tree_config.draft_cost is None:
+        tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
+    stock = refuse_cache(model_kwargs.get("past_key_values"))
+    cached = int(stock.get_seq_length())
+    pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
+    refuse_crossing(model, pads, cached, total, most)
+    refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
+    if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        warnings.warn(
+            "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "
+            "hf_dart.compile(model, head) was called.",
+            stacklevel=2,
         )
-    if model.training or _drops_out(model):
-        raise ValueError(
-            "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
-            "first."
-        )
+    return Request(
+        model=model,
+        drafter=drafter,
+        tree_config=tree_config,
+        processors=processors,
+        criteria=criteria,
+        generation_config=generation_config,
+        model_kwargs=model_kwargs,
+        input_ids=input_ids,
+        prompt=prompt,
+        pads=pads,
+        cached=cached,
+        total=total,
+        most=most,
+        max_length=max_length,
+        in_step=needs_stocks_steps(processors, criteria, generation_config),
+        traced=trace,
+    )
 
 
 def refuse_drafter(drafter: Proposer[Any]) -> None:
@@ -92,35 +202,11 @@ def refuse_drafter(drafter: Proposer[Any]) -> None:
     Raises:
         ValueError: active dropout.
     """
-    if isinstance(drafter, nn.Module) and _drops_out(drafter):
+    if isinstance(drafter, nn.Module) and drops_out(drafter):
         raise ValueError(
             "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "
             "eval() first."
         )
-
-
-def _drops_out(model: nn.Module) -> bool:
-    return any(part.training and _draws(part) for part in parts_of(model))
-
-
-def _draws(part: nn.Module) -> bool:
-    """Would a module draw numbers in train mode? Many call functions with a share that they, or their config, name."""
-    if isinstance(part, _DropoutNd):
-        return part.p > 0
-    named = {**getattr(getattr(part, "config", None), "__dict__", {}), **vars(part)}
-    return any(
-        type(value) in (int, float) and value > 0 and ("dropout" in name or "jitter" in name)
-        for name, value in named.items()
-        if not name.startswith(_OTHER_HEADS)
-    )
-
-
-def parts_of(model: nn.Module) -> list[nn.Module]:
-    """All modules of a model; several times faster than `model.modules()`, as is felt in every call."""
-    found = [model]
-    for part in found:
-        found.extend(inner for inner in part._modules.values() if inner is not None)
-    return found
 
 
 def refuse_options(
@@ -190,47 +276,6 @@ def _refuse_activated_adapters(model: Any) -> None:
                 "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
                 "generate without assistant=."
             )
-
-
-def refuse_cache(cache: Any) -> Cache:
-    """Return the cache if it is one whose rounds can be undone, raise otherwise.
-
-    Raises:
-        ValueError: quantised, offloaded or encoder-decoder caches; linear-attention or state layers.
-    """
-    offloading = getattr(cache, "offloading", False)
-    if type(cache) not in (DynamicCache, StaticCache) or offloading:
-        raise ValueError(
-            f"A {type(cache).__name__}{' with offloading' if offloading else ''} cannot take back rejected drafts; "
-            "leave cache_implementation out or pass a plain DynamicCache or StaticCache."
-        )
-    for layer in cache.layers:
-        if type(layer) not in _LAYERS and isinstance(layer, StaticLayer):
-            raise ValueError(
-                f"Entries of a {type(layer).__name__} cannot be taken back; leave cache_implementation out or pass a "
-                "DynamicCache."
-            )
-        if type(layer) not in _LAYERS:
-            raise ValueError(
-                f"This model keeps a {type(layer).__name__}, a running state that a rejected draft would spoil; it is "
-                "not supported yet, call generate without assistant=."
-            )
-    return cache
-
-
-def refuse_compressed(cache: Cache, total: int) -> None:
-    """Raise for a prefilled cache that does not hold every one of its `total` slots: position and entry part there.
-
-    Raises:
-        ValueError: hooks dropped some, as kvpress does.
-    """
-    whole = [layer for layer in attention_layers(cache) if not getattr(layer, "is_sliding", False)]
-    held = min([int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)])
-    if held != total:
-        raise ValueError(
-            f"The cache holds {held} entries behind a prompt of {total} slots: something compresses it, and drafts "
-            "would be verified at other positions; take its hooks off the model, or leave assistant= out."
-        )
 
 
 def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots: int) -> None:

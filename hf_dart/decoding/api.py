@@ -1,4 +1,4 @@
-"""`model.generate(..., assistant=drafter)`: a per-instance override that adds one keyword."""
+"""`model.generate(..., assistant=drafter)`: a per-instance override that adds one keyword, and what it runs."""
 
 from __future__ import annotations
 
@@ -6,11 +6,23 @@ import functools
 import inspect
 from typing import Any
 
-from transformers import GenerationMixin, StoppingCriteriaList, StopStringCriteria
+import torch
+from torch import Tensor
+from transformers import (
+    GenerationMixin,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.admit import admit
+from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
+from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
-from hf_dart.decoding.session import speculative_generate
+from hf_dart.decoding.round import one_round
+from hf_dart.target.devices import host_by_default
 from hf_dart.target.trial import prove
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
@@ -174,3 +186,69 @@ def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
     configs = (kwargs.get("generation_config"), model.generation_config)
     given = (getattr(config, name) for config in configs if config is not None)
     return next((value for value in given if value is not None), None)
+
+
+@host_by_default
+@torch.no_grad()
+def speculative_generate(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    assistant: Proposer[Any],
+    tree_config: TreeConfig | None = None,
+    refine: int | None = None,
+    trace: bool = False,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    **model_kwargs: Any,
+) -> Tensor | DartGenerateOutput:
+    """Decode with drafts: the callable that `assistant=` becomes, called by stock's `generate` with all prepared.
+
+    Args:
+        model: the target.
+        input_ids: [B, P] left-padded prompts, already expanded for `num_return_sequences`.
+        logits_processor, stopping_criteria, generation_config: as `generate` prepared them.
+        assistant: the drafter.
+        tree_config: replaces `assistant.tree_config` for this call.
+        refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
+        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them); no engine takes part then.
+        synced_gpus: as `generate` was told.
+        streamer: is told of every token.
+        model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
+
+    Returns:
+        [B, P + T] token ids, or a [`DartGenerateOutput`] with `return_dict_in_generate=True`; both as stock.
+
+    Raises:
+        ValueError: something was asked for that could not equal stock's output.
+    """
+    request = admit(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        assistant,
+        tree_config,
+        refine,
+        trace,
+        synced_gpus,
+        model_kwargs,
+    )
+    session, logits = prefill(request, streamer)
+    try:
+        session.first_token(logits)
+        if assistant.engine is not None and not session.rows.finished and not trace:
+            assistant.engine.run(session)
+        while not session.rows.finished:
+            one_round(session)
+        output = result(session)
+    except BaseException:
+        break_off(session)
+        raise
+    session.streaming.end()
+    assistant.last_stats = session.stats
+    session.pace.tell(assistant)
+    return output

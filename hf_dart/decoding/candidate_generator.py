@@ -18,11 +18,12 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator
 
-from hf_dart.decoding.admit import left_padding, refuse_cache, refuse_options, refuse_target
+from hf_dart.decoding.admit import left_padding, refuse_options
 from hf_dart.decoding.proposer import Proposal, Proposer
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.support import refuse_cache, refuse_target
 from hf_dart.target.verify import position_limit
 from hf_dart.trees.vocabulary import spread
 

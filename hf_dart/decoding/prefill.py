@@ -1,4 +1,4 @@
-"""Stock prefill, read by the drafter chunk by chunk."""
+"""Stock prefill, read by the drafter chunk by chunk, and the session that rounds go on with (`prefill`)."""
 
 from __future__ import annotations
 
@@ -7,13 +7,30 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin
+from transformers.cache_utils import Cache
 
-from hf_dart.decoding.admit import refuse_positions
-from hf_dart.decoding.proposer import Proposer
+from hf_dart.cache.base import TreeCache
+from hf_dart.cache.stock_layers import undone_on_failure
+from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.decoding.admit import Request, refuse_positions
+from hf_dart.decoding.drafting import Drafting
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.pace import Pace
+from hf_dart.decoding.proposer import Proposer, Verified
+from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.session import HiddenStates, Noise, Session
+from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.trace import Trace
+from hf_dart.decoding.turns import Draft, take_up
+from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
-from hf_dart.target.verify import takes_positions
+from hf_dart.target.support import refuse_cache, refuse_compressed
+from hf_dart.target.verify import MaskKind, Verifier, layer_windows, mask_kinds, takes_positions
 
+# The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
+_HEADROOM = 512
 # Positions that a drafter takes in at once: its masks grow with them, times all positions before.
 _AT_ONCE = 2048
 
@@ -130,3 +147,122 @@ def _prepares_itself(target: Any) -> bool:
         for name in names
         for method in [getattr(target, name)]
     )
+
+
+def prefill(request: Request, streamer: Any) -> tuple[Session, Tensor]:
+    """Run the prompt through the target and the drafter.
+
+    Should it fail, a cache that was passed in is as it was.
+
+    Args:
+        request: what `admit` let in.
+        streamer: is told of every token.
+
+    Returns:
+        The session, which has seen the whole prompt but for the token after it, and the target's logits [B, 1, V] for
+        that token.
+
+    Raises:
+        ValueError: the target turns out to keep a cache whose rounds cannot be undone.
+    """
+    config, batch = request.generation_config, len(request.input_ids)
+    stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
+    rows = Rows(
+        request.input_ids, request.model_kwargs.get("attention_mask"), config, request.criteria, request.in_step
+    )
+    with stats.phase("prefill"):
+        draft = take_up(request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads)
+        draft = draft or Draft(
+            request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
+        )
+        logits, features, states, kinds, stock, cache = _run(request, rows, draft)
+        hidden_states = HiddenStates(states) if request.collects("output_hidden_states") else None
+        verify = Verifier(
+            request.model, cache, kinds, request.drafter.feature_layers, keep_hidden_states=hidden_states is not None
+        )
+        noise = None
+        if config.do_sample:
+            noise = NoiseStream(batch, logits.shape[-1], rows.device, forecast=rows.in_step)
+        noise_ahead = _as_trees_see(noise, rows, request)
+        streaming = Streaming(streamer, rows, drawn_ahead=bool(config.do_sample) and not rows.in_step)
+        walk = Walker(
+            request.processors,
+            rows,
+            streaming,
+            noise,
+            keep_scores=request.collects("output_scores"),
+            keep_logits=request.collects("output_logits"),
+        )
+        grower = TreeGrower(request.drafter, request.tree_config, request.processors, rows.tokens, rows.device)
+        pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0)
+        drafting = Drafting(
+            request.drafter,
+            draft,
+            request.drafter.propose_ranked,
+            grower.depth,
+            lambda level, scores: grower.score(scores, noise_ahead(level, 1)),
+            rows,
+            keeps=pace.ever_drafts or request.returns_cache,
+        )
+    # The prompt's last position waits for the token after it.
+    waiting = Verified(features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long))
+    session = Session(
+        request=request,
+        rows=rows,
+        streaming=streaming,
+        stats=stats,
+        pace=pace,
+        draft=drafting,
+        grower=grower,
+        verify=verify,
+        cache=cache,
+        walk=walk,
+        noise=noise,
+        noise_ahead=noise_ahead,
+        stock_cache=stock,
+        vocab_size=logits.shape[-1],
+        hidden_states=hidden_states,
+        seen=waiting,
+    )
+    return session, logits
+
+
+def _run(
+    request: Request, rows: Rows, draft: Draft
+) -> tuple[Tensor, Tensor, tuple[Tensor, ...], list[MaskKind], Cache, TreeCache]:
+    """Stock's prefill, and the cache that takes over from it.
+
+    Returns:
+        logits [B, 1, V] and features [B, 1, F] of the last position, hidden states of all layers as stock collects
+        them, kinds of masks, stock's cache, the rounds' cache.
+    """
+    model, batch, layers = request.model, len(rows), request.drafter.feature_layers
+    tail = request.prompt[:, request.cached - request.total :]
+    feed = PromptFeed(request.drafter, draft.state, tail, [max(pad - request.cached, 0) for pad in request.pads])
+    with undone_on_failure(request.stock_cache):
+        outputs = PrefillRecorder(model, feed, layers).prefill(
+            request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
+        )
+        # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
+        stock = refuse_cache(outputs.past_key_values)
+        refuse_compressed(stock, request.total)
+        kinds = mask_kinds(model, stock)
+        nodes = request.tree_config.resolve_nodes(batch, rows.device.type)
+        # Shapes of the engine are those of the whole text.
+        windows = layer_windows(model, stock) if request.drafter.engine is None else None
+        capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
+        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
+    assert feed.last is not None
+    logits = outputs.logits[:, -1:].to(rows.device)
+    return logits, feed.last, outputs.hidden_states, kinds, stock, cache
+
+
+def _as_trees_see(noise: NoiseStream | None, rows: Rows, request: Request) -> Noise:
+    """The Gumbel noise [B, depth, V] of tokens from `start` places after the text on, where trees may see it."""
+
+    def ahead(start: int, depth: int) -> Tensor | None:
+        if noise is None or not request.tree_config.shared_noise:
+            return None
+        return noise.gumbel([emitted + start for emitted in rows.emitted], depth)
+
+    return ahead

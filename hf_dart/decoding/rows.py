@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from hf_dart.decoding.noise import RefusesDraws
+from hf_dart.decoding.proposer import Verified
 from hf_dart.target.devices import users_default
 
 _ROOM = 512  # tokens behind the prompt that there is room for at first
@@ -134,6 +135,20 @@ class Rows:
         ends = torch.tensor(self.emitted)[:, None] + self.prompt_length
         columns = ends - torch.tensor(counts)[:, None] + torch.arange(width)
         return self._ids.gather(1, columns.minimum(ends - 1).to(self._ids.device))
+
+    def take(self, features: Tensor, path: Tensor, counts: list[int]) -> Verified:
+        """The positions that a round has verified, each with the token after it.
+
+        Args:
+            features: [B, N, F] of the round's tree.
+            path: [B, A] nodes that were accepted.
+            counts: how many of them count, per row.
+        """
+        width = max(1, *counts)
+        if features.shape[1] > 1:
+            nodes = path[:, :width].to(features.device)
+            features = features.gather(1, nodes[..., None].expand(-1, -1, features.shape[-1]))
+        return Verified(features, self.recent(counts, width), torch.tensor(counts))
 
     def _reserve(self, column: int) -> int:
         """Make room for `column`, which is returned."""

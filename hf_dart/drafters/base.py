@@ -8,8 +8,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.api import speculative_generate
 from hf_dart.decoding.proposer import Proposer, State
-from hf_dart.decoding.session import speculative_generate
 
 
 class Drafter(Proposer[State]):

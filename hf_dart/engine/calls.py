@@ -2,60 +2,69 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding.admit import parts_of
+from hf_dart.decoding.session import Session
 from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
+from hf_dart.engine.job import HeadJob, Job
 from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import matmul_precision
+from hf_dart.target.support import parts_of
 from hf_dart.target.trial import changes
-from hf_dart.target.verify import rotary_moves
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
+from hf_dart.target.verify import Verifier, rotary_moves
 
 
-def unfit(call: Call) -> str | None:
-    """Why the target cannot run on fixed shapes in a call; None if it can."""
+def job_of(session: Session) -> Job | str:
+    """The job that the engine can go on with, or why the target cannot run on fixed shapes in this call."""
+    target, cache, verify = session.request.model, session.cache, session.verify
+    if not isinstance(cache, RaggedCache) or not isinstance(verify, Verifier):
+        return "the target's cache keeps more than keys and values"
     asked = [
-        (call.hidden_states is not None, "it collects hidden states"),
-        (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
-        (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
-        (len({weight.device for weight in call.model.parameters()}) > 1, "the target does not lie on one device"),
-        (any(hasattr(part, "_hf_hook") for part in call.model.modules()), "the target is offloaded by accelerate"),
-        (_hooked(call.model), "the target has forward hooks, which a replayed round would not call"),
+        (session.hidden_states is not None, "it collects hidden states"),
+        (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
+        (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),
+        (any(hasattr(part, "_hf_hook") for part in target.modules()), "the target is offloaded by accelerate"),
+        (_hooked(target), "the target has forward hooks, which a replayed round would not call"),
     ]
-    return next((reason for holds, reason in asked if holds), None)
+    refused = next((reason for holds, reason in asked if holds), None)
+    if refused is not None:
+        return refused
+    drafter = session.request.drafter
+    head = drafter if isinstance(drafter, DraftingModel) and drafter.device == target.device else None
+    return Job(session, cache, verify, head)
 
 
-def needs_host(call: Call) -> str | None:
-    """Why the rounds of a call ask the host for something; None if they do not."""
-    rows, drafter, config = call.rows, call.drafter, call.config
+def head_job(job: Job) -> HeadJob | str:
+    """The same as a job whose whole rounds can be captured, or what they ask the host for."""
+    rows, drafter, config = job.rows, job.drafter, job.config
     drafts = config.nodes != 1
     if not isinstance(drafter, DraftingModel):
         return f"a {type(drafter).__name__} drafts with the host's help"
-    unknown = processing.key(call.processors, rows.prompt_length) is None
+    if job.head is None:
+        return "target and head do not lie on one device"
+    processors = job.session.request.processors
+    unknown = processing.key(processors, rows.prompt_length) is None
     asked = [
-        (unknown, f"it has logits processors ({_names(call.processors)})"),
+        (unknown, f"it has logits processors ({_names(processors)})"),
         (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
-        (drafter.device != call.model.device, "target and head do not lie on one device"),
         (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
         (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
     ]
-    return next((reason for holds, reason in asked if holds), None)
+    refused = next((reason for holds, reason in asked if holds), None)
+    return refused or HeadJob(job.session, job.cache, job.verify, job.head)
 
 
-def signature(call: Call) -> tuple[Any, ...]:
+def signature(job: Job) -> tuple[Any, ...]:
     """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters or code.
 
     What the head has made of its weights and of those that it borrows differs when they are written to, too.
     """
-    target, head = call.model, call.drafter
+    target, head = job.model, job.drafter
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
     parts: list[Any] = [attention_of(target), autocast, *_precision()]

@@ -8,28 +8,23 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
-from torch import Tensor
 
-from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding.rows import Streaming
-from hf_dart.decoding.stats import DraftStats
-from hf_dart.decoding.walk import Accepted
-from hf_dart.engine.calls import needs_host, signature, unfit
+from hf_dart.decoding.round import one_round
+from hf_dart.decoding.session import Session
+from hf_dart.engine.calls import head_job, job_of, signature
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Means, Pool, memory_pool
+from hf_dart.engine.job import HeadJob, Job
 from hf_dart.engine.loop import run
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
 from hf_dart.target.attention import attention_of
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
 
 _LOGGER = logging.getLogger(__name__)
 _WORTH_A_MOVE = 64
@@ -128,126 +123,114 @@ class Engine:
         self._clear()
         return make()
 
-    def _means(self, call: Call) -> Means:
-        self._pool = self._pool or memory_pool(call.model.device)
+    def _means(self, job: Job) -> Means:
+        self._pool = self._pool or memory_pool(job.model.device)
         return Means(self.config.backend, self._pool, self._memory, self._hands_down)
 
-    def decode(
-        self, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
-    ) -> tuple[Tensor, Accepted]:
-        """Take over a prefilled call, and bring it to its end or as far as rounds can be captured.
-
-        Args:
-            features: [B, N, F] of the last tree.
-            accepted: what was accepted of it.
-
-        Returns:
-            Both, of the last round.
-        """
-        if self.target() is not call.model or not self._busy.acquire(blocking=False):
-            return features, accepted
+    def run(self, session: Session) -> None:
+        """Bring a prefilled session to its end, or as far as rounds can be captured; eager rounds go on from there."""
+        if self.target() is not session.request.model or not self._busy.acquire(blocking=False):
+            return
         try:
-            reason = unfit(call)
-            if reason is not None:
-                self._warn(f"This call runs the eager round, not the captured one: {reason}.")
-                return features, accepted
-            made_for = signature(call)
+            job = job_of(session)
+            if isinstance(job, str):
+                self._warn(f"This call runs the eager round, not the captured one: {job}.")
+                return
+            made_for = signature(job)
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._hands_down = attention_of(call.model) == "sdpa"
-            reason = needs_host(call)
-            if reason is not None:
-                self._warn(f"Of this call the target's forward alone is captured, not the round: {reason}.")
-                return self._lend(call, features, accepted, stats)
-            while not call.rows.finished:
-                tier = self._tier(call, features, accepted)
-                if tier is None:
-                    break
-                features, accepted = self._run(tier, call, features, accepted, streaming, stats)
-            self._wanted |= self._missed
-            return features, accepted
+                self._hands_down = attention_of(job.model) == "sdpa"
+            whole = head_job(job)
+            if isinstance(whole, str):
+                self._warn(f"Of this call the target's forward alone is captured, not the round: {whole}.")
+                self._run_forwards(job)
+            else:
+                self._run_rounds(whole)
         finally:
             self._busy.release()
 
-    def _lend(self, call: Call, features: Tensor, accepted: Accepted, stats: DraftStats) -> tuple[Tensor, Accepted]:
-        """As `decode`, with eager rounds around captured forwards."""
-        while not call.rows.finished:
-            key, forward = self._forward(call)
+    def _run_rounds(self, job: HeadJob) -> None:
+        """Captured rounds, tier after tier."""
+        while not job.rows.finished:
+            tier = self._tier(job)
+            if tier is None:
+                break
+            self._run_tier(tier, job)
+        self._wanted |= self._missed
+
+    def _run_forwards(self, job: Job) -> None:
+        """Eager rounds around captured forwards."""
+        while not job.rows.finished:
+            key, forward = self._forward(job)
             if forward is None:
                 break
-            with forward.lent_to(call) as lent:
-                while not call.rows.finished and lent.failure is None and forward.fits(lent.longest):
-                    features, accepted = call.round(features, accepted, stats)
+            with forward.lent_to(job) as lent:
+                while not job.rows.finished and lent.failure is None and forward.fits(lent.longest):
+                    one_round(lent.session)
             if lent.failure is not None:
                 self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(lent.failure)}).")
                 self._forwards[key] = None
-        return features, accepted
 
-    def _forward(self, call: Call) -> tuple[tuple[Any, ...], Forward | None]:
+    def _forward(self, job: Job) -> tuple[tuple[Any, ...], Forward | None]:
         """The forward that the call goes on with, loaded, and what it is kept under; None if there is none."""
-        cache, batch = call.cache, len(call.rows)
-        assert isinstance(cache, RaggedCache)
-        nodes, slots = filled_up(call.config.resolve_nodes(batch, call.rows.device.type)), self.config.first_tier
+        cache, batch = job.cache, len(job.rows)
+        nodes, slots = filled_up(job.config.resolve_nodes(batch, job.rows.device.type)), self.config.first_tier
         while cache.longest + nodes > slots:
             slots *= 2
         key = (batch, slots, nodes, *cache.store.specs)
         if key not in self._forwards:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
-            self._forwards[key] = self._made_forward(call, slots, nodes)
+            self._forwards[key] = self._made_forward(job, slots, nodes)
         forward = self._forwards[key] = self._forwards.pop(key)
         _drop_first(self._forwards)
         if forward is not None:
-            forward.load(call)
+            forward.load(job)
         return key, forward
 
-    def _made_forward(self, call: Call, slots: int, nodes: int) -> Forward | None:
+    def _made_forward(self, job: Job, slots: int, nodes: int) -> Forward | None:
         try:
-            forward = self._made(lambda: Forward(call, slots, nodes, self._means(call)))
-            forward.load(call)
-            error, allowed = forward.differs(call)
+            forward = self._made(lambda: Forward(job, slots, nodes, self._means(job)))
+            forward.load(job)
+            error, allowed = forward.differs(job)
         except Exception as failure:
             reason, short = f"it could not be made ({_told(failure)})", isinstance(failure, torch.OutOfMemoryError)
         else:
             if error <= allowed:
                 return forward
-            reason, short = _differs(call, error, allowed), False
+            reason, short = _differs(job, error, allowed), False
         if not short and self._keeps_to_itself(reason):
-            return self._made_forward(call, slots, nodes)
+            return self._made_forward(job, slots, nodes)
         self._warn(f"This call runs the eager round, not the captured one: {reason}.")
         return None
 
-    def _run(
-        self, tier: Tier, call: Call, features: Tensor, accepted: Accepted, streaming: Streaming, stats: DraftStats
-    ) -> tuple[Tensor, Accepted]:
-        """As `decode`, in one tier. One that fails is not used again; the call goes on without it."""
-        assert isinstance(call.cache, RaggedCache)
-        lag = self.config.lag if self.config.lag is not None else int(features.is_cuda)
-        lengths, leaves = call.cache.lengths.tolist(), self._leaves(tier, call, features)
-        call.cache.let_go()  # what the tier holds now need not be held twice
+    def _run_tier(self, tier: Tier, job: HeadJob) -> None:
+        """Captured rounds in one tier. One that fails is not used again; the session goes on without it."""
+        session, is_cuda = job.session, job.session.seen.features.is_cuda
+        lag = self.config.lag if self.config.lag is not None else int(is_cuda)
+        lengths, leaves = job.cache.lengths.tolist(), self._leaves(tier, job)
+        job.cache.let_go()  # what the tier holds now need not be held twice
         try:
-            with stats.phase("round"):
-                failure = run(tier, call.rows, streaming, stats, lengths, lag, leaves, call.noise)
+            with session.stats.phase("round"):
+                failure = run(tier, session, lengths, lag, leaves)
         finally:
-            if call.returns_cache or not call.rows.finished:
-                features, accepted = tier.unload(call)
+            if job.returns_cache or not job.rows.finished:
+                tier.unload(job)
         if failure is not None:
             self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(failure)}).")
             self._tiers = {key: None if kept is tier else kept for key, kept in self._tiers.items()}
-        return features, accepted
 
-    def _tier(self, call: Call, features: Tensor, accepted: Accepted) -> Tier | None:
-        """The tier that the call goes on in, loaded; None if there is none."""
-        assert isinstance(call.cache, RaggedCache)
-        rooms = zip(call.cache.lengths.tolist(), call.rows.rooms, strict=True)
-        shape = self._shape(call, [(length, room) for length, room in rooms if room > 0], features)
-        key = _key(shape, call, features)
-        made = self._tiers[key] if key in self._tiers else self._make(shape, call, features, accepted)
+    def _tier(self, job: HeadJob) -> Tier | None:
+        """The tier that the session goes on in, loaded; None if there is none."""
+        rooms = zip(job.cache.lengths.tolist(), job.rows.rooms, strict=True)
+        shape = self._shape(job, [(length, room) for length, room in rooms if room > 0])
+        key = _key(shape, job)
+        made = self._tiers[key] if key in self._tiers else self._make(shape, job)
         if isinstance(made, Tier):
-            made = _loaded(made, call, features, accepted)
+            made = _loaded(made, job)
         if isinstance(made, _Refused):
             if made.computes_otherwise and self._keeps_to_itself(made.reason):
-                return self._tier(call, features, accepted)
+                return self._tier(job)
             self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
             if made.passing:
                 return None
@@ -264,7 +247,7 @@ class Engine:
             return True
         return False
 
-    def _leaves(self, tier: Tier, call: Call, features: Tensor) -> Callable[[list[tuple[int, int]]], bool]:
+    def _leaves(self, tier: Tier, job: HeadJob) -> Callable[[list[tuple[int, int]]], bool]:
         """Is it time to leave a tier, as rows have ended and fewer will do? As `loop.run` asks it, round by round."""
         looked_at = 0
 
@@ -272,14 +255,14 @@ class Engine:
             nonlocal looked_at
             if len(running) == looked_at or max(room for _, room in running) < _WORTH_A_MOVE:
                 return False
-            fewer_will_do = self._shape(call, running, features).batch < tier.shape.batch
+            fewer_will_do = self._shape(job, running).batch < tier.shape.batch
             if not fewer_will_do:  # else it is asked again until rounds that were launched before are read
                 looked_at = len(running)
             return fewer_will_do
 
         return leaves
 
-    def _shape(self, call: Call, running: list[tuple[int, int]], features: Tensor) -> Shape:
+    def _shape(self, job: HeadJob, running: list[tuple[int, int]]) -> Shape:
         """Of the rounds that a call goes on with.
 
         For as few rows as will do; but what has to be made first, and would only be of use to the end of the text, is
@@ -288,27 +271,27 @@ class Engine:
         Args:
             running: committed tokens of the rows that run, and how many more they may emit.
         """
-        shapes = shapes_of(call, running, self.config.first_tier, self.config.share if self._hands_down else 1)
-        possible = [shape for shape in shapes if self._tiers.get(_key(shape, call, features), True) is not None]
-        made = [shape for shape in possible if _key(shape, call, features) in self._tiers]
+        shapes = shapes_of(job, running, self.config.first_tier, self.config.share if self._hands_down else 1)
+        possible = [shape for shape in shapes if self._tiers.get(_key(shape, job), True) is not None]
+        made = [shape for shape in possible if _key(shape, job) in self._tiers]
         if not made or possible[0] in self._wanted:
             return (possible or shapes)[0]
         if possible[0] != made[0]:
             self._missed.add(possible[0])
         return made[0]
 
-    def _make(self, shape: Shape, call: Call, features: Tensor, accepted: Accepted) -> Tier | _Refused:
+    def _make(self, shape: Shape, job: HeadJob) -> Tier | _Refused:
         """A tier, or why there is none."""
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            tier = self._made(lambda: Tier(shape, call, features, self._means(call)))
-            loaded = _loaded(tier, call, features, accepted)
+            tier = self._made(lambda: Tier(shape, job, self._means(job)))
+            loaded = _loaded(tier, job)
             if isinstance(loaded, _Refused):
                 return loaded
-            for error, allowed in tier.differs(call, features, accepted):
+            for error, allowed in tier.differs(job):
                 if not error <= allowed:
-                    return _Refused(_differs(call, error, allowed), computes_otherwise=True)
+                    return _Refused(_differs(job, error, allowed), computes_otherwise=True)
         except Exception as failure:
             passing = isinstance(failure, torch.OutOfMemoryError)
             return _Refused(f"it could not be made ({_told(failure)})", not passing, passing)
@@ -362,16 +345,16 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     return drafter.engine
 
 
-def _key(shape: Shape, call: Call, features: Tensor) -> tuple[Any, ...]:
+def _key(shape: Shape, job: HeadJob) -> tuple[Any, ...]:
     """Calls of one target and head for which this is the same go into one tier."""
-    assert isinstance(call.cache, RaggedCache)
-    return shape, features.shape[-1], features.dtype, *call.cache.store.specs
+    features = job.session.seen.features
+    return shape, features.shape[-1], features.dtype, *job.cache.store.specs
 
 
-def _loaded(tier: Tier, call: Call, features: Tensor, accepted: Accepted) -> Tier | _Refused:
+def _loaded(tier: Tier, job: HeadJob) -> Tier | _Refused:
     """It, with what the call has come to; or why that could not be, which says nothing of the target."""
     try:
-        tier.load(call, features, accepted)
+        tier.load(job)
     except Exception as failure:
         return _Refused(f"it could not be loaded ({_told(failure)})", passing=True)
     return tier
@@ -385,9 +368,9 @@ def _drop_first(kept: dict[tuple[Any, ...], Any]) -> None:
         gc.collect()
 
 
-def _differs(call: Call, error: float, allowed: float) -> str:
+def _differs(job: Job, error: float, allowed: float) -> str:
     return (
-        f"{type(call.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
+        f"{type(job.model).__name__} computes something else on fixed shapes (logits differ by {error:.2g}, "
         f"allowed {allowed:.2g})"
     )
 

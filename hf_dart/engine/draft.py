@@ -4,28 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from hf_dart.decoding.proposer import Proposal
-from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.job import Job
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
 
-
-class Drafting:
+class CapturedPass:
     """A head's drafts behind texts of up to T tokens, of up to A new positions at once.
 
     Args:
-        call: a prefilled call; others like it may come.
+        job: of a call; others like it may come.
+        head: that drafts.
         slots, most: T and A.
         made_with: how.
 
@@ -33,26 +30,17 @@ class Drafting:
         state: the head's cache.
     """
 
-    def __init__(self, call: Call, slots: int, most: int, made_with: Means) -> None:
-        assert isinstance(call.drafter, DraftingModel)
-        self._head, self._made_with = call.drafter, made_with
+    def __init__(self, job: Job, head: DraftingModel, slots: int, most: int, made_with: Means) -> None:
+        self._head, self._made_with = head, made_with
         self.most = _width(most)
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
         with torch.inference_mode(False), torch.no_grad():
-            self.state = FixedDraft.of(call.draft.state, len(call.rows), room, made_with.memory)
+            self.state = FixedDraft.of(job.draft_state, len(job.rows), room, made_with.memory)
         self._sizes: dict[tuple[int, int], _Sized] = {}
 
-    @classmethod
-    def possible(cls, call: Call) -> bool:
-        """Is the drafter a head that drafts in one pass, where the target is?"""
-        drafter = call.drafter
-        if not isinstance(drafter, DraftingModel) or drafter.device != call.model.device:
-            return False
-        return type(drafter).propose_ranked is Drafter.propose_ranked and call.config.nodes != 1
-
-    def load(self, call: Call) -> None:
+    def load(self, job: Job) -> None:
         """Take over what a call's head has taken in."""
-        given = call.draft.state
+        given = job.draft_state
         self.state.store.clear_from(0)  # what another call left might be NaN
         self.state.store.copy_from(given.store, given.longest)
         self.state.lengths.copy_(given.lengths)

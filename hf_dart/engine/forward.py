@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,72 +22,68 @@ from hf_dart.decoding.proposer import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.draft import Drafting
+from hf_dart.engine.draft import CapturedPass
 from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.job import Job
 from hf_dart.engine.proof import difference
 from hf_dart.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
 
 
 class Forward:
     """Verification of trees of up to N nodes behind texts of up to T tokens, in place of a call's own.
 
     Args:
-        call: a prefilled call; others like it may come.
+        job: of a call; others like it may come.
         slots, nodes: T and N.
         made_with: how.
     """
 
-    def __init__(self, call: Call, slots: int, nodes: int, made_with: Means) -> None:
-        assert isinstance(call.cache, RaggedCache)
+    def __init__(self, job: Job, slots: int, nodes: int, made_with: Means) -> None:
         self.nodes, self._made_with = nodes, made_with
-        self._kinds = call.verify.kinds
+        self._kinds = job.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
-            self._whole = FixedCache(call.cache, len(call.rows), slots, nodes, call.model.device, made_with.memory)
+            self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, made_with.memory)
         self._sizes: dict[int, _Sized] = {}
-        self.drafting = Drafting(call, slots, nodes, made_with) if Drafting.possible(call) else None
+        self.drafting: CapturedPass | None = None
+        if job.head is not None and job.config.nodes != 1:
+            self.drafting = CapturedPass(job, job.head, slots, nodes, made_with)
 
     def fits(self, longest: int) -> bool:
         """Is there room for one more round behind `longest` committed tokens?"""
         return longest + self.nodes <= self._whole.slots
 
-    def load(self, call: Call) -> None:
+    def load(self, job: Job) -> None:
         """Take over what a call has committed."""
-        cache = call.cache
-        assert isinstance(cache, RaggedCache)
+        cache = job.cache
         self._whole.store.copy_from(cache.store, cache.longest)
         self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
         self._whole.lengths.copy_(cache.lengths)
         if self.drafting is not None:
-            self.drafting.load(call)
+            self.drafting.load(job)
 
-    def differs(self, call: Call) -> tuple[float, float]:
+    def differs(self, job: Job) -> tuple[float, float]:
         """As `Tier.differs`."""
 
         def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
-            assert isinstance(call.cache, RaggedCache)
-            logits, _ = self.sized(call, call.cache, tree.size)(tree, self._whole.lengths - (~running).long())
+            logits, _ = self.sized(job, tree.size)(tree, self._whole.lengths - (~running).long())
             return logits, torch.ones_like(tree.tokens, dtype=torch.bool)
 
-        return difference(call, list(range(len(call.rows))), self.nodes, verify)
+        return difference(job, list(range(len(job.rows))), self.nodes, verify)
 
     @contextmanager
-    def lent_to(self, call: Call) -> Iterator[Lent]:
-        """Let the rounds of a call verify here, and let it go on by itself behind that."""
-        lent = Lent(self, call)
+    def lent_to(self, job: Job) -> Iterator[Lent]:
+        """Let rounds verify here, with a session of their own, and let the job's go on where they end."""
+        lent = Lent(self, job)
         try:
             yield lent
         finally:
             lent.hand_back()
 
-    def sized(self, call: Call, like: RaggedCache, nodes: int) -> _Sized:
+    def sized(self, job: Job, nodes: int) -> _Sized:
         """The forward for trees of `nodes`, filled up to a power of two; made when it is first needed.
 
         Args:
-            call: being decoded.
-            like: its own cache.
+            job: being decoded.
 
         Raises:
             ValueError: there is no room for so many.
@@ -96,9 +93,9 @@ class Forward:
         size = nodes if nodes == 1 else min(max(8, 1 << (nodes - 1).bit_length()), self.nodes)
         if size not in self._sizes:
             with torch.inference_mode(False), torch.no_grad():
-                cache = self._whole.for_nodes(like, size)
-                layers, hands_down = call.drafter.feature_layers, self._made_with.hands_down
-                verifier = PackedVerifier(call.model, cache, self._kinds, layers, hands_down=hands_down)
+                cache = self._whole.for_nodes(job.cache, size)
+                layers, hands_down = job.drafter.feature_layers, self._made_with.hands_down
+                verifier = PackedVerifier(job.model, cache, self._kinds, layers, hands_down=hands_down)
                 self._sizes[size] = _Sized(verifier, cache, size, self._made_with)
         return self._sizes[size]
 
@@ -127,7 +124,7 @@ class _Sized:
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of a tree whose roots stand at `roots` [B].
 
-        On a GPU the next launch writes its own in the same place; a root's features may be kept (`Call.pending`).
+        On a GPU the next launch writes its own in the same place; a root's features may be kept (`Drafting.pending`).
         """
         wide = tree.padded(self._tree.size)
         for mine, given in (
@@ -144,80 +141,99 @@ class _Sized:
 
 
 class Lent:
-    """What stands in a call in place of its `verify`, `cache` and `ask`, as far as rounds ask for them.
+    """A session's `verify` and `cache`, and its drafter's pass, as long as rounds run here in their place.
 
     Attributes:
-        failure: why the forward could not be launched, if it could not; the call then has its own back.
+        session: the job's, with this in the place of those; it shares all else with it.
+        failure: why the forward could not be launched, if it could not; what is asked of this is the session's own
+            then.
         lengths, prompt_lengths: as `cache.base.TreeCache` has them.
     """
 
     hidden_states: tuple[Tensor, ...] = ()
 
-    def __init__(self, forward: Forward, call: Call) -> None:
-        assert isinstance(call.cache, RaggedCache)
-        self._forward, self._call = forward, call
-        self._cache, self._verify = call.cache, call.verify
+    def __init__(self, forward: Forward, job: Job) -> None:
+        self._forward, self._job = forward, job
         self._sized: _Sized | None = None
+        self._holds, self._drafts = True, forward.drafting is not None
         self.failure: Exception | None = None
-        self.lengths, self.prompt_lengths = call.cache.lengths, call.cache.prompt_lengths
-        call.cache = call.verify = self  # type: ignore[assignment]
-        self._cache.let_go()
-        self._draft, self._ask = call.draft.state, call.ask
-        self._drafting = forward.drafting
-        if self._drafting is not None:
-            call.draft.state, call.ask = self._drafting.state, self.ask
+        self.lengths, self.prompt_lengths = job.cache.lengths, job.cache.prompt_lengths
+        job.cache.let_go()
+        draft = job.session.draft
+        if forward.drafting is not None:
+            state = replace(draft.draft, state=forward.drafting.state)
+            draft = replace(draft, draft=state, ask=self.ask)
+        self.session = replace(job.session, verify=self, cache=self, draft=draft)
 
     @property
     def longest(self) -> int:
+        """Committed entries of the longest row."""
         return int(self.lengths.max())
 
     def depth_room(self) -> list[int]:
-        """As `Verifier.depth_room`."""
-        return self._verify.room(self.lengths).tolist()
+        """How many positions after each row's root the target's position table still holds."""
+        return self._job.verify.room(self.lengths).tolist()
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
-        """As `Verifier.__call__`; the call's own if this one fails."""
-        running = torch.tensor([limit != 0 for limit in limits or [1] * len(self.lengths)])
-        roots = (self.lengths - (~running).long()).to(tree.tokens.device)
-        try:
-            self._sized = self._forward.sized(self._call, self._cache, tree.size)
-            return self._sized(tree, roots)
-        except Exception as failure:
-            self.failure = failure
-            self.hand_back()
-            return self._call.verify(tree, limits)
+        """Logits [B, N, V] and features [B, N, F] of a tree; by the session's own forward if this one fails."""
+        if self._holds:
+            running = torch.tensor([limit != 0 for limit in limits or [1] * len(self.lengths)])
+            roots = (self.lengths - (~running).long()).to(tree.tokens.device)
+            try:
+                self._sized = self._forward.sized(self._job, tree.size)
+                return self._sized(tree, roots)
+            except Exception as failure:
+                self.failure = failure
+                self._hand_back_cache()
+        return self._job.verify(tree, limits)
 
     def ask(
         self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal | None:
-        """As `Drafter.propose_ranked`; the call's own behind more positions than fit here, or if this fails."""
-        assert self._drafting is not None
-        if next_tokens.shape[1] <= self._drafting.most:
+        """A draft, by the head itself after more positions than fit here, or if this fails."""
+        drafting = self._forward.drafting
+        if self._drafts and drafting is not None and next_tokens.shape[1] <= drafting.most:
             try:
-                return self._drafting(features, next_tokens, counts, depth or self._call.drafter.draft_length)
+                return drafting(features, next_tokens, counts, depth or self._job.drafter.draft_length)
             except Exception as failure:
                 self.failure = failure
         self._hand_back_draft()
-        return self._call.ask(self._call.draft.state, features, next_tokens, counts, depth, score)
-
-    def _hand_back_draft(self) -> None:
-        if self._drafting is not None:
-            self._call.draft.state, self._call.ask = self._draft, self._ask
-            self._draft.take_in(self._drafting.state, list(range(len(self.lengths))))
-            self._drafting = None
+        return self._job.drafter.propose_ranked(self._job.draft_state, features, next_tokens, counts, depth, score)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        """As `TreeCache.commit`."""
-        assert self._sized is not None
+        """Keep `counts[b]` entries of row b, those of nodes `path[b]` [B, A], and drop the other nodes."""
+        if not self._holds or self._sized is None:
+            self._job.cache.commit(path, counts)
+            self.lengths = self._job.cache.lengths
+            return
         cache = self._sized.cache
         cache.commit(path.to(cache.lengths.device))
         self.lengths = self.lengths + torch.tensor(counts)
         cache.lengths.copy_(self.lengths)
 
+    def truncate(self, lengths: Tensor) -> None:
+        """Rounds never ask for it."""
+        raise NotImplementedError
+
+    def write_back(self, grown: int) -> None:
+        """Rounds never ask for it."""
+        raise NotImplementedError
+
     def hand_back(self) -> None:
-        """Let the call go on with its own, which take over what was committed here."""
-        if self._call.verify is self:  # type: ignore[comparison-overlap]
-            self._call.cache, self._call.verify = self._cache, self._verify
-            if self._call.returns_cache or not self._call.rows.finished:
-                self._forward.hand_to(self._cache, self.lengths)
-            self._hand_back_draft()
+        """Bring the job's session to where this one stands."""
+        self._hand_back_cache()
+        self._hand_back_draft()
+        own, lent = self._job.session, self.session
+        own.seen = lent.seen
+        own.draft.pending, own.draft.last = lent.draft.pending, lent.draft.last
+
+    def _hand_back_cache(self) -> None:
+        if self._holds:
+            self._holds = False
+            if self._job.returns_cache or not self._job.rows.finished:
+                self._forward.hand_to(self._job.cache, self.lengths)
+
+    def _hand_back_draft(self) -> None:
+        if self._drafts and self._forward.drafting is not None:
+            self._drafts = False
+            self._job.draft_state.take_in(self._forward.drafting.state, list(range(len(self.lengths))))

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.session import Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import check_token
 from hf_dart.engine.state import RING
@@ -43,27 +43,25 @@ class Reports:
 
 def run(
     tier: Tier,
-    rows: Rows,
-    streaming: Streaming,
-    stats: DraftStats,
+    session: Session,
     lengths: list[int],
     lag: int,
     leaves: Callable[[list[tuple[int, int]]], bool],
-    noise: NoiseStream | None = None,
 ) -> Exception | None:
     """Rounds in one tier, until all rows have ended, one of them might outgrow it, or another one is better.
 
     Args:
-        tier: loaded.
+        tier: loaded with the session.
+        session: whose text grows.
         lengths: committed entries of each row.
         leaves: is another tier better for running rows of such lengths, which may emit so many tokens more?
         lag: rounds that are launched before the first of them is read. With 1, a device is never idle while the host
             reads; the last round then is one that changes nothing.
-        noise: that tokens are drawn with.
 
     Returns:
         Why a round could not be launched, if one could not; all that were launched before are read.
     """
+    rows, stats, noise = session.rows, session.stats, session.noise
     reports, starts = Reports(tier.state.ring), list(rows.emitted)
     launched = read = idle = 0
     failure: Exception | None = None
@@ -95,7 +93,7 @@ def run(
                     idle = 0 if any(emitted) else idle + 1
                     if idle > lag:
                         failure = failure or RuntimeError("a round brought no token")
-                    _take(emitted, rows, streaming, stats, tier.shape.drafted)
+                    _take(emitted, rows, session.streaming, stats, tier.shape.drafted)
                     lengths = [length + len(tokens) for length, tokens in zip(lengths, emitted, strict=True)]
             else:
                 return failure

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from hf_dart.engine.job import Job
 from hf_dart.trees.tree import DraftTree
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
 
 # As in `target.trial`: siblings on every level, and node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
@@ -27,12 +24,12 @@ def allowance(values: Tensor) -> float:
 
 
 def difference(
-    call: Call, seats: list[int], nodes: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
+    job: Job, seats: list[int], nodes: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
 ) -> tuple[float, float]:
-    """How far logits of fixed shapes are from the eager round's, of trees behind what a call has committed.
+    """How far logits of fixed shapes are from the eager round's, of trees after what a call has committed.
 
     Args:
-        call: whose `verify` is the reference.
+        job: whose session's `verify` is the reference.
         seats: B of its rows, those that `verify` is for.
         nodes: that a tree may have.
         verify: of a tree and the rows [B] that run: logits [B, N, V], and which of the nodes [B, N] they are for.
@@ -40,17 +37,18 @@ def difference(
     Returns:
         The largest difference of a logit, and how much is allowed.
     """
-    limits = call.limits()
-    deep = min(call.verify.depth_room()) >= _DEPTH and nodes >= len(_PARENTS)
+    session = job.session
+    limits = session.budget().limits
+    deep = min(session.verify.depth_room()) >= _DEPTH and nodes >= len(_PARENTS)
     parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * len(limits))
-    running = torch.tensor([limit > 0 for limit in limits], device=call.model.device)
+    running = torch.tensor([limit > 0 for limit in limits], device=job.model.device)
     scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
     generator = torch.Generator().manual_seed(0)
     error = allowed = 0.0
     for _ in range(_TRIES):
-        tokens = torch.randint(call.vocab_size, parents.shape, generator=generator)
+        tokens = torch.randint(session.vocab_size, parents.shape, generator=generator)
         tree = DraftTree.from_parents(tokens, parents, _DEPTH, scores).to(running.device)
-        wanted = call.verify(tree, limits)[0][seats]
+        wanted = session.verify(tree, limits)[0][seats]
         some = DraftTree.from_parents(tokens[seats], parents[seats], _DEPTH, scores[seats]).to(running.device)
         found, verified = verify(some, running[seats])
         gap = (found.double() - wanted.double()).abs().amax(-1)

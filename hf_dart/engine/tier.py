@@ -3,67 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
-from hf_dart.decoding.walk import Accepted
-from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.job import HeadJob
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
 from hf_dart.engine.text import FixedText
 from hf_dart.trees.tree import DraftTree
 
-if TYPE_CHECKING:
-    from hf_dart.decoding.session import Call
-
 
 class Tier:
-    """A `FixedRound` with its state, made for calls like `call`.
+    """A `FixedRound` with its state, made for calls like that of `job`.
 
     Attributes:
         seats: which rows of the call that is loaded its rows are, ascending.
 
     Args:
         shape: of the round.
-        call: a call that has been prefilled.
-        features: [B, A, F] of what it verified.
+        job: of a call; others like it may come.
         made_with: how.
     """
 
-    def __init__(self, shape: Shape, call: Call, features: Tensor, made_with: Means) -> None:
+    def __init__(self, shape: Shape, job: HeadJob, made_with: Means) -> None:
         backend, pool, memory, hands_down = made_with
-        assert isinstance(call.cache, RaggedCache)
-        assert isinstance(call.drafter, DraftingModel)
+        features = job.session.seen.features
         device = features.device
         self.shape, self.seats = shape, list(range(shape.batch))
         # Also for calls in inference mode: what is made there could not be written outside of it later.
         with torch.inference_mode(False), torch.no_grad():
-            self.cache = FixedCache(call.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
-            self.draft = FixedDraft.of(call.draft.state, shape.batch, shape.draft_slots, memory)
+            self.cache = FixedCache(job.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
+            self.draft = FixedDraft.of(job.draft_state, shape.batch, shape.draft_slots, memory)
             self.state = State.empty(shape, features, memory)
         verifier = PackedVerifier(
-            call.model, self.cache, call.verify.kinds, call.drafter.feature_layers, hands_down=hands_down
+            job.model, self.cache, job.verify.kinds, job.head.feature_layers, hands_down=hands_down
         )
         self._supplied = 0  # positions whose noise was handed on
         self._places: Tensor | None = None  # of the seats in blocks of noise; None where all rows have one
-        processors = FixedProcessors(call.processors, shape.vocab_size, device)
-        ngram = call.drafter.ngram if shape.tree.ngram_weight else None
+        processors = FixedProcessors(job.session.request.processors, shape.vocab_size, device)
+        ngram = job.head.ngram if shape.tree.ngram_weight else None
         self.text = None
         if shape.tree.lookup or ngram is not None:
             self.text = FixedText(shape.batch, shape.slots + shape.path + 1, shape.tree.lookup, device)
         self.round = FixedRound(
-            shape, call.drafter, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
+            shape, job.head, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
         )
         self.round.guess()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool, self.round.as_written)
@@ -76,26 +68,20 @@ class Tier:
         """
         return max(length for length, _ in running) + rounds * self.shape.path <= self.shape.slots
 
-    def load(self, call: Call, features: Tensor, accepted: Accepted) -> None:
-        """Take over where the eager round stands, of the rows that run and as many others as there are seats for.
-
-        Args:
-            features: [B, N, F] of the last tree, of all rows of the call.
-            accepted: what was accepted of it, not yet drafted from.
-        """
-        state, rows, cache = self.state, call.rows, call.cache
-        assert isinstance(cache, RaggedCache)
+    def load(self, job: HeadJob) -> None:
+        """Take over where a session stands, of the rows that run and as many others as there are seats for."""
+        state, rows, cache = self.state, job.rows, job.cache
         runs = [room > 0 for room in rows.rooms]
         seats = self.seats = sorted(sorted(range(len(rows)), key=lambda row: not runs[row])[: self.shape.batch])
-        held = torch.tensor([runs[row] or call.returns_cache for row in seats])
-        for mine, given in ((self.cache, cache), (self.draft, call.draft.state)):
+        held = torch.tensor([runs[row] or job.returns_cache for row in seats])
+        for mine, given in ((self.cache, cache), (self.draft, job.draft_state)):
             # Of rows that have ended one entry is left, which their roots stand behind.
             lengths = torch.where(held, given.lengths.cpu()[seats], 1)
             mine.store.clear_from(0)  # what another call left here might be NaN
             pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
             mine.store.copy_from(given.store, int(lengths.max()), pairs)
             mine.lengths.copy_(lengths)
-        taken, next_tokens, counts = (part[seats] for part in call.verified(features, accepted))
+        taken, next_tokens, counts = (part[seats] for part in job.session.seen)
         width = taken.shape[1]
         state.features.zero_()
         state.features[:, :width] = taken
@@ -111,7 +97,7 @@ class Tier:
         ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
         state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
         state.turn.zero_()
-        self.round.processors.load(call.processors, rows, seats, state.seen)
+        self.round.processors.load(job.session.request.processors, rows, seats, state.seen)
         if self.text is not None:
             # Of rows that have ended nothing is copied, and there may be no room for what they say.
             self.text.load([rows.tokens[row] if runs[row] else rows.tokens[row][-1:] for row in seats])
@@ -135,27 +121,24 @@ class Tier:
         self.state.ready.fill_(end)
         self._supplied = end
 
-    def unload(self, call: Call) -> tuple[Tensor, Accepted]:
-        """Let the eager round go on from here; what `load` is to be given next.
-
-        Waits for the device.
-        """
-        assert isinstance(call.cache, RaggedCache)
-        call.cache.take_in(self.cache.store, self.cache.lengths, self.seats)
+    def unload(self, job: HeadJob) -> None:
+        """Bring the session to where this tier stands. Waits for the device."""
+        job.cache.take_in(self.cache.store, self.cache.lengths, self.seats)
         if self.shape.depth:
-            call.draft.state.take_in(self.draft, self.seats)
-        taken, batch = self.state.features, len(call.rows)
+            job.draft_state.take_in(self.draft, self.seats)
+        taken, batch = self.state.features, len(job.rows)
         features, counts = taken.new_zeros(batch, *taken.shape[1:]), torch.zeros(batch, dtype=torch.long)
         features[self.seats], counts[self.seats] = taken, self.state.counts.cpu()
-        return features, Accepted(torch.arange(self.shape.path).expand(batch, -1), counts.tolist())
+        path = torch.arange(self.shape.path).expand(batch, -1)
+        job.session.seen = job.rows.take(features, path, counts.tolist())
 
     def of_call(self, emitted: list[list[int]], batch: int) -> list[list[int]]:
         """What a round brought each of a call's rows, from what it brought those that have a seat."""
         brought = dict(zip(self.seats, emitted, strict=True))
         return [brought.get(row, []) for row in range(batch)]
 
-    def differs(self, call: Call, features: Tensor, accepted: Accepted) -> Iterator[tuple[float, float]]:
-        """Hold this tier against what it stands for, loaded with what `load` is to be given.
+    def differs(self, job: HeadJob) -> Iterator[tuple[float, float]]:
+        """Hold this tier against what it stands for, loaded with a session.
 
         First trees of random tokens on fixed shapes against the eager round's verification of them; then what is
         launched, compiled and captured, against the round as it is written, by the hidden states of the roots.
@@ -163,26 +146,26 @@ class Tier:
         Yields:
             How far each is off, and how far it may be, as `proof.difference`.
         """
-        self.load(call, features, accepted)
-        yield self._verifies(call)
+        self.load(job)
+        yield self._verifies(job)
         roots = []
         for launch in (self.round.as_written, self.launch):
-            self.load(call, features, accepted)
+            self.load(job)
             launch()
             roots.append(self.state.features[:, 0].clone())
-        running = torch.tensor(call.rows.rooms, device=features.device)[self.seats] > 0
+        running = torch.tensor(job.rows.rooms, device=roots[0].device)[self.seats] > 0
         gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
         yield float(gap.max()), allowance(roots[0])
 
-    def _verifies(self, call: Call) -> tuple[float, float]:
+    def _verifies(self, job: HeadJob) -> tuple[float, float]:
 
         def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
             size, tree = tree.size, tree.padded(self.shape.bucket)
             if self.shape.budget is not None:
                 tree = shared(tree, running, self.shape.budget)
-            with packed(call.model):
+            with packed(job.model):
                 logits, _, places = self.round.verify(tree)
             assert tree.scores is not None
             return logits[places[:, :size]], tree.scores[:, :size] > -torch.inf
 
-        return difference(call, self.seats, self.shape.bucket, verify)
+        return difference(job, self.seats, self.shape.bucket, verify)

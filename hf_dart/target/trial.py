@@ -26,9 +26,9 @@ from transformers import DynamicCache
 
 from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.tree_cache import keeps_only_states, tree_cache
-from hf_dart.decoding.admit import parts_of, refuse_cache, refuse_compressed, refuse_model
 from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
+from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_model
 from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, position_limit
 from hf_dart.trees.tree import DraftTree

@@ -21,7 +21,7 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding import session as decode
+from hf_dart.decoding import admit
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import Engine
@@ -132,7 +132,7 @@ def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monk
 
     engine(target, head)
     monkeypatch.setattr(type(target), "forward", scaled)
-    monkeypatch.setattr(decode, "prove", lambda *args: None)  # it would refuse such a target
+    monkeypatch.setattr(admit, "prove", lambda *args: None)  # it would refuse such a target
     with pytest.warns(UserWarning, match="computes something else on fixed shapes"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 

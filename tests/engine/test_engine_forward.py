@@ -15,9 +15,10 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
-from hf_dart.decoding.session import Call
+from hf_dart.decoding.drafting import Drafting
+from hf_dart.decoding.pace import PAUSE
 from hf_dart.engine.compiled import Engine
-from hf_dart.engine.draft import Drafting
+from hf_dart.engine.draft import CapturedPass
 from hf_dart.engine.forward import Forward, _Sized
 
 FORWARDS = tally("float64, captured forwards")
@@ -134,8 +135,8 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, rounds = head.last_stats.committed, head.last_stats.rounds
     made = engine(target, head)
     drafts = []
-    draft = Drafting.__call__
-    monkeypatch.setattr(Drafting, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
+    draft = CapturedPass.__call__
+    monkeypatch.setattr(CapturedPass, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
     assert_identical(target, head, batch(size, "sdpa"), into=FORWARDS, **options)
     assert len(made._forwards) > 1
     assert head.last_stats.committed == eager
@@ -153,7 +154,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
     eager = head.last_stats.committed
     made = engine(target, head, first_tier=64)
     drafts = []
-    draft = Drafting.__call__
+    draft = CapturedPass.__call__
 
     def third(self: Any, *args: Any) -> Any:
         drafts.append(1)
@@ -163,7 +164,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("no room left")
         return draft(self, *args)
 
-    monkeypatch.setattr(Drafting, "__call__", third)
+    monkeypatch.setattr(CapturedPass, "__call__", third)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert_identical(target, head, batch(4, "sdpa"), **options)
@@ -176,7 +177,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore:Of this call")
 def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
-    step, propose = _Sized._step, Call.propose
+    step, propose = _Sized._step, Drafting.propose
     taken: list[torch.Tensor] = []
 
     def in_place(self: Any, run: Any) -> None:
@@ -187,13 +188,13 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
                 place.copy_(found)
             self._found = before
 
-    def watched(self: Call, *args: Any) -> Any:
-        if len(self.pending) > 1 and self.pace.drafting:
+    def watched(self: Drafting, seen: Any, level: str) -> Any:
+        if len(self.pending) > 1 and level != PAUSE:
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
-        return propose(self, *args)
+        return propose(self, seen, level)
 
     monkeypatch.setattr(_Sized, "_step", in_place)
-    monkeypatch.setattr(Call, "propose", watched)
+    monkeypatch.setattr(Drafting, "propose", watched)
     target = tiny_target("llama")
     head = tiny_head(target, tree={"nodes": None})
     engine(target, head, first_tier=128)

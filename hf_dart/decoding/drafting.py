@@ -1,0 +1,89 @@
+"""The drafter's side of one call: what it has read, what waits to be read, and its last draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dart.decoding.pace import PAUSE
+from hf_dart.decoding.proposer import Proposal, Proposer, Score, Verified
+from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.turns import Draft
+
+Ask = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
+"""`Proposer.propose_ranked`, or a captured pass in its place."""
+
+
+@dataclass
+class Drafting:
+    """Hands verified positions to the drafter and asks it for drafts, unless drafting pauses.
+
+    Attributes:
+        drafter: what drafts.
+        draft: its state, and what of the text that covers.
+        ask: how it is asked.
+        depth: tokens of a draft.
+        score: what the target will do with its candidates.
+        rows: the text of each row.
+        keeps: positions are to be kept for the drafter even if it will not be asked in this call.
+        pending: verified positions that it has not read, because drafting pauses.
+        last: its last proposal.
+    """
+
+    drafter: Proposer[Any]
+    draft: Draft
+    ask: Ask
+    depth: int
+    score: Score
+    rows: Rows
+    keeps: bool
+    pending: list[Verified] = field(default_factory=list)
+    last: Proposal | None = None
+
+    def propose(self, seen: Verified, level: str) -> Proposal | None:
+        """The next draft; None while drafting pauses, or if there is none.
+
+        Args:
+            seen: the positions that the last round verified.
+            level: how this round is drafted, one of `pace.LEVELS`.
+        """
+        if self.keeps:
+            self.pending.append(seen)
+        if level == PAUSE:
+            return None
+        features, next_tokens, counts = joined(self.pending)
+        self.pending = []
+        proposal = self.ask(self.draft.state, features, next_tokens, counts, self.depth, self.score)
+        if proposal is not None and self.last is not None and not counts.all():
+            proposal = proposal.where(counts > 0, self.last)  # rows that stood still keep their draft
+        if proposal is not None:
+            self._hold_ended_rows(proposal)
+        self.last = proposal
+        return proposal
+
+    def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
+        """The draft after a second look at `tokens` [B, d] of the `first` one."""
+        proposal = self.drafter.refine(self.draft.state, first, tokens)
+        self._hold_ended_rows(proposal)
+        return proposal
+
+    def _hold_ended_rows(self, proposal: Proposal) -> None:
+        """Rows that are only filled up must not hold up the others."""
+        if self.rows.in_step and True in self.rows.ended:
+            proposal.make_certain(self.rows.ended, self.rows.pad)
+
+
+def joined(chunks: list[Verified]) -> Verified:
+    """One chunk of all, each row's real entries in front."""
+    if len(chunks) == 1:
+        return chunks[0]
+    features = torch.cat([chunk.features for chunk in chunks], dim=1)
+    tokens = torch.cat([chunk.next_tokens for chunk in chunks], dim=1)
+    real = torch.cat([torch.arange(chunk.next_tokens.shape[1]) < chunk.counts[:, None] for chunk in chunks], dim=1)
+    order = real.logical_not().to(torch.uint8).argsort(dim=1, stable=True)
+    gathered = features.gather(1, order.to(features.device)[..., None].expand_as(features))
+    return Verified(gathered, tokens.gather(1, order.to(tokens.device)), real.sum(1))

@@ -1,0 +1,88 @@
+"""What a call leaves: its output, the cache and the generator as stock leaves them, and a state to go on with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from transformers.generation.utils import GenerateDecoderOnlyOutput
+
+from hf_dart.decoding.admit import FILL
+from hf_dart.decoding.proposer import Verified
+from hf_dart.decoding.session import Session
+from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.turns import leave
+from hf_dart.trees.tree import DraftTree
+
+
+@dataclass
+class DartGenerateOutput(GenerateDecoderOnlyOutput):
+    """Stock's output and, in `draft_stats`, what the drafter did."""
+
+    draft_stats: DraftStats | None = None
+
+
+def result(s: Session) -> Tensor | DartGenerateOutput:
+    """What `generate` returns once all rows have ended; a cache that outlives the call is laid in stock's slots."""
+    sequences = s.rows.sequences()
+    if s.stats.trace is not None:
+        s.stats.trace.end(s.rows.steps)
+    leave_generator(s, s.rows.steps)
+    if s.request.returns_cache:
+        pending = [*s.draft.pending, s.seen, *_level_rows(s, sequences)]
+        s.cache.write_back(s.rows.steps - 1)
+        leave(s.stock_cache, s.draft.drafter, s.draft.draft, pending, s.request.first_slot, sequences.clone())
+    if not s.request.generation_config.return_dict_in_generate:
+        return sequences
+    return DartGenerateOutput(
+        sequences=cast(torch.LongTensor, sequences),
+        scores=cast(Any, s.walk.scores),
+        logits=cast(Any, s.walk.logits),
+        hidden_states=None if s.hidden_states is None else cast(Any, tuple(s.hidden_states.steps)),
+        past_key_values=s.stock_cache,
+        draft_stats=s.stats,
+    )
+
+
+def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
+    """Bring every row to where stock's cache ends, one token short of `sequences` [B, P + T].
+
+    Stock runs the pad tokens after a row's end through the model too; these are the positions that come out.
+    """
+    prompt = s.cache.prompt_lengths
+    wanted = prompt + s.rows.steps - 1
+    s.cache.truncate(wanted)
+    while int((wanted - s.cache.lengths).max()) > 0:
+        counts = (wanted - s.cache.lengths).clamp(max=FILL)
+        nodes = torch.arange(int(counts.max()) + 1)
+        starts = s.rows.prompt_length + s.cache.lengths - prompt
+        columns = (starts[:, None] + nodes).clamp(max=sequences.shape[1] - 1).to(sequences.device)
+        tokens = sequences.gather(1, columns)
+        _, features = s.verify(DraftTree.chain(tokens[:, :-1], counts.to(tokens.device)), counts.tolist())
+        s.cache.commit(nodes[:-1].expand(len(s.rows), -1), counts.tolist())
+        yield Verified(features, tokens[:, 1:], counts)
+
+
+def break_off(s: Session) -> None:
+    """Leave the generator, and a cache that was passed in, as stock would have at the token where the call broke off.
+
+    The cache then holds the prompt and so much of the generated tokens as every row has committed.
+    """
+    position = s.streaming.position
+    leave_generator(s, position)
+    if s.request.users_cache:
+        committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
+        with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
+            s.cache.write_back(max(min(committed, position - 1), 0))
+
+
+def leave_generator(s: Session, position: int) -> None:
+    """Leave the default generator as stock would have after `position` tokens per row."""
+    if s.noise is not None and s.rows.in_step:  # tokens were drawn from it as they came
+        s.noise.end()
+    elif s.noise is not None:
+        s.noise.leave_as_stock(position)

@@ -1,0 +1,70 @@
+"""A session that the engine can go on with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from hf_dart.cache.ragged import RaggedCache
+from hf_dart.configuration import TreeConfig
+from hf_dart.decoding.proposer import Proposer
+from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.session import Session
+from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.target.verify import Verifier
+
+
+@dataclass(frozen=True)
+class Job:
+    """A session whose target can run on fixed shapes.
+
+    Attributes:
+        session: prefilled, with eager rounds behind it or none.
+        cache: the session's, of the kind whose entries can be handed over.
+        verify: the session's, likewise.
+        head: its drafter, if that is a head that drafts in one pass where the target is.
+    """
+
+    session: Session
+    cache: RaggedCache
+    verify: Verifier
+    head: DraftingModel | None
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The target."""
+        return self.session.request.model
+
+    @property
+    def drafter(self) -> Proposer[Any]:
+        """What drafts."""
+        return self.session.request.drafter
+
+    @property
+    def config(self) -> TreeConfig:
+        """How trees grow."""
+        return self.session.request.tree_config
+
+    @property
+    def rows(self) -> Rows:
+        """The text of each row."""
+        return self.session.rows
+
+    @property
+    def returns_cache(self) -> bool:
+        """Will anybody look at the cache after the call?"""
+        return self.session.request.returns_cache
+
+    @property
+    def draft_state(self) -> Any:
+        """What the drafter has read, as its `begin` returned it."""
+        return self.session.draft.draft.state
+
+
+@dataclass(frozen=True)
+class HeadJob(Job):
+    """One whose whole rounds can be captured: a head's, that ask the host for nothing."""
+
+    head: DraftingModel
