@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -89,6 +90,13 @@ def test_behind_a_cached_prefix(chunk: int | None) -> None:
     cache = DynamicCache(config=target.config)
     with torch.no_grad():
         target(inputs["input_ids"][:, :11], past_key_values=cache, use_cache=True)
+    again = copy.deepcopy(cache)
+    run(target, inputs, 0, past_key_values=again, **options)
+    if again.get_seq_length() > whole.shape[1]:  # the prefix was read again
+        with pytest.raises(ValueError, match="leave prefill_chunk_size out"):
+            run(target, inputs, 0, assistant=drafter, past_key_values=cache, **options)
+        assert cache.get_seq_length() == 11
+        return
     ours = run(target, inputs, 0, assistant=drafter, past_key_values=cache, **options)
     assert torch.equal(ours.sequences, whole)
     assert drafter.last_stats is not None

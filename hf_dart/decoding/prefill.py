@@ -53,9 +53,18 @@ class PromptFeed:
         self.last: Tensor | None = None  # [B, 1, F]
 
     def __call__(self, features: Tensor) -> None:
-        """Take in the features [B, C, F] of the next C slots."""
+        """Take in the features [B, C, F] of the next C slots.
+
+        Raises:
+            ValueError: there are more than the prompt has.
+        """
         if self.last is not None:
             features = torch.cat([self.last.to(features.device), features], dim=1)
+        if self._next + features.shape[1] > self._prompt.shape[1]:
+            raise ValueError(
+                "This release of transformers reads a cached prefix again when it prefills in chunks; leave "
+                "prefill_chunk_size out, or use transformers 5.21 or newer."
+            )
         self.last = features[:, -1:]
         ready = features.shape[1] - 1
         if ready == 0:
