@@ -12,7 +12,7 @@ from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables
 from hf_dart.cli import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"
 
 

@@ -17,7 +17,7 @@ from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.ngram.build import build
 from hf_dart.target.loading import PACKAGED_TARGET
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 
