@@ -100,6 +100,12 @@ def test_no_room_is_taken_for_tokens_that_never_come() -> None:
     assert_identical(target, head, prompts([7]), **options)
 
 
+@pytest.mark.parametrize("length", [12.0, 11.5])
+def test_a_length_as_a_float(length: float) -> None:
+    target = tiny_target("llama")
+    assert_identical(target, tiny_head(target), prompts([7, 4]), do_sample=False, max_new_tokens=length)
+
+
 @pytest.mark.matrix
 def test_texts_outgrow_the_first_room() -> None:
     target = tiny_target("llama", max_position_embeddings=2048)

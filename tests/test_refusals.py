@@ -11,7 +11,7 @@ from compare import assert_identical, run
 from outcome import snapshot
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from test_exact import replay
-from tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
@@ -77,6 +77,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
     "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
     "an empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "empty"),
+    "no rows": ({name: value[:0] for name, value in INPUTS.items()}, "one row"),
+    "ids that are no integers": ({"input_ids": INPUTS["input_ids"].float()}, "long"),
+    # Stock then runs over the ids where there are embeddings too.
+    "an assistant": ({"is_assistant": True}, "is_assistant"),
 }
 # Stock does not tell a callable of these.
 REFUSED_BY_ATTACH: dict[str, tuple[dict[str, Any], str]] = {
@@ -154,6 +158,31 @@ def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, 
         arguments = {**INPUTS, **GREEDY, "past_key_values": cache, **drafting}
         refused(lambda arguments=arguments: target.generate(**arguments), ValueError, "cache|Cache")
         assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("room", [8, WINDOW])
+def test_static_caches_shorter_than_the_window(room: int) -> None:
+    """Where all layers slide: stock's window is the cache then."""
+    target = tiny_target("mistral")
+    head = tiny_head(target)
+    calls = [
+        {**prompts([6]), **GREEDY, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        for _ in range(2)
+    ]
+    if room < WINDOW:
+        refused(lambda: target.generate(**calls[0], assistant=head), ValueError, "room for 8 tokens")
+    else:
+        assert torch.equal(target.generate(**calls[0], assistant=head), target.generate(**calls[1]))
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_embeddings_beside_ids_in_chunks(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    """Stock runs over the embeddings once for each chunk of the ids."""
+    embeddings = target.get_input_embeddings()(INPUTS["input_ids"]).detach()
+    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"][:, -2:], "inputs_embeds": embeddings}
+    chunked = {**inputs, **GREEDY, "prefill_chunk_size": 1}
+    refused(lambda: target.generate(**chunked, **drafting), ValueError, "prefill_chunk_size")
+    assert_identical(target, head, inputs, **GREEDY)
 
 
 def test_quantized_cache(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:

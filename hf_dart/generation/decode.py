@@ -94,10 +94,10 @@ def speculative_generate(
             f"This {type(assistant).__name__} does not refine its drafts; give refine=0, or a head that was trained "
             "with an editor."
         )
-    input_ids = input_ids.long()  # as stock's are once a token is added
     length = length_limit(stopping_criteria, input_ids.shape[1])
     prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    input_ids = input_ids.long()  # as stock's are once a token is added
     refuse_drafter(assistant)
     assistant.check_target(model)
     if tree_config.draft_cost is None:
@@ -154,7 +154,8 @@ class Call:
         pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
         refuse_crossing(self.model, pads, cached, total, most)
         capacity = total + min(rows.room(0), _HEADROOM)
-        refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
+        windows = layer_windows(self.model, stock)
+        refuse_cache_length(stock, windows, cached, total - prompt.shape[1], total, most - 1)
 
         if self.drafter.engine is None and self.model._valid_auto_compile_criteria(model_kwargs, config):
             warnings.warn(

@@ -141,6 +141,7 @@ def refuse_options(
         )
     named = [
         (config.use_cache is False, "use_cache=False", "use_cache=True"),
+        (bool(config.is_assistant), "is_assistant=True", "is_assistant=False"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
         (
@@ -161,8 +162,11 @@ def refuse_options(
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
     _refuse_activated_adapters(model)
-    if input_ids.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
-        raise ValueError("The prompt is empty; give at least one token.")
+    embeddings = kwargs.get("inputs_embeds")
+    if 0 in (input_ids if embeddings is None else embeddings).shape[:2]:
+        raise ValueError("The prompt is empty; give at least one row of at least one token.")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Token ids cannot be {input_ids.dtype}; pass input_ids.long().")
 
 
 def _is_sharded(model: Any) -> bool:
@@ -233,10 +237,13 @@ def refuse_compressed(cache: Cache, total: int) -> None:
         )
 
 
-def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots: int) -> None:
+def refuse_cache_length(
+    cache: Cache, windows: list[int | None], cached: int, first: int, total: int, slots: int
+) -> None:
     """Raise for a cache that does not fit the prompt, or is too short for the answer.
 
     Args:
+        windows: how many positions each of its attention layers sees; None for all.
         cached: slots that the cache holds.
         first: slot of the first token (or embedding) that is passed.
         total: slots of prompt and cached prefix.
@@ -256,7 +263,12 @@ def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots
             f"The cache holds {cached} tokens and input_ids begin at token {first}; pass the whole text, or all that "
             "the cache does not hold."
         )
-    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    rooms = [
+        layer.max_cache_len
+        for layer, window in zip(attention_layers(cache), windows, strict=True)
+        # One that is shorter than the window of its layer would be another window.
+        if isinstance(layer, StaticLayer) and (not layer.is_sliding or window is None or layer.max_cache_len < window)
+    ]
     if rooms and min(rooms) < slots:
         raise ValueError(
             f"This StaticCache has room for {min(rooms)} tokens and this call may need {slots}; pass a longer one or a "

@@ -36,7 +36,16 @@ class PromptFeed:
         self.last: Tensor | None = None  # [B, 1, F]
 
     def __call__(self, features: Tensor) -> None:
-        """Take in the features [B, C, F] of the next C slots."""
+        """Take in the features [B, C, F] of the next C slots.
+
+        Raises:
+            ValueError: more slots than the prompt has.
+        """
+        if self._next + (self.last is not None) + features.shape[1] > self._prompt.shape[1]:
+            raise ValueError(
+                "generate runs over more positions than the prompt has, as it does with input_ids, inputs_embeds and "
+                "prefill_chunk_size together; leave one of them out, or leave assistant= out."
+            )
         if self.last is not None:
             features = torch.cat([self.last.to(features.device), features], dim=1)
         self.last = features[:, -1:]

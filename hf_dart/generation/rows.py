@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -19,7 +21,8 @@ def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
     """Tokens that a row may have, its prompt of `prompt_length` included."""
     # One of the user's own takes the place of stock's, which has the length of the config; subclasses stand beside it.
     lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-    return max(min(lengths), prompt_length + 1)  # stock too writes one token at least
+    # Whole tokens, as many as the criterion lets pass; stock too writes one at least.
+    return max(math.ceil(min(*lengths, sys.maxsize)), prompt_length + 1)
 
 
 class Rows:
