@@ -293,7 +293,7 @@ class Call:
 
     def hold_ended_rows(self, proposal: Proposal) -> None:
         """Rows that are only filled up must not hold up the others."""
-        if self.rows.in_step and True in self.rows.ended:
+        if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
             proposal.make_certain(self.rows.ended, self.rows.pad)
 
     def commit(self, accepted: Accepted) -> None:

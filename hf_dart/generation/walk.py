@@ -139,7 +139,7 @@ class Walker:
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """The target's next token of a row from its logits [1, V]."""
-        logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
+        logits = logits.to(dtype=torch.float32, device=self._rows.device)
         if self._of_rows is not None:
             scores = self._of_rows[row](self._rows.ids(row), logits)
         else:
