@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import replay
 from compare import assert_identical, run
 from test_fit import letters
 from tiny import (
@@ -126,6 +127,26 @@ def test_the_length_of_a_criterion_of_ones_own_counts() -> None:
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     with pytest.raises(ValueError, match="rotary"):
         target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
+
+
+def test_a_batch_up_to_where_rotary_tables_change() -> None:
+    """The last token of a text is not run through the model: one more than the table was trained for fits."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
+    head = tiny_head(target)
+    assert_identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
+    with pytest.raises(ValueError, match="set max_length to 33 or less"):
+        target.generate(**prompts([9, 4]), do_sample=False, max_length=34, assistant=head)
+
+
+def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:
+    """Rotary positions run on; only no tree crosses the place where a table might end."""
+    target = attach(tiny_target("llama", max_position_embeddings=24))
+    options = {"do_sample": False, "max_new_tokens": 60}
+    drafter = replay(target, prompts([9]), misses=[0.0], **options)
+    assert_identical(target, drafter, prompts([9]), **options)
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 5
 
 
 def test_copied_weights_follow_the_targets_dtype() -> None:
