@@ -144,6 +144,7 @@ def refuse_options(
         (bool(config.is_assistant), "is_assistant=True", "is_assistant=False"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
+        (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep=tensor(...)", "a number"),
         (
             synced_gpus or _is_sharded(model),
             "synced_gpus (FSDP or ZeRO-3 generation)",
@@ -162,11 +163,27 @@ def refuse_options(
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
     _refuse_activated_adapters(model)
-    embeddings = kwargs.get("inputs_embeds")
-    if 0 in (input_ids if embeddings is None else embeddings).shape[:2]:
+    _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+
+
+def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | None) -> None:
+    """Raise for what is no prompt, and for parts that are not of one."""
+    prompt = input_ids if embeddings is None else embeddings
+    rows, dimensions = len(input_ids), 2 if embeddings is None else 3
+    if input_ids.ndim != 2 or prompt.ndim != dimensions or len(prompt) != rows:
+        raise ValueError(
+            f"A prompt of shape {list(prompt.shape)} is no batch of {rows} rows; give input_ids [rows, tokens] or "
+            "inputs_embeds [rows, tokens, width]."
+        )
+    if 0 in prompt.shape[:2]:
         raise ValueError("The prompt is empty; give at least one row of at least one token.")
     if input_ids.dtype not in (torch.int32, torch.int64):
         raise ValueError(f"Token ids cannot be {input_ids.dtype}; pass input_ids.long().")
+    if mask is not None and (mask.ndim != 2 or len(mask) != rows or mask.shape[1] < prompt.shape[1]):
+        raise ValueError(
+            f"An attention mask of shape {list(mask.shape)} does not fit a prompt of {rows} rows and "
+            f"{prompt.shape[1]} tokens; give it one entry for each, and for each that is in the cache."
+        )
 
 
 def _is_sharded(model: Any) -> bool:
@@ -253,6 +270,11 @@ def refuse_cache_length(
         ValueError: stock would feed the prompt twice, leave a gap, or (unless every row ended early) run over the end
             of a static cache.
     """
+    if first > 0 == cached:
+        raise ValueError(
+            f"The attention mask has {total} entries for a prompt of {total - first} tokens and nothing is cached; give "
+            "it one for each token."
+        )
     if cached >= total:
         raise ValueError(
             f"The cache holds {cached} tokens and the prompt has {total}, but the target has to run over the last one; "
@@ -334,4 +356,6 @@ def refuse_positions(model: Any, position_ids: Tensor | None, pads: list[int], t
 def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:
     """Does each row end at the position that the tokens before it leave?"""
     last = torch.tensor([total - pad - 1 for pad in pads])
+    if 0 in position_ids.shape or position_ids.shape[-2:-1] not in ((1,), last.shape):
+        return False
     return not bool((position_ids[..., -1].cpu() != last).any())
