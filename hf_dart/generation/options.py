@@ -272,8 +272,8 @@ def refuse_cache_length(
     """
     if first > 0 == cached:
         raise ValueError(
-            f"The attention mask has {total} entries for a prompt of {total - first} tokens and nothing is cached; give "
-            "it one for each token."
+            f"The attention mask has {total} entries for a prompt of {total - first} tokens and nothing is cached; "
+            "give it one for each token."
         )
     if cached >= total:
         raise ValueError(
