@@ -213,8 +213,8 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 
 
 def test_skipped_noise_is_not_kept() -> None:
-    wanted = NoiseStream(2, 5, torch.device("cpu")).exponentials([300, 300], 3)
-    noise = NoiseStream(2, 5, torch.device("cpu"))
+    wanted = NoiseStream(2, 5, torch.device("cpu")).begin().exponentials([300, 300], 3)
+    noise = NoiseStream(2, 5, torch.device("cpu")).begin()
     noise.forget_before(300)
     assert torch.equal(noise.exponentials([300, 300], 3), wanted)
     assert len(noise._blocks) <= 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, cast
@@ -17,7 +17,7 @@ from hf_dart.configuration import TreeConfig
 from hf_dart.devices import host_by_default
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
-from hf_dart.generation.noise import MAX_LEAD, NoiseStream
+from hf_dart.generation.noise import MAX_LEAD, NoiseStream, put_back
 from hf_dart.generation.options import (
     left_padding,
     refuse_cache,
@@ -106,10 +106,10 @@ def speculative_generate(
     rows = Rows(input_ids, model_kwargs.get("attention_mask"), generation_config, stopping_criteria, in_step)
     stats = DraftStats(trace=Trace(input_ids.shape[1]) if trace else None)
     streaming = Streaming(streamer, rows, drawn_ahead=bool(generation_config.do_sample) and not in_step)
-    with stats.phase("prefill"):
-        call = Call(model, assistant, tree_config, generation_config, logits_processor)
-        logits, features = call.prefill(input_ids, rows, streaming, model_kwargs)
+    call = Call(model, assistant, tree_config, generation_config, logits_processor, rows)
     try:
+        with stats.phase("prefill"):
+            logits, features = call.prefill(input_ids, streaming, model_kwargs)
         tree = DraftTree.chain(input_ids.new_zeros(len(rows), 1))  # a root that nobody looks at
         accepted = call.walk(tree, logits, call.limits())
         if assistant.engine is not None and not rows.finished and not trace:
@@ -130,23 +130,34 @@ class Call:
     """The parts of one `generate` call and what passes between them."""
 
     def __init__(
-        self, model: Any, drafter: Drafter[Any], config: TreeConfig, generation_config: Any, processors: Any
+        self,
+        model: Any,
+        drafter: Drafter[Any],
+        config: TreeConfig,
+        generation_config: Any,
+        processors: Any,
+        rows: Rows,
     ) -> None:
         self.model, self.drafter, self.config = model, drafter, config
         self.generation_config, self.processors = generation_config, processors
+        self.rows = rows
         self.noise: NoiseStream | None = None
+        if generation_config.do_sample:
+            self.noise = NoiseStream(len(rows), 0, rows.device, forecast=rows.in_step)
+        self.prefilled = False
         self.proposal: Proposal | None = None
         self.pending: list[Verified] = []  # while drafting pauses
         self.ask = drafter.propose_ranked  # an engine may lend another way to the same
 
     def prefill(
-        self, input_ids: Tensor, rows: Rows, streaming: Streaming, model_kwargs: dict[str, Any]
+        self, input_ids: Tensor, streaming: Streaming, model_kwargs: dict[str, Any]
     ) -> tuple[Tensor, Tensor]:
         """Stock prefill; logits [B, 1, V] and features [B, 1, F] of the last prompt position.
 
         Should it fail, a cache that was passed in is as it was.
         """
-        config, batch = self.generation_config, len(rows)
+        rows, config = self.rows, self.generation_config
+        batch = len(rows)
         stock = refuse_cache(model_kwargs.get("past_key_values"))
         cached = int(stock.get_seq_length())
         mask = model_kwargs.get("attention_mask")
@@ -164,18 +175,20 @@ class Call:
                 stacklevel=2,
             )
 
-        self.rows = rows
+        if self.noise is not None:
+            self.noise.begin()
         self.pace = Pace(self.config, rows.device.type, self.drafter.draft_length > 0)
         self.grower = TreeGrower(self.drafter, self.config, self.processors, rows.tokens, rows.device)
         self.first_slot = total - input_ids.shape[1]  # of the tokens that are known
-        draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
-        self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
+        with self.aside():
+            draft = take_up(stock, self.drafter, input_ids, self.first_slot, pads)
+            self.draft = draft or Draft(self.drafter.begin(batch, capacity), cached, pads)
         feed = PromptFeed(
             self.drafter, self.draft.state, prompt[:, cached - total :], [max(pad - cached, 0) for pad in pads]
         )
         layers = self.drafter.feature_layers
         self.returns_cache = bool(config.return_dict_in_generate or getattr(stock, "_is_user_defined", False))
-        with undone_on_failure(stock):
+        with undone_on_failure(stock), self.aside():
             recorder = PrefillRecorder(self.model, feed, layers)
             outputs = recorder.prefill(input_ids, config, model_kwargs, pads, total)
             # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
@@ -187,14 +200,15 @@ class Call:
             windowed = layer_windows(self.model, stock) if self.drafter.engine is None else None
             keep = self.returns_cache
             self.cache = tree_cache(stock, pads, capacity + nodes, keep, most + nodes, windowed)
+        self.prefilled = True
         assert feed.last is not None
         collect = bool(config.return_dict_in_generate)
         self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None
         self.verify = Verifier(self.model, self.cache, kinds, layers, self.hidden_states is not None)
         logits = outputs.logits[:, -1:].to(rows.device)
         self.vocab_size = logits.shape[-1]
-        if config.do_sample:
-            self.noise = NoiseStream(batch, self.vocab_size, rows.device, forecast=rows.in_step)
+        if self.noise is not None:
+            self.noise.vocab_size = self.vocab_size
         self.walk = Walker(
             self.processors,
             rows,
@@ -204,6 +218,12 @@ class Call:
             keep_logits=collect and bool(config.output_logits),
         )
         return logits, feed.last
+
+    def aside(self) -> AbstractContextManager[None]:
+        """Around what the drafter does, which may draw: where tokens are drawn as stock does, it moves nothing."""
+        if self.noise is None or not self.rows.in_step:
+            return nullcontext()
+        return put_back(self.rows.device)
 
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round; 0 if it has ended or is too far ahead."""
@@ -243,7 +263,8 @@ class Call:
             return None
         taken, next_tokens, counts = _joined(self.pending)
         self.pending = []
-        proposal = self.ask(self.draft.state, taken, next_tokens, counts, self.grower.depth, self.score)
+        with self.aside():
+            proposal = self.ask(self.draft.state, taken, next_tokens, counts, self.grower.depth, self.score)
         if proposal is not None and self.proposal is not None and not counts.all():
             # Rows that stood still keep their draft.
             proposal = proposal.where(counts > 0, self.proposal)
@@ -287,7 +308,8 @@ class Call:
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft behind a second look at `tokens` [B, d]."""
-        proposal = self.drafter.refine(self.draft.state, first, tokens)
+        with self.aside():
+            proposal = self.drafter.refine(self.draft.state, first, tokens)
         self.hold_ended_rows(proposal)
         return proposal.within(self.vocab_size)
 
@@ -357,7 +379,7 @@ class Call:
         The cache then holds the prompt and so much of those tokens as every row has committed.
         """
         self.leave_generator(position)
-        if getattr(self.stock_cache, "_is_user_defined", False):
+        if self.prefilled and getattr(self.stock_cache, "_is_user_defined", False):
             committed = int((self.cache.lengths - self.cache.prompt_lengths).min())
             with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
                 self.cache.write_back(max(min(committed, position - 1), 0))
