@@ -28,6 +28,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_dart.generation
 from hf_dart import DartHead
+from hf_dart.generation import decode
 from hf_dart.generation.attach import attach
 from hf_dart.generation.stock_layers import attention_layers, held_by
 
@@ -175,16 +176,20 @@ def interrupt(
     reached = []
     for line in (1 + int(total * (case + random.random()) / cases) for case in range(cases)):  # spread over all
         cache, listener = KINDS[kind](target), Listener()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:  # as notebooks keep it, with all that the call held
             call(line, cache, listener)
         token = listener.tokens
         if sampled:
+            left = torch.get_rng_state()
+            assert torch.equal(run(target, inputs, seed, **options, assistant=head).sequences, stock), "it still leads"
+            torch.set_rng_state(left)
             matches = [index for index, state in enumerate(states) if torch.equal(state, torch.get_rng_state())]
             assert len(matches) == 1, "the generator is at no token of stock's"
             assert token <= matches[0] <= token + 1
             token = matches[0]
         assert_goes_on(target, cache, inputs, stock, token, **options, assistant=head)
         reached.append(token)
+        del kept
     assert_identical(target, head, inputs, seed=seed, **options)
     return reached
 
@@ -207,6 +212,25 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
     criterion = FailingCriterion(length=1000)
     reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=7, seed=1, stopping_criteria=[criterion])
     assert len(set(reached)) > 3
+
+
+@pytest.mark.parametrize("part", ["mask_kinds", "Verifier", "Walker", "shares"])
+def test_a_kept_interruption_holds_no_noise(
+    pair: tuple[Any, DartHead], part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first round; notebooks keep the last exception, and with it all that the call held."""
+    target, head = pair
+
+    def interrupts(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    whole = getattr(decode, part)
+    monkeypatch.setattr(decode, part, interrupts)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        run(target, prompts(RAGGED), 0, **SAMPLED, assistant=head)
+    monkeypatch.setattr(decode, part, whole)
+    assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+    del kept
 
 
 @pytest.mark.matrix

@@ -15,7 +15,7 @@ from tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
-from hf_dart import DartHead
+from hf_dart import DartHead, TreeConfig
 from hf_dart.generation import options
 from hf_dart.generation.attach import attach
 from hf_dart.generation.probe import prove
@@ -394,3 +394,10 @@ def test_caches_that_are_not_of_the_prompt(
     for hook in hooks:
         hook.remove()
     assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["nodes", "top_k", "beam", "refine"])
+def test_trees_that_no_memory_holds(name: str) -> None:
+    most = 31 if name == "refine" else 1024
+    TreeConfig(**{name: most})
+    refused(lambda: TreeConfig(**{name: most + 1}), ValueError, f"TreeConfig.{name} is {most + 1}; give {most} or less")
