@@ -6,6 +6,10 @@ from dataclasses import dataclass
 
 from hf_dart.errors import check_types
 from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
+
+MAX_NODES = 1024
+"""Most nodes of a tree per row, and candidates and paths per depth: memory and time of masks grow with the square."""
 
 
 @dataclass(frozen=True)
@@ -13,12 +17,12 @@ class TreeConfig:
     """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
-        nodes: N, nodes per row, the root included; with 1 nothing is drafted. None lets the batch, the device and,
-            on a CPU, the worth of each node decide, and drafting pause where it does not pay.
+        nodes: N, nodes per row, the root included, at most 1024; with 1 nothing is drafted. None lets the batch, the
+            device and, on a CPU, the worth of each node decide, and drafting pause where it does not pay.
         depth: deepest node; None is the drafter's draft length.
-        top_k: K, candidates per depth.
+        top_k: K, candidates per depth, at most 1024.
         beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
-            nodes of all paths are found on a CPU without it. 1 with `top_k=1` is a chain.
+            nodes of all paths are found on a CPU without it. At most 1024; 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
         verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
@@ -32,8 +36,8 @@ class TreeConfig:
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
             weighted sum (`hf_dart.trees.scoring`), which cannot tell a node's worth: give `nodes` with it.
-        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft. Each time
-            costs about as much as the draft itself, which pays where the target is much slower than that.
+        refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft, and 31
+            looks settle any. Each costs about as much as the draft itself, which pays where the target is much slower.
         calibrate: correct the scores of each depth by what the target accepts, as the call goes on
             (`hf_dart.decoding.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
@@ -60,14 +64,18 @@ class TreeConfig:
 
     def __post_init__(self) -> None:
         check_types(self, TreeConfig, "TreeConfig.")
-        for name in ("nodes", "depth", "top_k", "beam"):
+        for name, most in (("nodes", MAX_NODES), ("top_k", MAX_NODES), ("beam", MAX_NODES), ("depth", None)):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
+            if value is not None and most is not None and value > most:
+                raise ValueError(f"TreeConfig.{name} is {value}; give {most} or less.")
         for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
+        if self.refine > MAX_DRAFT_LENGTH:  # a draft is settled from its first token on, one by each pass
+            raise ValueError(f"TreeConfig.refine is {self.refine}; give {MAX_DRAFT_LENGTH} or less.")
         if self.verify_costs not in ((), []):
             # Lists, where they come from a JSON file.
             object.__setattr__(self, "verify_costs", checked_points("TreeConfig.verify_costs", self.verify_costs))

@@ -222,14 +222,21 @@ def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartH
     assert_identical(target, head, {"inputs": INPUTS["input_ids"]})  # no mask
 
 
-@pytest.mark.parametrize("place", ["call", "model", "criteria"])
+class AlsoStops(StopStringCriteria):
+    """Stands beside stock's."""
+
+
+@pytest.mark.parametrize("place", ["call", "model", "criteria", "both"])
 def test_stop_strings_from_elsewhere(target: Any, head: DartHead, place: str) -> None:
     options: dict[str, Any] = {**GREEDY, "tokenizer": TOKENIZER}
     letters = TOKENIZER.decode(run(target, INPUTS, 0, **GREEDY).sequences[0, 12:14])
     if place == "model":
         target.generation_config.stop_strings = letters
     elif place == "call":
+        target.generation_config.stop_strings = "never"
         options = {"generation_config": GenerationConfig(**GREEDY, stop_strings=letters), "tokenizer": TOKENIZER}
+    elif place == "both":
+        options |= {"stop_strings": letters, "stopping_criteria": [AlsoStops(TOKENIZER, "never")]}
     else:
         options |= {"stop_strings": "never", "stopping_criteria": [StopStringCriteria(TOKENIZER, letters)]}
     stock, _ = assert_identical(target, head, INPUTS, **options)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import (
     VOCABULARY,
@@ -100,6 +101,12 @@ def test_no_room_is_taken_for_tokens_that_never_come() -> None:
     assert_identical(target, head, prompts([7]), **options)
 
 
+@pytest.mark.parametrize("length", [12.0, 11.5])
+def test_a_length_as_a_float(length: float) -> None:
+    target = tiny_target("llama")
+    assert_identical(target, tiny_head(target), prompts([7, 4]), do_sample=False, max_new_tokens=length)
+
+
 @pytest.mark.matrix
 def test_texts_outgrow_the_first_room() -> None:
     target = tiny_target("llama", max_position_embeddings=2048)
@@ -120,6 +127,26 @@ def test_the_length_of_a_criterion_of_ones_own_counts() -> None:
     criteria = StoppingCriteriaList([MaxLengthCriteria(60)])
     with pytest.raises(ValueError, match="rotary"):
         target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
+
+
+def test_a_batch_up_to_where_rotary_tables_change() -> None:
+    """The last token of a text is not run through the model: one more than the table was trained for fits."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
+    head = tiny_head(target)
+    assert_identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
+    with pytest.raises(ValueError, match="set max_length to 33 or less"):
+        target.generate(**prompts([9, 4]), do_sample=False, max_length=34, assistant=head)
+
+
+def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:
+    """Rotary positions run on; only no tree crosses the place where a table might end."""
+    target = attach(tiny_target("llama", max_position_embeddings=24))
+    options = {"do_sample": False, "max_new_tokens": 60}
+    drafter = replay(target, prompts([9]), misses=[0.0], **options)
+    assert_identical(target, drafter, prompts([9]), **options)
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 5
 
 
 def test_copied_weights_follow_the_targets_dtype() -> None:
@@ -186,8 +213,8 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 
 
 def test_skipped_noise_is_not_kept() -> None:
-    wanted = NoiseStream(2, 5, torch.device("cpu")).exponentials([300, 300], 3)
-    noise = NoiseStream(2, 5, torch.device("cpu"))
+    wanted = NoiseStream(2, 5, torch.device("cpu")).begin().exponentials([300, 300], 3)
+    noise = NoiseStream(2, 5, torch.device("cpu")).begin()
     noise.forget_before(300)
     assert torch.equal(noise.exponentials([300, 300], 3), wanted)
     assert len(noise._blocks) <= 4

@@ -22,7 +22,7 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import prefill
+from hf_dart.decoding import api
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 
 FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
@@ -285,7 +285,7 @@ def test_no_row_runs_too_far_ahead(
             super()._draw_to(end)
             longest = max(longest, len(self._blocks))
 
-    monkeypatch.setattr(prefill, "NoiseStream", Watched)
+    monkeypatch.setattr(api, "NoiseStream", Watched)
     target, _ = llama
     inputs = batch(4, "sdpa")
     options = {**SAMPLED, "max_new_tokens": 110}

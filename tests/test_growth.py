@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
+from hf_dart.decoding.drafting import joined
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, headway, shares
 from hf_dart.decoding.proposer import Proposal
@@ -324,6 +325,26 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
             ids, past_key_values=text.past_key_values, assistant=head, max_new_tokens=9, do_sample=False
         )
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
+
+
+def test_positions_that_waited_are_taken_in_as_they_came() -> None:
+    """Those of several rounds, of which each row has some, none or all; features and tokens stay together."""
+    rounds = [[2, 0, 3], [1, 1, 1], [0, 2, 1]]
+    came: list[list[int]] = [[], [], []]
+    chunks, number = [], 0
+    for counts in rounds:
+        tokens = torch.full((3, 3), -1)
+        for row, count in enumerate(counts):
+            for place in range(count):
+                number += 1
+                tokens[row, place] = number
+                came[row].append(number)
+        chunks.append((tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
+    features, tokens, counts = joined(chunks)
+    assert counts.tolist() == [len(row) for row in came]
+    for row, wanted in enumerate(came):
+        assert tokens[row, : len(wanted)].tolist() == wanted
+        assert features[row, : len(wanted), 1].tolist() == [0.5 * token for token in wanted]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])

@@ -29,6 +29,7 @@ from transformers.generation.streamers import BaseStreamer
 import hf_dart.decoding
 from hf_dart import DartHead
 from hf_dart.cache.stock_layers import attention_layers, held_by
+from hf_dart.decoding import prefill, session
 from hf_dart.decoding.api import attach
 
 TOKENS = 15
@@ -175,16 +176,20 @@ def interrupt(
     reached = []
     for line in (1 + int(total * (case + random.random()) / cases) for case in range(cases)):  # spread over all
         cache, listener = KINDS[kind](target), Listener()
-        with pytest.raises(KeyboardInterrupt):
+        with pytest.raises(KeyboardInterrupt) as kept:  # as notebooks keep it, with all that the call held
             call(line, cache, listener)
         token = listener.tokens
         if sampled:
+            left = torch.get_rng_state()
+            assert torch.equal(run(target, inputs, seed, **options, assistant=head).sequences, stock), "it still leads"
+            torch.set_rng_state(left)
             matches = [index for index, state in enumerate(states) if torch.equal(state, torch.get_rng_state())]
             assert len(matches) == 1, "the generator is at no token of stock's"
             assert token <= matches[0] <= token + 1
             token = matches[0]
         assert_goes_on(target, cache, inputs, stock, token, **options, assistant=head)
         reached.append(token)
+        del kept
     assert_identical(target, head, inputs, seed=seed, **options)
     return reached
 
@@ -207,6 +212,27 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
     criterion = FailingCriterion(length=1000)
     reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=7, seed=1, stopping_criteria=[criterion])
     assert len(set(reached)) > 3
+
+
+@pytest.mark.parametrize(
+    ("where", "part"), [(prefill, "mask_kinds"), (prefill, "Verifier"), (prefill, "Walker"), (session, "shares")]
+)
+def test_a_kept_interruption_holds_no_noise(
+    pair: tuple[Any, DartHead], where: Any, part: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before the first round; notebooks keep the last exception, and with it all that the call held."""
+    target, head = pair
+
+    def interrupts(*_: Any, **__: Any) -> Any:
+        raise KeyboardInterrupt
+
+    whole = getattr(where, part)
+    monkeypatch.setattr(where, part, interrupts)
+    with pytest.raises(KeyboardInterrupt) as kept:
+        run(target, prompts(RAGGED), 0, **SAMPLED, assistant=head)
+    monkeypatch.setattr(where, part, whole)
+    assert_identical(target, head, prompts(RAGGED), **SAMPLED)
+    del kept
 
 
 @pytest.mark.matrix

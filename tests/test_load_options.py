@@ -13,10 +13,9 @@ from support.guests import ZLAB, dflash_config, dflash_tensors, save
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from test_fit import one_sentence
 
-from hf_dart import DartHead, DFlashDrafter, NgramTable
+from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
-from hf_dart.configuration import TreeConfig
 from hf_dart.interop.original_dart import write_original
 from hf_dart.ngram.build import build
 

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dart import DartHead
+from hf_dart import DartHead, attach
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 INPUTS = prompts([7])
@@ -88,3 +88,31 @@ def test_streamers_that_draw(target: Any, head: DartHead) -> None:
             assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what), logits_processor=processors)
         else:
             assert_identical(target, head, INPUTS, **sampled, streamer=Draws(what))
+
+
+class DrawnDrafts(ReplayDrafter):
+    """Takes from the default generator at every turn."""
+
+    def begin(self, batch_size: int, capacity: int) -> Any:
+        torch.rand(1)
+        return super().begin(batch_size, capacity)
+
+    def extend(self, *given: Any) -> None:
+        torch.rand(2)
+        super().extend(*given)
+
+    def propose(self, *given: Any, **more: Any) -> Any:
+        torch.rand(3)
+        return super().propose(*given, **more)
+
+
+@pytest.mark.parametrize("more", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["", "scores"])
+def test_drafters_that_draw(target: Any, more: dict[str, Any]) -> None:
+    """With scores, tokens are drawn from the default generator itself."""
+    inputs = prompts([7, 4])
+    text = run(target, inputs, 0, **SAMPLED).sequences
+    attach(target)
+    drafter = DrawnDrafts(text, [0, 3], VOCABULARY, misses=[0.3, 0.1])
+    assert_identical(target, drafter, inputs, **SAMPLED, **more)
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 1.3

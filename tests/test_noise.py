@@ -11,7 +11,7 @@ from support.tiny import prompts, tiny_target
 from test_exact import replay
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import prefill
+from hf_dart.decoding import api, prefill
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.rows import Rows
@@ -39,7 +39,7 @@ def test_equals_multinomial(rows: int, vocabulary: int, calls: int, share_zeroed
 
     torch.manual_seed(11)
     before = torch.get_rng_state()
-    stream = NoiseStream(rows, vocabulary, CPU)
+    stream = NoiseStream(rows, vocabulary, CPU).begin()
     window = stream.exponentials([0] * rows, calls)
     assert torch.equal(torch.get_rng_state(), before), "looking ahead moved the default generator"
     for position, (p, drawn) in enumerate(zip(probabilities, stock, strict=True)):
@@ -60,7 +60,7 @@ def test_the_generator_is_left_where_stock_is(steps: int) -> None:
     state = torch.get_rng_state()
 
     torch.manual_seed(3)
-    stream = NoiseStream(3, 20, CPU)
+    stream = NoiseStream(3, 20, CPU).begin()
     stream.gumbel([0, 2, 4], 8)  # 12 positions ahead
     stream.leave_as_stock(steps)
     assert torch.equal(torch.get_rng_state(), state)
@@ -70,7 +70,7 @@ def test_rows_start_where_they_are() -> None:
     torch.manual_seed(5)
     blocks = torch.stack([torch.empty(3, 9).exponential_(1) for _ in range(12)])  # [position, row, V]
     torch.manual_seed(5)
-    stream = NoiseStream(3, 9, CPU)
+    stream = NoiseStream(3, 9, CPU).begin()
     starts = [4, 0, 7]
     window = stream.exponentials(starts, 5)
     gumbel = stream.gumbel(starts, 5)
@@ -83,7 +83,7 @@ def test_forgotten_blocks_change_nothing() -> None:
     torch.manual_seed(5)
     blocks = torch.stack([torch.empty(2, 9).exponential_(1) for _ in range(40)])
     torch.manual_seed(5)
-    stream = NoiseStream(2, 9, CPU)
+    stream = NoiseStream(2, 9, CPU).begin()
     for position in range(0, 30, 3):
         stream.forget_before(position)
         assert len(stream._blocks) <= 3 + 6
@@ -100,7 +100,7 @@ def test_forgotten_blocks_change_nothing() -> None:
 
 def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
     torch.manual_seed(5)
-    stream = NoiseStream(2, 9, CPU)
+    stream = NoiseStream(2, 9, CPU).begin()
     stream.exponentials([0, 0], 10)
     stream.forget_before(8)
     window = stream.exponentials([2, 9], 3)
@@ -112,9 +112,9 @@ def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
 
 def test_streams_side_by_side_draw_noise_of_their_own() -> None:
     torch.manual_seed(5)
-    alone = NoiseStream(1, 9, CPU).exponentials([0], 4)
+    alone = NoiseStream(1, 9, CPU).begin().exponentials([0], 4)
     state = torch.get_rng_state()
-    first, *others = [NoiseStream(1, 9, CPU) for _ in range(3)]
+    first, *others = [NoiseStream(1, 9, CPU).begin() for _ in range(3)]
     drawn = [stream.exponentials([0], 4) for stream in (first, *others)]
     assert torch.equal(drawn[0], alone)
     assert not any(torch.equal(drawn[left], drawn[right]) for left in range(3) for right in range(left))
@@ -125,16 +125,16 @@ def test_streams_side_by_side_draw_noise_of_their_own() -> None:
     assert torch.equal(torch.get_rng_state(), after)
     assert not torch.equal(after, state)
     # Nothing runs any more.
-    assert torch.equal(NoiseStream(1, 9, CPU).exponentials([0], 1)[:, 0], torch.empty(1, 9).exponential_(1))
+    assert torch.equal(NoiseStream(1, 9, CPU).begin().exponentials([0], 1)[:, 0], torch.empty(1, 9).exponential_(1))
 
 
 def test_a_stream_that_was_not_begun_leaves_the_generator_to_the_others() -> None:
     torch.manual_seed(5)
-    first, second = NoiseStream(1, 9, CPU), NoiseStream(1, 9, CPU)
+    first, second = NoiseStream(1, 9, CPU).begin(), NoiseStream(1, 9, CPU).begin()
     after = torch.get_rng_state()
     first.leave_as_stock(0)
     assert torch.equal(torch.get_rng_state(), after), "the next stream would be seeded as the second was"
-    assert not torch.equal(second.exponentials([0], 1), NoiseStream(1, 9, CPU).exponentials([0], 1))
+    assert not torch.equal(second.exponentials([0], 1), NoiseStream(1, 9, CPU).begin().exponentials([0], 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -146,7 +146,7 @@ def test_noise_is_float32_whatever_the_default(dtype: torch.dtype) -> None:
     default = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        assert NoiseStream(1, 9, CPU).exponential(0, 0).dtype == torch.float32
+        assert NoiseStream(1, 9, CPU).begin().exponential(0, 0).dtype == torch.float32
         for seed in range(3):
             assert_identical(target, drafter, inputs, seed=seed, **options)
     finally:
@@ -178,7 +178,7 @@ def test_what_is_held_stays_bounded(misses: list[float], eos: Any, monkeypatch: 
                 held.append((len(self._blocks), len(self._gumbels), len(self._states)))
 
     monkeypatch.setattr(prefill, "Rows", WatchedRows)
-    monkeypatch.setattr(prefill, "NoiseStream", WatchedStream)
+    monkeypatch.setattr(api, "NoiseStream", WatchedStream)
     target = attach(tiny_target("llama"))
     inputs = prompts([9, 3, 7, 13])
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}

@@ -5,6 +5,7 @@ All in float64 without tolerance for tokens and generator; scores, logits and hi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,16 @@ import torch
 from support.compare import tally
 from support.outcome import assert_close, call, identical, same
 from support.pairwise import pairwise
-from support.tiny import PAD, VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.tiny import (
+    PAD,
+    VOCABULARY,
+    ReplayDrafter,
+    prompts,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_target,
+)
 from support.users import TOKENIZER, Clock, Criterion, Processor, allowed
 from torch import Tensor
 from transformers import (
@@ -339,6 +349,27 @@ def test_stop_strings(llama: tuple[Any, Any], size: int) -> None:
         stock = identical(target, head, inputs, stop_strings=stops, tokenizer=TOKENIZER, **mode)
         if size == 1:
             assert stock.sequences.shape[1] < 9 + TOKENS, "the string was to end the text early"
+
+
+@pytest.mark.parametrize("length", [12.0, 12.5, float("inf"), 2**63])
+def test_lengths_that_are_no_small_whole_numbers(llama: tuple[Any, Any], length: float) -> None:
+    target, head = llama
+    inputs = prompts([9, 4])
+    for mode in (GREEDY, SAMPLED):
+        eos = list(range(VOCABULARY // 2)) if length > 100 else None
+        stock = identical(target, head, inputs, **{**mode, "max_new_tokens": length, "eos_token_id": eos})
+        assert length > 100 or stock.sequences.shape[1] == 9 + math.ceil(length)
+
+
+def test_autocast() -> None:
+    """What drafters keep is of their own dtype, whatever their projections come out in."""
+    target = tiny_target("llama", dtype=torch.float32)
+    for make in (tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter):
+        drafter = make(target)
+        for lengths in ([7], [7, 4]):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                output = target.generate(**prompts(lengths), **GREEDY, assistant=drafter)
+            assert output.shape == (len(lengths), 7 + TOKENS)
 
 
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])

@@ -10,12 +10,12 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.compare import assert_identical, run
 from support.outcome import snapshot
-from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from test_exact import replay
 from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
-from hf_dart import DartHead
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import admit as options
 from hf_dart.decoding.api import attach
 from hf_dart.target.trial import prove
@@ -76,7 +76,15 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "a hole in the mask": ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "left"),
     "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
     "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
+    "positions of one row": (
+        {**prompts([7, 7]), "position_ids": torch.arange(7) + torch.tensor([[0], [3]])},
+        "position_ids",
+    ),
     "an empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "empty"),
+    "no rows": ({name: value[:0] for name, value in INPUTS.items()}, "one row"),
+    "ids that are no integers": ({"input_ids": INPUTS["input_ids"].float()}, "long"),
+    # Stock then runs over the ids where there are embeddings too.
+    "an assistant": ({"is_assistant": True}, "is_assistant"),
 }
 # Stock does not tell a callable of these.
 REFUSED_BY_ATTACH: dict[str, tuple[dict[str, Any], str]] = {
@@ -156,6 +164,31 @@ def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, 
         assert_identical(target, head, INPUTS, **GREEDY)
 
 
+@pytest.mark.parametrize("room", [8, WINDOW])
+def test_static_caches_shorter_than_the_window(room: int) -> None:
+    """Where all layers slide: stock's window is the cache then."""
+    target = tiny_target("mistral")
+    head = tiny_head(target)
+    calls = [
+        {**prompts([6]), **GREEDY, "past_key_values": StaticCache(config=target.config, max_cache_len=room)}
+        for _ in range(2)
+    ]
+    if room < WINDOW:
+        refused(lambda: target.generate(**calls[0], assistant=head), ValueError, "room for 8 tokens")
+    else:
+        assert torch.equal(target.generate(**calls[0], assistant=head), target.generate(**calls[1]))
+    assert_identical(target, head, INPUTS, **GREEDY)
+
+
+def test_embeddings_beside_ids_in_chunks(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    """Stock runs over the embeddings once for each chunk of the ids."""
+    embeddings = target.get_input_embeddings()(INPUTS["input_ids"]).detach()
+    inputs = {**INPUTS, "input_ids": INPUTS["input_ids"][:, -2:], "inputs_embeds": embeddings}
+    chunked = {**inputs, **GREEDY, "prefill_chunk_size": 1}
+    refused(lambda: target.generate(**chunked, **drafting), ValueError, "prefill_chunk_size")
+    assert_identical(target, head, inputs, **GREEDY)
+
+
 def test_quantized_cache(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
     class Quantized(DynamicCache):
         """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
@@ -211,6 +244,16 @@ def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dic
     assert not target.training
     refused(lambda: wrapped.generate(**INPUTS, **GREEDY, **drafting), ValueError, "eval")
     assert_identical(wrapped.eval(), head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_diffusion_drafter, tiny_eagle_drafter])
+def test_active_dropout_of_a_drafter(target: Any, make: Any) -> None:
+    """It would draw from the generator that tokens are drawn from."""
+    drafter = make(target)
+    drafter.add_module("dropping", torch.nn.Dropout(0.2))
+    drafter.train()
+    refused(lambda: target.generate(**INPUTS, **SAMPLED, assistant=drafter), ValueError, "drafter is in train mode")
+    assert_identical(target, drafter.eval(), INPUTS, **SAMPLED)
 
 
 def test_a_target_that_is_being_trained_can_be_attached() -> None:
@@ -329,18 +372,32 @@ def test_adapters_that_invocation_tokens_switch_on(target: Any, head: DartHead, 
     assert_identical(wrapped.unload(), head, INPUTS, **GREEDY)
 
 
-@pytest.mark.parametrize("layers", [[0, 1], [1]])
-def test_compressed_caches(target: Any, head: DartHead, drafting: dict[str, Any], layers: list[int]) -> None:
-    """As kvpress compresses: hooks drop entries behind the prompt."""
+@pytest.mark.parametrize(
+    ("entries", "layers", "held"),
+    [([0, 2, 4, 6], [0, 1], 4), ([0, 2, 4, 6], [1], 4), ([0, *range(7)], [0, 1], 8)],
+    ids=["dropped", "dropped in one layer", "added"],
+)
+def test_caches_that_are_not_of_the_prompt(
+    target: Any, head: DartHead, drafting: dict[str, Any], entries: list[int], layers: list[int], held: int
+) -> None:
+    """As kvpress compresses: hooks drop entries behind the prompt. Others might add some."""
 
-    def compress(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+    def change(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = kwargs["past_key_values"].layers[module.layer_idx]
         if kwargs["hidden_states"].shape[1] == 7:  # the prompt
-            layer.keys, layer.values = layer.keys[:, :, ::2], layer.values[:, :, ::2]
+            layer.keys, layer.values = layer.keys[:, :, entries], layer.values[:, :, entries]
 
     parts = [target.model.layers[layer].self_attn for layer in layers]
-    hooks = [part.register_forward_hook(compress, with_kwargs=True) for part in parts]
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "holds 4 entries behind a prompt of 7")
+    hooks = [part.register_forward_hook(change, with_kwargs=True) for part in parts]
+    words = f"holds {held} entries behind a prompt of 7"
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, words)
     for hook in hooks:
         hook.remove()
     assert_identical(target, head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("name", ["nodes", "top_k", "beam", "refine"])
+def test_trees_that_no_memory_holds(name: str) -> None:
+    most = 31 if name == "refine" else 1024
+    TreeConfig(**{name: most})
+    refused(lambda: TreeConfig(**{name: most + 1}), ValueError, f"TreeConfig.{name} is {most + 1}; give {most} or less")

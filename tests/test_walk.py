@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from support.compare import assert_identical
+from support.outcome import call, same
 from support.tiny import prompts, tiny_head, tiny_target
+from support.users import Clock
+from torch import Tensor
 from transformers import (
+    EosTokenCriteria,
     LogitsProcessorList,
     RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
+from transformers.generation import stopping_criteria as criteria_module
 
 from hf_dart.decoding.processors import scores_alone
 from hf_dart.decoding.walk import Accepted, Walker
@@ -69,6 +75,62 @@ def test_what_may_run_on_all_nodes() -> None:
             return super().__call__(input_ids, scores) * input_ids.shape[1]
 
     assert not scores_alone(LogitsProcessorList([Warmer(0.5)]), accelerator)
+
+
+class Warming(TemperatureLogitsWarper):
+    """Another temperature at every call."""
+
+    def __call__(self, input_ids: Any, scores: Tensor) -> Tensor:
+        self.temperature = 0.5 if self.temperature == 2.0 else 2.0
+        return super().__call__(input_ids, scores)
+
+
+class Together(EosTokenCriteria):
+    """One row's end is that of all."""
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Tensor:
+        ends = super().__call__(input_ids, scores, **kwargs)
+        return ends.any() & torch.ones_like(ends)
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        lambda: {"logits_processor": [Warming(2.0)]},
+        lambda: {"stopping_criteria": [Together([3, 11])], "pad_token_id": 0},
+        lambda: {"max_time": 5.5},
+    ],
+    ids=["a warper", "an end", "the time"],
+)
+def test_what_derives_from_stocks_is_called_as_stock_calls_it(own: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per position, on the whole batch."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    inputs, options = prompts([7, 3, 9, 5]), {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+    found = []
+    for drafting in ({}, {"assistant": head}):
+        monkeypatch.setattr(criteria_module, "time", SimpleNamespace(time=Clock().time))
+        found.append(call(target, 0, **inputs, **options, **own(), **drafting))
+    same(*reversed(found))
+    assert found[0].error is None
+
+
+@pytest.mark.parametrize("way", ["everywhere", "by token", "in step"])
+def test_tokens_that_float32_cannot_tell_apart(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stock compares scores as float32, where the first of equal ones is chosen."""
+    target = tiny_target("llama")
+    with torch.no_grad():
+        weight = target.lm_head.weight
+        weight[1::2] = weight[::2] * (1 + 1e-12)
+    head = tiny_head(target)
+    inputs, options = prompts([7, 3]), {"do_sample": False, "max_new_tokens": 24}
+    if way == "by token":
+        monkeypatch.setattr(Walker, "_choose_everywhere", None)
+        options["no_repeat_ngram_size"] = 20
+    if way == "in step":
+        options |= {"return_dict_in_generate": True, "output_scores": True}
+    stock, _ = assert_identical(target, head, inputs, **options)
+    assert not (stock.sequences[:, 7:] % 2).any(), "of each pair, the first was to be chosen"
 
 
 @pytest.mark.parametrize("everywhere", [True, False])

@@ -116,6 +116,7 @@ class SlotStore:
             slots: [B, Q] one slot per entry, or the first of Q consecutive slots that all rows share.
         """
         buffer = self.buffer(index)
+        values = values.to(buffer.dtype)  # under autocast, projections are of another
         if isinstance(slots, int):
             buffer[:, :, slots : slots + values.shape[2]] = values
         else:

@@ -19,13 +19,14 @@ from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import length_limit
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import prove
-from hf_dart.target.verify import refuse_crossing
+from hf_dart.target.verify import layer_windows, refuse_crossing
 
 # What asks `generate` for other modes than greedy search and sampling.
 _OTHER_MODES = (
@@ -152,8 +153,7 @@ def admit(
             f"This {type(drafter).__name__} does not refine its drafts; give refine=0, or a head that was trained "
             "with an editor."
         )
-    input_ids = input_ids.long()  # as stock's are once a token is added
-    batch, width = input_ids.shape
+    width = input_ids.shape[1]
     max_length = length_limit(criteria, width)
     mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
     prompt = input_ids if embeddings is None else embeddings
@@ -161,15 +161,17 @@ def admit(
     most = total + max_length - width
     prove(model, most, max(tree_config.nodes or 0, FILL))
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    input_ids = input_ids.long()  # as stock's are once a token is added
+    prompt = input_ids if embeddings is None else embeddings
     refuse_drafter(drafter)
     drafter.check_target(model)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     stock = refuse_cache(model_kwargs.get("past_key_values"))
     cached = int(stock.get_seq_length())
-    pads = left_padding(mask, model_kwargs.get("position_ids"), total, batch)
+    pads = left_padding(mask, model_kwargs.get("position_ids"), total, len(input_ids))
     refuse_crossing(model, pads, cached, total, most)
-    refuse_cache_length(stock, cached, total - prompt.shape[1], total, most - 1)
+    refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
         warnings.warn(
             "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "
@@ -227,8 +229,10 @@ def refuse_options(
         )
     named = [
         (config.use_cache is False, "use_cache=False", "use_cache=True"),
+        (bool(config.is_assistant), "is_assistant=True", "is_assistant=False"),
         (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
         (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
+        (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep=tensor(...)", "a number"),
         (
             synced_gpus or _is_sharded(model),
             "synced_gpus (FSDP or ZeRO-3 generation)",
@@ -247,8 +251,27 @@ def refuse_options(
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
     _refuse_activated_adapters(model)
-    if input_ids.shape[1] == 0 and kwargs.get("inputs_embeds") is None:
-        raise ValueError("The prompt is empty; give at least one token.")
+    _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+
+
+def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | None) -> None:
+    """Raise for what is no prompt, and for parts that are not of one."""
+    prompt = input_ids if embeddings is None else embeddings
+    rows, dimensions = len(input_ids), 2 if embeddings is None else 3
+    if input_ids.ndim != 2 or prompt.ndim != dimensions or len(prompt) != rows:
+        raise ValueError(
+            f"A prompt of shape {list(prompt.shape)} is no batch of {rows} rows; give input_ids [rows, tokens] or "
+            "inputs_embeds [rows, tokens, width]."
+        )
+    if 0 in prompt.shape[:2]:
+        raise ValueError("The prompt is empty; give at least one row of at least one token.")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Token ids cannot be {input_ids.dtype}; pass input_ids.long().")
+    if mask is not None and (mask.ndim != 2 or len(mask) != rows or mask.shape[1] < prompt.shape[1]):
+        raise ValueError(
+            f"An attention mask of shape {list(mask.shape)} does not fit a prompt of {rows} rows and "
+            f"{prompt.shape[1]} tokens; give it one entry for each, and for each that is in the cache."
+        )
 
 
 def _is_sharded(model: Any) -> bool:
@@ -278,10 +301,13 @@ def _refuse_activated_adapters(model: Any) -> None:
             )
 
 
-def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots: int) -> None:
+def refuse_cache_length(
+    cache: Cache, windows: list[int | None], cached: int, first: int, total: int, slots: int
+) -> None:
     """Raise for a cache that does not fit the prompt, or is too short for the answer.
 
     Args:
+        windows: how many positions each of its attention layers sees; None for all.
         cached: slots that the cache holds.
         first: slot of the first token (or embedding) that is passed.
         total: slots of prompt and cached prefix.
@@ -291,6 +317,11 @@ def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots
         ValueError: stock would feed the prompt twice, leave a gap, or (unless every row ended early) run over the end
             of a static cache.
     """
+    if first > 0 == cached:
+        raise ValueError(
+            f"The attention mask has {total} entries for a prompt of {total - first} tokens and nothing is cached; "
+            "give it one for each token."
+        )
     if cached >= total:
         raise ValueError(
             f"The cache holds {cached} tokens and the prompt has {total}, but the target has to run over the last one; "
@@ -301,7 +332,12 @@ def refuse_cache_length(cache: Cache, cached: int, first: int, total: int, slots
             f"The cache holds {cached} tokens and input_ids begin at token {first}; pass the whole text, or all that "
             "the cache does not hold."
         )
-    rooms = [layer.max_cache_len for layer in cache.layers if isinstance(layer, StaticLayer) and not layer.is_sliding]
+    rooms = [
+        layer.max_cache_len
+        for layer, window in zip(attention_layers(cache), windows, strict=True)
+        # One that is shorter than the window of its layer would be another window.
+        if isinstance(layer, StaticLayer) and (not layer.is_sliding or window is None or layer.max_cache_len < window)
+    ]
     if rooms and min(rooms) < slots:
         raise ValueError(
             f"This StaticCache has room for {min(rooms)} tokens and this call may need {slots}; pass a longer one or a "
@@ -367,4 +403,6 @@ def refuse_positions(model: Any, position_ids: Tensor | None, pads: list[int], t
 def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:
     """Does each row end at the position that the tokens before it leave?"""
     last = torch.tensor([total - pad - 1 for pad in pads])
+    if 0 in position_ids.shape or position_ids.shape[-2:-1] not in ((1,), last.shape):
+        return False
     return not bool((position_ids[..., -1].cpu() != last).any())

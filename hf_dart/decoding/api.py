@@ -16,9 +16,10 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_dart.configuration import TreeConfig
+from hf_dart import TreeConfig
 from hf_dart.decoding.admit import admit
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
+from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
@@ -237,17 +238,24 @@ def speculative_generate(
         synced_gpus,
         model_kwargs,
     )
-    session, logits = prefill(request, streamer)
+    noise = None
+    if generation_config.do_sample:
+        noise = NoiseStream(len(request.input_ids), 0, request.input_ids.device, forecast=request.in_step)
     try:
-        session.first_token(logits)
-        if assistant.engine is not None and not session.rows.finished and not trace:
-            assistant.engine.run(session)
-        while not session.rows.finished:
-            one_round(session)
-        output = result(session)
-    except BaseException:
-        break_off(session)
-        raise
+        session, logits = prefill(request, streamer, noise)
+        try:
+            session.first_token(logits)
+            if assistant.engine is not None and not session.rows.finished and not trace:
+                assistant.engine.run(session)
+            while not session.rows.finished:
+                one_round(session)
+            output = result(session)
+        except BaseException:
+            break_off(session)
+            raise
+    finally:
+        if noise is not None:
+            noise.end()
     session.streaming.end()
     assistant.last_stats = session.stats
     session.pace.tell(assistant)

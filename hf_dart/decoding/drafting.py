@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,6 +30,8 @@ class Drafting:
         depth: tokens of a draft.
         score: what the target will do with its candidates.
         rows: the text of each row.
+        aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
+            generator, it moves nothing.
         keeps: positions are to be kept for the drafter even if it will not be asked in this call.
         pending: verified positions that it has not read, because drafting pauses.
         last: its last proposal.
@@ -40,6 +43,7 @@ class Drafting:
     depth: int
     score: Score
     rows: Rows
+    aside: Callable[[], AbstractContextManager[None]]
     keeps: bool
     pending: list[Verified] = field(default_factory=list)
     last: Proposal | None = None
@@ -57,7 +61,8 @@ class Drafting:
             return None
         features, next_tokens, counts = joined(self.pending)
         self.pending = []
-        proposal = self.ask(self.draft.state, features, next_tokens, counts, self.depth, self.score)
+        with self.aside():
+            proposal = self.ask(self.draft.state, features, next_tokens, counts, self.depth, self.score)
         if proposal is not None and self.last is not None and not counts.all():
             proposal = proposal.where(counts > 0, self.last)  # rows that stood still keep their draft
         if proposal is not None:
@@ -67,13 +72,14 @@ class Drafting:
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft after a second look at `tokens` [B, d] of the `first` one."""
-        proposal = self.drafter.refine(self.draft.state, first, tokens)
+        with self.aside():
+            proposal = self.drafter.refine(self.draft.state, first, tokens)
         self._hold_ended_rows(proposal)
         return proposal
 
     def _hold_ended_rows(self, proposal: Proposal) -> None:
         """Rows that are only filled up must not hold up the others."""
-        if self.rows.in_step and True in self.rows.ended:
+        if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
             proposal.make_certain(self.rows.ended, self.rows.pad)
 
 

@@ -8,8 +8,10 @@ t + k, and the drafter may look at the same blocks (Gumbel-max coupling of draft
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from threading import Lock
-from typing import Any
+from typing import Any, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -33,33 +35,44 @@ class NoiseStream:
     generator of its own, which a number from the default one seeds.
 
     Args:
+        vocab_size: V; 0 if that is not known yet, and `vocab_size` is set before anything is drawn.
         forecast: tokens will be drawn from the default generator itself, as they come; this stream leaves it alone.
     """
 
     def __init__(self, batch_size: int, vocab_size: int, device: torch.device, *, forecast: bool = False) -> None:
-        self._shape = (batch_size, vocab_size)
+        self._batch_size, self.vocab_size = batch_size, vocab_size
         self._device = device
         self._generator = torch.Generator(device)
-        with _lock:
-            self._leads = not forecast and device not in _leading
-            if self._leads:
-                _leading[device] = self
-            if self._leads or forecast:
-                self._generator.set_state(_default_state(device))
-            else:
-                self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=device)))
+        self._forecast = forecast
         self._drawn = 0  # positions
         self._needed = 0  # the oldest position that a row still needs
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
         # that an interruption anywhere leaves the states of all positions that were reached.
         self._blocks: dict[int, Tensor] = {}
         self._gumbels: dict[int, Tensor] = {}  # as far as they were asked for
-        self._states = {0: self._generator.get_state()}  # before the block of that position was drawn
+        self._states: dict[int, Tensor] = {}  # before the block of that position was drawn
+
+    def begin(self) -> Self:
+        """Go on where the default generator is; `end` has to follow, whatever happens in between."""
+        with _lock:
+            alone = self._device not in _leading
+            if alone or self._forecast:
+                self._generator.set_state(_default_state(self._device))
+            else:
+                self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=self._device)))
+            self._states[0] = self._generator.get_state()
+            if alone and not self._forecast:
+                _leading[self._device] = self
+        return self
+
+    @property
+    def _leads(self) -> bool:
+        return _leading.get(self._device) is self
 
     def _draw_to(self, end: int) -> None:
         while self._drawn < end:
             # As float32 as the probabilities of stock, whatever torch's default is.
-            block = torch.empty(self._shape, dtype=torch.float32, device=self._device)
+            block = torch.empty(self._batch_size, self.vocab_size, dtype=torch.float32, device=self._device)
             block.exponential_(1, generator=self._generator)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
@@ -104,17 +117,18 @@ class NoiseStream:
 
     def leave_as_stock(self, steps: int) -> None:
         """Put the default generator where stock `generate` leaves it after `steps` output positions."""
-        if self._leads:
-            self._draw_to(steps)
-            if steps:  # else it was not moved, unless by others
-                _set_default_state(self._device, self._states[steps])
-        self.end()
+        try:
+            if self._leads:
+                self._draw_to(steps)
+                if steps:  # else it was not moved, unless by others
+                    _set_default_state(self._device, self._states[steps])
+        finally:  # whoever breaks it off, the next stream leads
+            self.end()
 
     def end(self) -> None:
         """Let the next stream begin where the default generator is."""
         with _lock:
             if self._leads:
-                self._leads = False
                 del _leading[self._device]
 
 
@@ -134,6 +148,16 @@ class RefusesDraws(TorchDispatchMode):
                 "it a torch.Generator of its own, or leave assistant= out."
             )
         return result
+
+
+@contextmanager
+def put_back(device: torch.device) -> Iterator[None]:
+    """Around code that may draw, where tokens are drawn from the default generator: its draws are none of stock's."""
+    state = _default_state(device)
+    try:
+        yield
+    finally:
+        _set_default_state(device, state)
 
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:

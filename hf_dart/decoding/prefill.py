@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +17,7 @@ from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding.admit import Request, refuse_positions
 from hf_dart.decoding.drafting import Drafting
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.noise import NoiseStream
+from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.proposer import Proposer, Verified
 from hf_dart.decoding.rows import Rows, Streaming
@@ -62,8 +64,9 @@ class PromptFeed:
             features = torch.cat([self.last.to(features.device), features], dim=1)
         if self._next + features.shape[1] > self._prompt.shape[1]:
             raise ValueError(
-                "This release of transformers reads a cached prefix again when it prefills in chunks; leave "
-                "prefill_chunk_size out, or use transformers 5.21 or newer."
+                "generate runs over more positions than the prompt has, as it does with input_ids, inputs_embeds and "
+                "prefill_chunk_size together, and before transformers 5.21 with prefill_chunk_size and a cached "
+                "prefix; leave prefill_chunk_size out."
             )
         self.last = features[:, -1:]
         ready = features.shape[1] - 1
@@ -158,7 +161,7 @@ def _prepares_itself(target: Any) -> bool:
     )
 
 
-def prefill(request: Request, streamer: Any) -> tuple[Session, Tensor]:
+def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[Session, Tensor]:
     """Run the prompt through the target and the drafter.
 
     Should it fail, a cache that was passed in is as it was.
@@ -166,6 +169,7 @@ def prefill(request: Request, streamer: Any) -> tuple[Session, Tensor]:
     Args:
         request: what `admit` let in.
         streamer: is told of every token.
+        noise: that tokens are drawn with, not begun; None for greedy search.
 
     Returns:
         The session, which has seen the whole prompt but for the token after it, and the target's logits [B, 1, V] for
@@ -179,19 +183,22 @@ def prefill(request: Request, streamer: Any) -> tuple[Session, Tensor]:
     rows = Rows(
         request.input_ids, request.model_kwargs.get("attention_mask"), config, request.criteria, request.in_step
     )
+    aside = partial(put_back, rows.device) if noise is not None and rows.in_step else nullcontext
+    if noise is not None:
+        noise.begin()
     with stats.phase("prefill"):
-        draft = take_up(request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads)
-        draft = draft or Draft(
-            request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
-        )
-        logits, features, states, kinds, stock, cache = _run(request, rows, draft)
+        with aside():
+            draft = take_up(request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads)
+            draft = draft or Draft(
+                request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
+            )
+            logits, features, states, kinds, stock, cache = _run(request, rows, draft)
         hidden_states = HiddenStates(states) if request.collects("output_hidden_states") else None
         verify = Verifier(
             request.model, cache, kinds, request.drafter.feature_layers, keep_hidden_states=hidden_states is not None
         )
-        noise = None
-        if config.do_sample:
-            noise = NoiseStream(batch, logits.shape[-1], rows.device, forecast=rows.in_step)
+        if noise is not None:
+            noise.vocab_size = logits.shape[-1]
         noise_ahead = _as_trees_see(noise, rows, request)
         streaming = Streaming(streamer, rows, drawn_ahead=bool(config.do_sample) and not rows.in_step)
         walk = Walker(
@@ -211,6 +218,7 @@ def prefill(request: Request, streamer: Any) -> tuple[Session, Tensor]:
             grower.depth,
             lambda level, scores: grower.score(scores, noise_ahead(level, 1)),
             rows,
+            aside,
             keeps=pace.ever_drafts or request.returns_cache,
         )
     # The prompt's last position waits for the token after it.

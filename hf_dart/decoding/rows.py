@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from contextlib import nullcontext
 from typing import Any
 
@@ -20,7 +22,8 @@ def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
     """Tokens that a row may have, its prompt of `prompt_length` included."""
     # One of the user's own takes the place of stock's, which has the length of the config; subclasses stand beside it.
     lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
-    return max(min(lengths), prompt_length + 1)  # stock too writes one token at least
+    # Whole tokens, as many as the criterion lets pass; stock too writes one at least.
+    return max(math.ceil(min(*lengths, sys.maxsize)), prompt_length + 1)
 
 
 class Rows:
@@ -29,7 +32,8 @@ class Rows:
     Attributes:
         prompt_length: P, slots of the prompt.
         max_length: P and the tokens that a row may have behind it.
-        pad: the token that fills up ended rows.
+        fills_up: are ended rows filled up with pads, as stock does where an end token is a criterion? Else they run on.
+        pad: the token that they are filled up with.
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
         end_tokens: those that end a row; None if other criteria than these and the length decide.
@@ -48,6 +52,9 @@ class Rows:
         self.in_step = in_step
         self.max_length = length_limit(stopping_criteria, self.prompt_length)
         pad = generation_config._pad_token_tensor
+        self.fills_up = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
+        if self.fills_up and pad is None:  # stock fails too, at its first step
+            raise TypeError("Rows that have ended are filled up with pads; give pad_token_id.")
         self.pad = 0 if pad is None else int(pad)
         # Rows that end early are filled with the pad token, exactly as stock fills them.
         self._ids = input_ids.new_full((batch, min(self.max_length, self.prompt_length + _ROOM)), self.pad)
@@ -59,7 +66,6 @@ class Rows:
         self.tokens = [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads, strict=True)]
         self._stopped_at: list[int | None] = [None] * batch
         self._criteria = stopping_criteria
-        self._fill_with_pads = any(hasattr(criterion, "eos_token_id") for criterion in stopping_criteria)
         self.end_tokens: set[int] | None = None
         if all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria):
             self.end_tokens = {
@@ -99,7 +105,7 @@ class Rows:
         stopped = self._stopped_at[row]
         if stopped is None:
             return True
-        if self._fill_with_pads and not self.in_step:
+        if self.fills_up and not self.in_step:
             return False
         stops = [stop for stop in self._stopped_at if stop is not None]
         return len(stops) < len(self) or self.emitted[row] < max(stops)
@@ -195,7 +201,7 @@ class Rows:
             scores: what stock shows to criteria.
         """
         column = self._reserve(self.prompt_length + self.emitted[0])
-        if self._fill_with_pads:
+        if self.fills_up:
             tokens = tokens.masked_fill(torch.tensor(self.ended, device=self.device), self.pad)
         self._ids[:, column] = tokens
         added = tokens.tolist()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -146,8 +145,11 @@ class Session:
         if proposal is None:
             return self.grower(None, None, budget.deepest, shares=budget.shares)
         gumbel = self.noise_ahead(0, self.grower.depth)
-        refine = partial(self.draft.refine, proposal)
         chain = budget.level == CHAIN
+
+        def refine(tokens: Tensor) -> Proposal:
+            return self.draft.refine(proposal, tokens).within(self.vocab_size)
+
         return self.grower(proposal.within(self.vocab_size), gumbel, budget.deepest, refine, chain, budget.shares)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:

@@ -139,7 +139,7 @@ class Walker:
 
     def _choose(self, row: int, logits: Tensor) -> int:
         """The target's next token of a row from its logits [1, V]."""
-        logits = logits.to(copy=True, dtype=torch.float32, device=self._rows.device)
+        logits = logits.to(dtype=torch.float32, device=self._rows.device)
         if self._of_rows is not None:
             scores = self._of_rows[row](self._rows.ids(row), logits)
         else:
@@ -185,12 +185,17 @@ class Walker:
                 "A logits processor writes into input_ids, the text that drafts were verified behind; let it work on a "
                 "copy, or leave assistant= out."
             )
+        if isinstance(scores, Tensor) and len(scores) != len(logits):
+            raise ValueError(
+                f"The logits processors leave scores of {len(scores)} rows for a batch of {len(logits)}; they have to "
+                "return as many rows as they are given."
+            )
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
             self.logits += (logits,)
         if self._noise is None:
-            return scores.argmax(-1)
+            return torch.argmax(scores, dim=-1)
         return torch.multinomial(scores.softmax(-1), num_samples=1).squeeze(1)
 
 

@@ -12,10 +12,11 @@ from support.memory import resident
 from hf_dart.bench import suites
 from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.memory import peak_bytes, reset_peak
-from hf_dart.bench.rivals import LOOKUP, OURS, STOCK
+from hf_dart.bench.rivals import LOOKUP, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
 from hf_dart.errors import UserError
+from hf_dart.view.tables import OURS
 
 
 def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

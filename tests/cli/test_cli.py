@@ -14,12 +14,12 @@ import pytest
 import torch
 from support.chats import THINKING, chat_tokenizer
 
+from hf_dart import TreeConfig
 from hf_dart.bench.demo import demo, tree_behind
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
-from hf_dart.configuration import TreeConfig
 from hf_dart.errors import UserError
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.view.terminal import accepted_path, drafted_tokens

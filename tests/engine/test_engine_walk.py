@@ -135,6 +135,17 @@ def test_texts(processors: str, size: int, monkeypatch: pytest.MonkeyPatch) -> N
     assert not walked
 
 
+def test_tokens_that_float32_cannot_tell_apart() -> None:
+    """As stock, and the eager round's walk: the first of those that are equal in float32."""
+    target = tiny_target("llama")
+    with torch.no_grad():
+        target.lm_head.weight[1::2] = target.lm_head.weight[::2] * (1 + 1e-12)
+    head = tiny_head(target)
+    hf_dart.compile(target, head, backend=None, first_tier=64)
+    for processors in ({}, {"min_length": 9, **ENDS}):
+        assert_identical(target, head, prompts([7, 3]), do_sample=False, max_new_tokens=20, **processors)
+
+
 def test_where_tokens_are_chosen_everywhere() -> None:
     """Greedy without processors always; else, on a CPU, where that is no more nodes than are walked through."""
     sampled = {"do_sample": True, "top_k": 0}

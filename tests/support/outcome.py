@@ -26,7 +26,7 @@ def call(target: Any, seed: int, **options: Any) -> Outcome:
     torch.manual_seed(seed)
     try:
         return Outcome(target.generate(**options), None, torch.get_rng_state())
-    except (ValueError, RuntimeError, IndexError) as error:
+    except (ValueError, RuntimeError, IndexError, TypeError, AttributeError) as error:
         return Outcome(error, type(error), torch.get_rng_state())
 
 

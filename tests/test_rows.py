@@ -1,0 +1,48 @@
+"""Rows of a batch: the room that their ids take, and what fills up those that have ended."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import replay
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_head, tiny_target
+from support.users import Criterion
+from transformers import EosTokenCriteria
+
+from hf_dart import attach
+from hf_dart.decoding import rows as module
+
+
+@pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["", "in step"])
+def test_ids_outgrow_their_room(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Again and again; all are kept, and seen by what reads them."""
+    monkeypatch.setattr(module, "_ROOM", 3)
+    target = tiny_target("llama")
+    given = {"do_sample": False, "max_new_tokens": 40, "no_repeat_ngram_size": 2, **options}
+    assert_identical(target, tiny_head(target), prompts([7, 3]), **given)
+
+
+def test_rows_that_are_filled_up_need_a_pad() -> None:
+    """As in stock, which fails at its first step."""
+    target = tiny_target("llama")
+    target.generation_config.pad_token_id = None
+    head = tiny_head(target)
+    options = {**prompts([7]), "do_sample": False, "max_new_tokens": 8, "stopping_criteria": [EosTokenCriteria(3)]}
+    for drafting, words in (({}, "NoneType"), ({"assistant": head}, "give pad_token_id")):
+        with pytest.raises(TypeError, match=words):
+            target.generate(**options, **drafting)
+
+
+def test_rows_that_run_on_are_not_taken_for_ended() -> None:
+    """Without an end token stock lets a row that has met a criterion run on; so does its draft."""
+    target = attach(tiny_target("llama"))
+    inputs, options = prompts([7, 7]), {"do_sample": False, "max_new_tokens": 40}
+    drafter = replay(target, inputs, misses=[0.0, 0.0], **options)
+    stock, _ = assert_identical(target, drafter, inputs, stopping_criteria=[Criterion("ends rows")], **options)
+    ends = torch.isin(stock.sequences[:, 7:], torch.tensor([3, 4, 5, 6]))
+    assert ends[:, :-12].any(), "a row was to run on for a while"
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 5
