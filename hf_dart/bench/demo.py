@@ -213,21 +213,21 @@ def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], sequences: Tensor
     committed = [row[0] for row in stats.committed]
     typical = min(range(len(committed)), key=lambda i: (abs(committed[i] - stats.tau - 0.5), i))
     written = prompt + 1 + sum(committed[:typical])
-    tree = tree_behind(pair, sequences[:, :written], config)
+    tree = tree_after(pair, sequences[:, :written], config)
     target = sequences[0, written:].tolist()
     length = accepted_path(tree, target)
     before = pair.tokenizer.decode(sequences[0, :written].tolist()).rsplit("\n", 1)[-1]
     bonus = repr(pair.tokenizer.decode([target[length]])) if length < len(target) else "the end"
     return [
-        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {tree.size} nodes, behind {before!r}"),
+        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {tree.size} nodes, after {before!r}"),
         *tree_lines(pen, pair.tokenizer, tree, target),
         f"the target accepts {length} ({pen(GREEN, '●')}) and adds {bonus}: {length + 1} tokens in one pass",
     ]
 
 
 @torch.no_grad()
-def tree_behind(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
-    """The greedy tree that the head grows behind `tokens` [1, T], the last of which is the root."""
+def tree_after(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
+    """The greedy tree that the head grows after `tokens` [1, T], the last of which is the root."""
     model, head = pair.model, pair.head
     context = tokens[:, :-1]
     outputs = model(input_ids=context, use_cache=False, **features_request(head.feature_layers))

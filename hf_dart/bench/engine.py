@@ -97,7 +97,7 @@ class Measurement:
 
     Attributes:
         seconds: of each call, and of the same calls for one token, which is their prefill.
-        rounds, tau: forwards behind the prefill and tokens of each row per forward.
+        rounds, tau: forwards after the prefill and tokens of each row per forward.
         same: were the tokens stock's?
         launches, waits: per round, of kernels or graphs, and of the host for the device; None where it cannot tell.
     """
@@ -113,7 +113,7 @@ class Measurement:
     waits: float | None = None
 
     def speed(self, tokens: int) -> float:
-        """Tokens per second behind the prefill, of so many."""
+        """Tokens per second after the prefill, of so many."""
         return tokens / max(median(self.seconds) - median(self.prefill), 1e-9)
 
 
@@ -225,7 +225,7 @@ def memory_bandwidth(device: torch.device) -> float:
 
 @torch.no_grad()
 def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
-    """Milliseconds of the parts of a round, each launched alone, behind the text that the tier holds.
+    """Milliseconds of the parts of a round, each launched alone, after the text that the tier holds.
 
     What a tier holds is overwritten.
     """
@@ -349,7 +349,7 @@ def as_table(report: dict[str, Any]) -> str:
         ]
     lines += [
         "",
-        "`tokens/s` is of all rows behind the prefill. `roofline`: over τ · bandwidth / bytes of a forward. `launches` "
+        "`tokens/s` is of all rows after the prefill. `roofline`: over τ · bandwidth / bytes of a forward. `launches` "
         "and `waits` (of the host for the device) are per round; empty where the device does not tell.",
     ]
     return "\n".join(lines)

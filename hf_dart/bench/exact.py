@@ -146,7 +146,7 @@ def run_differences(
         return [None] * len(stock.sequences)
     prompt = inputs["input_ids"].shape[1]
     found = differences(model, inputs, options, seed, stock.sequences[:, prompt:], other.sequences[:, prompt:])
-    # One row's near-tie can change how much padding stands behind the others; nothing else may.
+    # One row's near-tie can change how much padding follows the others; nothing else may.
     if not any(found):
         shorter = min(stock.sequences.shape[1], other.sequences.shape[1]) - prompt
         found[0] = Difference(shorter, gap=inf, top2=inf, ulp=0.0, allowed=0.0)

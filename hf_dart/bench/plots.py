@@ -134,7 +134,7 @@ def _name(one: dict[str, Any], case: str) -> str:
 
 
 def _left(rows: list[tuple[dict[str, Any], str]]) -> int:
-    """Where bars begin: behind the longest name."""
+    """Where bars begin: after the longest name."""
     return max(200, 16 + _LETTER * max((len(name) for _, name in rows), default=0))
 
 

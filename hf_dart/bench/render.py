@@ -1,4 +1,4 @@
-"""Tables in Markdown files and the pictures beside their JSON, made anew from it."""
+"""Tables in Markdown files and the pictures beside their JSON, made again from it."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ def render_tables(markdown: str, folder: Path) -> str:
     """
     done, rest = "", markdown
     while found := _BEGINS.search(rest):
-        _, end, behind = rest[found.end() :].partition(END)
+        _, end, after = rest[found.end() :].partition(END)
         if not end:
-            raise ValueError(f"The table of {found[1]} has no end; put {END!r} behind it.")
+            raise ValueError(f"The table of {found[1]} has no end; put {END!r} after it.")
         done += f"{rest[: found.end()]}\n{table(folder / found[1], phases=not found[2])}\n\n{END}"
-        rest = behind
+        rest = after
     return done + rest
 
 
@@ -86,7 +86,7 @@ def _renderer(content: dict[str, Any], phases: bool) -> Callable[[dict[str, Any]
 
 
 def render_file(file: Path, head: Path) -> bool:
-    """Write the tables of a Markdown file anew, a card's own part if it is one, and the plots of its tables.
+    """Write the tables of a Markdown file again, a card's own part if it is one, and the plots of its tables.
 
     Plots are drawn where a folder for them lies beside the JSON (`PLOTS`).
 

@@ -119,7 +119,7 @@ def is_ours(options: dict[str, Any]) -> bool:
 
 
 def _name(drafter: Any, taken: dict[str, Any]) -> str:
-    """Of its folder, with a number behind a name that occurs twice."""
+    """The name of its folder, with a number after a name that occurs twice."""
     name = shown_name(drafter.name_or_path)
     number = 2
     unique = name

@@ -2,7 +2,7 @@
 
 What a round costs depends on shapes alone, and on how many drafts are accepted; so both are built from a config, and
 no weights are fetched. The target is a decoder of random weights whose hidden states are nearly its token embeddings,
-and whose LM head is its embedding table moved on by one row: the token behind t is t + 1, by a margin that no rounding
+and whose LM head is its embedding table moved on by one row: the token after t is t + 1, by a margin that no rounding
 in any dtype or order reaches. The head runs in full; then it puts the right tokens on top of its distributions, as
 many as are to be accepted, and the tree grows from those.
 """

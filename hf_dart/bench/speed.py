@@ -169,7 +169,7 @@ def measure(
     }
     short = min(_WARMUP_TOKENS, settings.new_tokens)
     for one in measurements:
-        whole = one.method in COMPILED  # every length is compiled anew
+        whole = one.method in COMPILED  # every length is compiled again
         options = {**modes[one.mode], **drafting[one.method]}
         for inputs in groups[one.batch] if whole else groups[one.batch][:1]:
             run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else short})

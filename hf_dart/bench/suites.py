@@ -107,7 +107,7 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
         if field in _CONVERSATIONS:
             messages = _turns(value, name)
         elif not isinstance(value, str):
-            raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; mend it.")
+            raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; fix it.")
         elif field in _REQUESTS:
             messages = [{"role": "user", "content": value}]
         else:
@@ -134,7 +134,7 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
     from hf_dart.training.data.chat import as_messages
 
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
-        raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; mend it.")
+        raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; fix it.")
     try:
         messages = as_messages(value)
     except ValueError as error:
@@ -142,7 +142,7 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if messages and not isinstance(messages[-1].get("content"), str):
-        raise UserError(f"A message of {name!r} has no text in 'content'; mend it.")
+        raise UserError(f"A message of {name!r} has no text in 'content'; fix it.")
     return messages
 
 

@@ -61,7 +61,7 @@ class Measurement:
 
 
 def cut_rows(tokenizer: Any, files: Sequence[Path], count: int, length: int) -> Tensor:
-    """[count, length] token ids from the beginning of the files, one behind the other.
+    """[count, length] token ids from the beginning of the files, one after the other.
 
     Raises:
         UserError: a file cannot be read, or they are too short.

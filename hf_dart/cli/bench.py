@@ -95,7 +95,7 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_render(commands: Any) -> None:
-    parser = commands.add_parser("render", help="write tables of Markdown files, and the plots beside their JSON, anew")
+    parser = commands.add_parser("render", help="write tables of Markdown files again, and their plots")
     parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as README.md, or a head's card")
     parser.add_argument("--head", type=Path, help="the head that cards are about (default: the packaged one)")
     parser.set_defaults(command=_run_render)
@@ -109,7 +109,7 @@ def _run_render(arguments: argparse.Namespace) -> int:
             changed = render_file(file, arguments.head or PACKAGED_HEAD)
         except (OSError, ValueError) as error:
             raise UserError(f"Cannot render {file}: {sentence(error)}") from error
-        print(f"{file}: {'written anew' if changed else 'as it was'}")
+        print(f"{file}: {'written again' if changed else 'as it was'}")
     return 0
 
 

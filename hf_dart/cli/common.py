@@ -76,7 +76,7 @@ def set_threads(threads: int | None) -> None:
 
 
 def check_file(file: Path | None, what: str = "JSON") -> None:
-    """Can it be written, if one was named? Asked before a long run, not behind it.
+    """Can it be written, if one was named? asked before a long run, not after it.
 
     Raises:
         UserError: it cannot.

@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
     build.add_argument("table", type=Path, help="the file to write")
     corpus = build.add_mutually_exclusive_group(required=True)
     corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
-    corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one behind the other: .npy, or raw")
+    corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one after the other: .npy, or raw")
     corpus.add_argument("--dataset", metavar="NAME", help="as for datasets.load_dataset; read as a stream")
     build.add_argument("--token-type", choices=_TOKEN_TYPES, help="of raw ids (default: uint16)")
     build.add_argument("--data-files", nargs="+", metavar="FILE", help="as for datasets.load_dataset")

@@ -23,7 +23,7 @@ def add(commands: Any) -> None:
         "regenerate",
         parents=[target_options()],
         help="a data set in the target's own words, to train heads on",
-        description="Assistants' messages are written anew, other text is continued from its beginnings. Interrupted, "
+        description="Assistants' messages are written again, other text is continued from its beginnings. Interrupted, "
         "the same command goes on where it stopped. Several processes (accelerate launch -m hf_dart.cli regenerate "
         "...) share the work.",
     )

@@ -70,7 +70,7 @@ class View:
             raise ValueError(f"row is {row}; give one of 0..{len(sequences) - 1}.")
         ids = sequences[row].tolist()
         start = stats.trace.prompt_length
-        # The prefill wrote one token, the rounds the others; what stands behind is padding.
+        # The prefill wrote one token, the rounds the others; what stands after them is padding.
         written = 1 + sum(len(one.paths[row]) for one in stats.trace.rounds)
         prompt = list(dropwhile(lambda token: token == tokenizer.pad_token_id, ids[:start]))
         return cls(tokenizer, prompt, ids[start : start + written], stats, row, notes)
@@ -111,7 +111,7 @@ class View:
 <h2>Statistics</h2>
 <div class="wide">{summary(self.stats)}</div>
 <h2>Trees</h2>
-<p>Each round's tree behind the last token written. Green: accepted. Blue: what the target wrote itself behind them.
+<p>Each round's tree after the last token written. Green: accepted. Blue: what the target wrote itself after them.
 Per cent: the drafter's own estimate of the path.</p>
 {self._trees()}
 </body>

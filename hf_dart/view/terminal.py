@@ -56,7 +56,7 @@ def tree_lines(pen: Pen, tokenizer: Any, tree: DraftTree, target: list[int]) -> 
     """One line per node of row 0; nodes that the target's text `target` passes through are filled.
 
     Args:
-        target: the target's tokens behind the root.
+        target: the target's tokens after the root.
     """
     tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
     children: dict[int, list[int]] = {}

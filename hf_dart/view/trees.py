@@ -17,7 +17,7 @@ def tree_picture(one: Round, row: int, label: Callable[[int], str], title: str, 
 
     Args:
         label: what to write into the node of a token.
-        bonus: the target's own token behind the accepted path.
+        bonus: the target's own token after the accepted path.
     """
     tokens, parents, path = one.tokens[row], one.parents[row], one.paths[row]
     scores = None if one.scores is None else one.scores[row]
@@ -64,6 +64,6 @@ def _places(children: dict[int, list[int]], taken: set[int], end: int) -> dict[i
         after = sorted(children.get(node, []), key=lambda child: (child not in taken, child))
         if node == end:
             after = [_BONUS_NODE, *after]
-        # The first goes on in this line, and all behind it come before the second.
+        # The first goes on in this line, and all after it come before the second.
         waiting += [(child, column + 1, place > 0) for place, child in reversed(list(enumerate(after)))]
     return places

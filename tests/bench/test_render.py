@@ -42,7 +42,7 @@ def test_render_draws_plots_where_a_folder_waits(tmp_path: Path, capsys: pytest.
     assert not (tmp_path / PLOTS).exists()
     assert "draft ms" not in page.read_text(encoding="utf8")
     (tmp_path / PLOTS).mkdir()
-    for expected in ("written anew", "as it was"):
+    for expected in ("written again", "as it was"):
         assert main(["bench", "render", str(page)]) == 0
         assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
     committed = BENCH.parent / PLOTS
@@ -57,7 +57,7 @@ def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFi
     page, card = tmp_path / "page.md", tmp_path / "README.md"
     page.write_text(f"above\n\n{BEGIN.format(file='bench.json')}\nold\n{END}\nbelow\n", encoding="utf8")
     card.write_bytes((BENCH.parent / "README.md").read_bytes())
-    for expected in ("written anew", "as it was"):
+    for expected in ("written again", "as it was"):
         assert main(["bench", "render", str(page), str(card), "--head", str(PACKAGED_HEAD)]) == 0
         shown = capsys.readouterr().out.splitlines()
         assert [line.endswith(expected) for line in shown] == [True, True]

@@ -15,7 +15,7 @@ import torch
 from support.chats import THINKING, chat_tokenizer
 
 from hf_dart import TreeConfig
-from hf_dart.bench.demo import demo, tree_behind
+from hf_dart.bench.demo import demo, tree_after
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair
 from hf_dart.cli import main
@@ -87,7 +87,7 @@ def test_the_drawn_tree_is_the_one_that_was_verified(pair: Pair) -> None:
     )
     written = inputs["input_ids"].shape[1] + 1
     for (committed,) in output.draft_stats.committed[:-1]:
-        tree = tree_behind(pair, output.sequences[:, :written], config)
+        tree = tree_after(pair, output.sequences[:, :written], config)
         assert accepted_path(tree, output.sequences[0, written:].tolist()) == committed - 1
         written += committed
     assert written < output.sequences.shape[1]

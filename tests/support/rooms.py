@@ -75,17 +75,17 @@ def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:
 
 
 def upward(graph: Mapping[str, set[str]], rooms: list[str]) -> Iterator[tuple[str, str]]:
-    """Imports that the order forbids: of a room further down the list, or of a module in none of them.
+    """Imports that the order forbids: of a room further down the list, and all of and by modules in none of them.
 
     Args:
-        rooms: names of modules and packages, each of which may import those before it.
+        rooms: names of modules and packages, each of which may import those before it. The package itself, which
+            names things of all rooms, is for the last one alone.
     """
-    places = {room: place for place, room in enumerate(rooms)}
+    places = {room: place for place, room in enumerate(rooms)} | {"": len(rooms) - 1}
     for one, others in graph.items():
-        here = places.get(_room(one))
+        here = places.get(_room(one), -1)
         for other in sorted(others):
-            there = places.get(_room(other), len(rooms))
-            if here is not None and there > here:
+            if _room(one) and places.get(_room(other), len(rooms)) > here:
                 yield one, other
 
 

@@ -1,0 +1,55 @@
+"""What `support/rooms.py` counts: every import, wherever it stands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from support.rooms import circles, hidden, imports, modules, upward
+
+FILES = {
+    "__init__.py": "",
+    "low.py": "def f():\n    from house import high\n",
+    "middle/__init__.py": "from house.middle.one import x\n",
+    "middle/one.py": "import house.low\nfrom .two import y\n",
+    "middle/two.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from house.middle import one\n",
+    "high.py": "from house.middle import x, one\n",
+}
+
+
+@pytest.fixture
+def graph(tmp_path: Path) -> dict[str, set[str]]:
+    for name, text in FILES.items():
+        file = tmp_path / "house" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    known = modules(tmp_path / "house")
+    return {name: imports(name, path, known) for name, path in known.items()}
+
+
+def test_imports_are_seen_wherever_they_stand(graph: dict[str, set[str]]) -> None:
+    assert graph == {
+        "house": set(),
+        "house.low": {"house.high"},
+        "house.middle": {"house.middle.one"},
+        "house.middle.one": {"house.low", "house.middle.two"},
+        "house.middle.two": {"house.middle.one"},
+        "house.high": {"house.middle", "house.middle.one"},
+    }
+
+
+def test_circles_and_upward_imports(graph: dict[str, set[str]], tmp_path: Path) -> None:
+    everything = sorted(set(graph) - {"house"})
+    assert circles(graph) == [everything]
+    assert list(upward(graph, ["low", "middle", "high"])) == [("house.low", "house.high")]
+    assert {one for one, _ in upward(graph, ["low", "middle"])} == {"house.low", "house.high"}
+    graph["house.low"] = {"house"}
+    assert circles(graph) == [["house.middle.one", "house.middle.two"]]
+    assert list(upward(graph, ["low", "middle", "high"])) == [("house.low", "house")]
+    graph["house.low"], graph["house.high"] = set(), {"house"}
+    assert not list(upward(graph, ["low", "middle", "high"]))
+
+
+def test_blocks_for_type_checkers(graph: dict[str, set[str]], tmp_path: Path) -> None:
+    found = {path.name: hidden(path) for path in (tmp_path / "house").rglob("*.py")}
+    assert found == {**dict.fromkeys(found, 0), "two.py": 1}
