@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from support.compare import assert_identical
+from support.diffusion import one_pass
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
 
@@ -34,17 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-def one_pass(drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, slots: list[int]) -> Tensor:
-    """Logits [d, V] of a block, known tokens or `MASK`, behind T tokens [T] with features [T, F]: the training pass."""
-    text, size = len(tokens), len(tokens) + len(slots) - 1
-    places = torch.arange(size)
-    mask = (places <= places[:, None]) & (places > places[:, None] - drafter.config.context_window)
-    mask[text:, text:] = True
-    ids = torch.cat([tokens, torch.tensor(slots[:-1], dtype=torch.long)])
-    hidden = drafter(ids[None], features[None], places[None], mask[None, None])
-    return drafter.logits(hidden)[0, text - 1 :]
 
 
 def reverse_process(

@@ -54,6 +54,12 @@ def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
     return prompts
 
 
+def test_the_pair_is_known_and_small(pair: tuple[Any, DartHead, Any]) -> None:
+    assert pair[1].config.target_name == "py8m"
+    assert pair[1].config.tokenizer_hash is not None
+    assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) <= 24e6
+
+
 def padded(pair: tuple[Any, DartHead, Any], prompts: list[list[int]]) -> dict[str, torch.Tensor]:
     return dict(pair[2].pad({"input_ids": prompts}, return_tensors="pt"))
 

@@ -17,10 +17,12 @@ from hf_dart.training import (
     DiffusionTrainingArguments,
 )
 from hf_dart.training.objective.blocks import draw_anchors
+from hf_dart.training.objective.losses import NO_LABEL
 
 VOCABULARY = 61
 # Of the documents of each row; a negative length is padding.
 LENGTHS = [[12, 7, 5], [24], [3, 15, -6]]
+BLOCKS, LENGTH, WORDS = 5, 4, 7  # of `examples`
 
 
 def tiny_target(dtype: torch.dtype = torch.float32, head_dim: int = 8) -> Any:
@@ -91,3 +93,13 @@ def batch_of(rows: list[dict[str, Tensor]], draft_length: int, count: int) -> di
     batch = default_data_collator(rows)
     batch["anchors"] = draw_anchors(batch["documents"], count, draft_length)
     return batch
+
+
+def examples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    """Draft and target logits [5, 4, 7], labels [5, 4] of which some are missing; drafts often agree."""
+    random = torch.Generator().manual_seed(0)
+    target = 1.5 * torch.randn(BLOCKS, LENGTH, WORDS, generator=random, dtype=torch.float64)
+    draft = 0.7 * target + torch.randn(target.shape, generator=random, dtype=torch.float64)
+    labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
+    labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
+    return draft.to(dtype), target.to(dtype), labels

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.scripts import command, environment
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 
@@ -49,7 +50,7 @@ def checkpoints(folder: Path) -> set[str]:
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[bytes]:
-    return subprocess.Popen([sys.executable, __file__, str(folder), *words])
+    return subprocess.Popen(command(__file__, str(folder), *words), env=environment())
 
 
 def test_killed_while_it_saves(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from support.scripts import command, environment
 from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
-from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments
@@ -115,8 +115,8 @@ def test_two_processes_are_one(loss: str, tmp_path: Path) -> None:
     weights = []
     for processes in (1, 2):
         path = tmp_path / f"{processes}.pt"
-        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
-        subprocess.run([sys.executable, *launch, __file__, str(path), loss], check=True, timeout=300)
+        line = command(__file__, str(path), loss, processes=processes)
+        subprocess.run(line, check=True, timeout=300, env=environment())
         weights.append(torch.load(path))
     for name, value in weights[0].items():
         torch.testing.assert_close(value, weights[1][name], rtol=0, atol=1e-12)
@@ -253,15 +253,6 @@ def test_a_target_over_several_gpus_takes_them_all(tmp_path: Path) -> None:
         DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS))
     target.hf_device_map = {"model.embed_tokens": 0, "lm_head": 1}
     assert DartTrainer(head, target, args, train_dataset=token_rows(LENGTHS)).args.n_gpu == 1
-
-
-def test_the_packaged_head_fits_the_packaged_target() -> None:
-    pair = Path(__file__).parents[1] / "hf_dart" / "demo_pair"
-    target = AutoModelForCausalLM.from_pretrained(pair / "target", dtype=torch.float32)
-    head = DartHead.from_pretrained(str(pair / "head"), target=target)
-    assert head.config.target_name == "py8m"
-    assert head.config.tokenizer_hash is not None
-    assert sum(file.stat().st_size for file in pair.rglob("*") if file.is_file()) <= 24e6
 
 
 if __name__ == "__main__":

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
-from test_losses import examples
+from support.tiny_training import LENGTHS, VOCABULARY, examples, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.diffusion import one_pass
 from support.tiny_training import LENGTHS, VOCABULARY, tiny_target, tiny_trainer, token_rows
-from test_diffusion import one_pass
 from torch import Tensor
 from transformers import default_data_collator
 

@@ -8,24 +8,14 @@ from functools import partial
 
 import pytest
 import torch
+from support.tiny_training import BLOCKS, LENGTH, WORDS, examples
 from torch import Tensor
 
 from hf_dart.training.objective import losses
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL
 
-BLOCKS, LENGTH, WORDS = 5, 4, 7
 Losses = Callable[[Tensor, Tensor, Tensor], Tensor]
-
-
-def examples(dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-    """Draft and target logits [5, 4, 7], labels [5, 4] of which some are missing; drafts often agree."""
-    random = torch.Generator().manual_seed(0)
-    target = 1.5 * torch.randn(BLOCKS, LENGTH, WORDS, generator=random, dtype=torch.float64)
-    draft = 0.7 * target + torch.randn(target.shape, generator=random, dtype=torch.float64)
-    labels = target.softmax(-1).flatten(0, 1).multinomial(1, generator=random).view(BLOCKS, LENGTH)
-    labels[1, 3] = labels[2, 2] = labels[3, 0] = NO_LABEL
-    return draft.to(dtype), target.to(dtype), labels
 
 
 def probabilities(logits: Tensor) -> list[list[list[float]]]:

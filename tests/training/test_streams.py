@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from support.chats import chat_tokenizer
+from support.scripts import command, environment
 from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_trainer
 
 from hf_dart.training import DataArguments, load_rows
@@ -54,8 +55,9 @@ def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None
 def test_processes_share_a_stream(tmp_path: Path) -> None:
     names = write_sources(tmp_path)
     whole = [row["input_ids"].tolist() for row in islice(stream(names), 64)]
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([sys.executable, *launch, __file__, str(tmp_path), *names], check=True, timeout=300)
+    subprocess.run(
+        command(__file__, str(tmp_path), *names, processes=2), check=True, timeout=300, env=environment()
+    )
     parts = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     seen = [row for step in zip(*parts, strict=True) for part in step for row in part]
     assert seen == whole

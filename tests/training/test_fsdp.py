@@ -16,6 +16,7 @@ import pytest
 import torch
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType
+from support.scripts import command, environment
 from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead
@@ -25,13 +26,8 @@ ROWS = [[24], [8, -16], [12, 12], [6, -18]]
 
 
 def launch(processes: int, *words: str) -> subprocess.CompletedProcess[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}", __file__, *words]
-    return subprocess.run(
-        [sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    line = command(__file__, *words, processes=processes)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, env=environment())
 
 
 @pytest.mark.matrix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -16,6 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from support.attacks import changed, damaged, seeds, survives
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+from transformers import TrainerCallback
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
@@ -27,6 +29,15 @@ ROWS = token_rows(LENGTHS)
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json", "target.json")
 ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
 EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+class Stop(TrainerCallback):
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == self.step:
+            raise KeyboardInterrupt
 
 
 def trainer_of(folder: Path, head: Any = None, target: Any = None, **arguments: Any) -> DartTrainer:
@@ -233,3 +244,22 @@ def test_early_stopping_may_be_added(run: Path) -> None:
     trainer = trainer_of(run / "on", early_stopping_patience=3, max_steps=3, **EVALUATED)
     trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
     assert trainer.state.global_step == 3
+
+
+def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path) -> None:
+    target, rows = tiny_target(), token_rows([[24]] * 4)
+
+    def steps(folder: str, stop: int | None = None, resume: str | None = None) -> int:
+        options: dict[str, Any] = {"early_stopping_patience": 3, "learning_rate": 0.0, "max_steps": 20}
+        options |= {"eval_strategy": "steps", "eval_steps": 1, "save_strategy": "steps", "save_steps": 1}
+        trainer = tiny_trainer(tmp_path / folder, tiny_head(target), target, rows, rows[:1], **options)
+        if stop is not None:
+            trainer.add_callback(Stop(stop))
+        with suppress(KeyboardInterrupt):
+            trainer.train(resume_from_checkpoint=resume)
+        return trainer.state.global_step
+
+    whole = steps("whole")
+    assert whole == 4  # one that sets the mark, and three that are no better
+    assert steps("part", stop=3) == 3
+    assert steps("part", resume=str(tmp_path / "part" / "checkpoint-3")) == whole

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from test_losses import BLOCKS, CHAINS, LENGTH, WORDS, examples
+from support.tiny_training import BLOCKS, LENGTH, WORDS, examples
 from torch import Tensor
 
 from hf_dart.training.objective import losses
@@ -46,8 +46,8 @@ def test_coupled_sampling_is_agreement_for_a_target_without_doubt() -> None:
     draft, _, labels = examples()
     labels = labels.clamp(min=0)
     certain = torch.zeros(BLOCKS, LENGTH, WORDS, dtype=torch.float64).scatter(-1, labels[..., None], 1e5)
-    hard = CHAINS["hard"](draft, certain, labels)
-    torch.testing.assert_close(CHAINS["coupled"](draft, certain, labels), hard, **EXACT)
+    hard = losses.hard_chain(losses.cross_entropy(draft, labels), labels)
+    torch.testing.assert_close(losses.coupled_chain(draft, certain, labels), hard, **EXACT)
     ce = losses.cross_entropy(draft, labels)
     torch.testing.assert_close(losses.kl_divergence(draft, certain), ce, **EXACT)
     torch.testing.assert_close(-losses.log_acceptance(draft, certain), ce, **EXACT)

@@ -15,8 +15,9 @@ import datasets
 import pytest
 import torch
 from support.attacks import changed, damaged, seeds, survives
-from support.chats import CONVERSATION, chat_tokenizer
+from support.chats import CONVERSATION, PLAIN, chat_tokenizer
 from support.endpoint import serving
+from support.scripts import command, environment
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart import DartHead, attach
@@ -148,7 +149,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     whole = run(tmp_path / "whole", sources, small_writer())
     out = tmp_path / "out"
     begin(out, {}, {})
-    done = subprocess.run([sys.executable, __file__, str(out), source, "2"], check=False, capture_output=True)
+    done = subprocess.run(command(__file__, str(out), source, "2"), capture_output=True, env=environment())
     assert done.returncode == -signal.SIGKILL, done.stderr.decode()
     (part,) = out.glob("*.jsonl")
     assert len(part.read_text().splitlines()) == 12  # three batches, one of which does not count
@@ -332,6 +333,36 @@ def test_a_server_that_answers_something_else(server: Any, part: range) -> None:
     assert 0 < read < len(part)
     with pytest.raises(ValueError, match="The server's URL is 'localhost:8000'; give one such as http"):
         ServerWriter("localhost:8000", "small", writer.tokenizer)
+
+
+RESPONSE = {
+    "start_anchor": "<assistant>\n",
+    "defaults": {"role": "assistant"},
+    "fields": {"thinking": {"open": "<|thought|>", "close": "<|said|>"}, "content": {"close": "<|endoftext|>"}},
+}
+
+
+def test_parts_of_a_reply_are_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = small_writer()
+    tokenizer = writer.tokenizer
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|thought|>", "<|said|>"]})
+    writer.chat = ChatFormat(tokenizer, PLAIN, None)
+    text = "<|thought|>add them<|said|>def add(a, b):\n    return a + b"
+    written = [*tokenizer(text, add_special_tokens=False)["input_ids"], min(writer.ends)]
+
+    def reply() -> Any:
+        return writer.reply([(CONVERSATION[:2], None)], 12, Sampling(), 0)[0]
+
+    monkeypatch.setattr(writer, "continue_texts", lambda *_: [written])
+    with pytest.raises(ValueError, match=r"special token .<\|thought\|>.*response_template.*\.$"):
+        reply()
+    tokenizer.response_template = {
+        **RESPONSE,
+        "fields": {**RESPONSE["fields"], "content": {"close": tokenizer.decode(written[-1:])}},  # type: ignore[dict-item]
+    }
+    message, finished = reply()
+    assert message == {"role": "assistant", "thinking": "add them", "content": "def add(a, b):\n    return a + b"}
+    assert finished
 
 
 def test_a_mixture_keeps_its_shares_and_short_conversations_have_no_start(tmp_path: Path) -> None:

@@ -209,3 +209,25 @@ def test_refusals(tmp_path: Path) -> None:
     ):
         with pytest.raises(ValueError, match=message):
             EditTrainingArguments(output_dir=str(tmp_path), use_cpu=True, **options)
+
+
+def test_noise_is_drawn_for_sampled_blocks_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target, sizes, devices = tiny_target(), [], set()
+
+    def watched(draft: Any, wanted: Any, labels: Any, generator: torch.Generator) -> Any:
+        sizes.append((tuple(draft.shape), tuple(wanted.shape)))
+        devices.add((generator.device.type, draft.device.type))
+        return coupled_draft(draft, wanted, labels, generator)
+
+    monkeypatch.setattr("hf_dart.training.trainers.edit.coupled_draft", watched)
+    arguments: dict[str, Any] = {"output_dir": str(tmp_path), "max_steps": 1, "anchors_per_row": 20, "use_cpu": True}
+    arguments |= {"report_to": "none", "save_strategy": "no", "per_device_train_batch_size": 2, "loss_chunk": 64}
+    arguments |= {"sampled_share": 0.3, "true_share": 0.0}
+    head = tiny_head(target).add_editor()
+    EditTrainer(head, target, EditTrainingArguments(**arguments), train_dataset=token_rows([[40]] * 2)).train()
+    assert devices == {("cpu", "cpu")}
+    assert sizes
+    for draft, wanted in sizes:
+        assert draft == wanted
+        assert 0 < draft[0] < 25  # of 40 blocks, three in ten
+        assert draft[1:] == (head.draft_length - 1, VOCABULARY)
