@@ -23,7 +23,7 @@ from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training.recipe import parser
-from hf_dart.training.run import _KINDS
+from hf_dart.training.trainers.kinds import TRAINERS
 from hf_dart.view.tables import as_table
 
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
@@ -45,7 +45,7 @@ def test_what_cards_import_is_exported_and_trained(kind: Kind) -> None:
     assert kind.class_name in hf_dart.__all__
     drafter = getattr(hf_dart, kind.class_name)
     assert drafter.config_class is kind.config_class
-    assert _KINDS[kind.trained_as][0] is drafter
+    assert TRAINERS[kind.trained_as].drafter_class is drafter
     assert kind.trained_as in parser(kind.trained_as).format_help()
 
 

@@ -14,22 +14,13 @@ from transformers import HfArgumentParser
 from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.errors import did_you_mean, sentence
 from hf_dart.training.data.sources import DataArguments
-from hf_dart.training.trainers.arguments import (
-    DartTrainingArguments,
-    DiffusionArguments,
-    DrafterArguments,
-    EagleArguments,
-    HeadArguments,
-    TargetArguments,
-)
-from hf_dart.training.trainers.diffusion import DiffusionTrainingArguments
-from hf_dart.training.trainers.eagle import EagleTrainingArguments
-from hf_dart.training.trainers.edit import EditTrainingArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
+from hf_dart.training.trainers.kinds import trainer_of
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What `hf-dart train` is told.
+    """The options of one run of `hf-dart train`.
 
     Attributes:
         target, head, lora, data, training: the options by what they are about.
@@ -44,17 +35,15 @@ class Recipe:
     given: dict[str, Any]
 
 
-_GROUPS = {
-    "dart": (TargetArguments, HeadArguments, LoraArguments, DataArguments, DartTrainingArguments),
-    "edit": (TargetArguments, HeadArguments, DataArguments, EditTrainingArguments),
-    "diffusion": (TargetArguments, DiffusionArguments, DataArguments, DiffusionTrainingArguments),
-    "eagle": (TargetArguments, EagleArguments, DataArguments, EagleTrainingArguments),
-}
-
-
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}.")
+
+
+def _groups(drafter: str) -> tuple[type, ...]:
+    """The options of that kind of drafter, by what they are about."""
+    trainer = trainer_of(drafter)
+    return TargetArguments, *trainer.drafter_arguments, DataArguments, trainer.training_arguments
 
 
 def parser(drafter: str = "dart") -> HfArgumentParser:
@@ -62,7 +51,7 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
     description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
     # No abbreviations: what is misspelled must not become another option.
     made = _Parser(
-        _GROUPS[drafter], prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
+        _groups(drafter), prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
     )
     made.description = description
     return made
@@ -81,12 +70,12 @@ def read_recipe(words: Sequence[str]) -> Recipe:
     if flags and not flags[0].startswith("-"):
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
     kind = drafter_of(flags)
-    known = {one.name for group in _GROUPS[kind] for one in fields(group) if one.init}
+    known = {one.name for group in _groups(kind) for one in fields(group) if one.init}
     names = [_option(word, known) for word in flags if word.startswith("--")]
     reader = parser(kind)
     space, rest = reader.parse_known_args(flags)
     if rest:
-        raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value behind its option.")
+        raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value after its option.")
     # What gives access is not written down.
     given = {name: getattr(space, name) for name in names if not name.endswith("_token")}
     target, head, *lora, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
@@ -96,17 +85,10 @@ def read_recipe(words: Sequence[str]) -> Recipe:
 
 
 def drafter_of(flags: Sequence[str]) -> str:
-    """The kind of drafter that a command line asks for.
-
-    Raises:
-        ValueError: there is no such kind.
-    """
+    """The kind of drafter that a command line asks for."""
     reader = _Parser(add_help=False, allow_abbrev=False)
     reader.add_argument("--drafter", default="dart")
-    kind = reader.parse_known_args(list(flags))[0].drafter
-    if kind not in _GROUPS:
-        raise ValueError(f"drafter is {kind!r}; give one of {', '.join(_GROUPS)}.")
-    return kind
+    return reader.parse_known_args(list(flags))[0].drafter
 
 
 def _read(file: Path) -> dict[str, Any]:

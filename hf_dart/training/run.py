@@ -15,9 +15,6 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart import TreeConfig
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
-from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
-from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
@@ -28,9 +25,7 @@ from hf_dart.training.data.sources import load_rows
 from hf_dart.training.recipe import Recipe
 from hf_dart.training.trainers.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.trainers.dart import DartTrainer
-from hf_dart.training.trainers.diffusion import DiffusionTrainer
-from hf_dart.training.trainers.eagle import EagleTrainer
-from hf_dart.training.trainers.edit import EditTrainer
+from hf_dart.training.trainers.kinds import trainer_of
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""
@@ -39,13 +34,7 @@ FINAL = "final"
 _OF_NO_USE = {"recipe.yaml", "runs", "logs", STAGING}
 
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
-_KINDS: dict[str, tuple[Any, type[DartTrainer]]] = {
-    "dart": (DartHead, DartTrainer),
-    "edit": (DartHead, EditTrainer),
-    "diffusion": (DiffusionDrafter, DiffusionTrainer),
-    "eagle": (EagleDrafter, EagleTrainer),
-}
-# What a head that was trained before may be given anew.
+# What may be changed of a head that was trained before.
 _CHANGEABLE = ("selector_rank", "selector_kind", "tree", "target_name", "denoise_steps", "unmasking", "beam")
 
 
@@ -65,8 +54,6 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
     head = _head(recipe.head, recipe.lora, model, tokenizer, args.selector_only)
-    if recipe.head.drafter == "edit" and head.editor is None:
-        head.add_editor()
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
@@ -82,7 +69,7 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
         head.reduce_vocabulary(frequent_tokens(_some(train_rows), size, head.config.vocab_size, always))
     head = apply_lora(head, recipe.lora)
     try:
-        trainer = _KINDS[recipe.head.drafter][1](head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
+        trainer = trainer_of(recipe.head.drafter)(head, model, args, train_dataset=train_rows, eval_dataset=eval_rows)
     except RuntimeError as error:  # as transformers says that what report_to names is not installed
         raise ValueError(
             f"Training cannot be set up ({sentence(error)}); install what is missing, or change the option that asks "
@@ -167,7 +154,7 @@ def _head(
     """A new drafter, or the given one, with weights in float32."""
     config = {**arguments.config(), **lora.head_options()}
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
-    kind = _KINDS[arguments.drafter][0]
+    kind = trainer_of(arguments.drafter).drafter_class
     if "selector_rank" in config and not selector_only:
         raise ValueError("selector_rank makes a selector, which only selector_only trains; add it, and a trained head.")
     if arguments.head is None:

@@ -150,7 +150,7 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
 
     unanswered = tmp_path / "unanswered.jsonl"
     unanswered.write_text(json.dumps({"messages": CONVERSATION[:2]}) + "\n")
-    with pytest.raises(ValueError, match="no tokens of an assistant to train on; check the roles"):
+    with pytest.raises(ValueError, match=r"no tokens of an assistant to train on.*check the roles"):
         load_rows(DataArguments([str(unanswered)], **shared), tokenizer, 4)
 
 

@@ -200,8 +200,8 @@ def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
 
 def test_refusals(tmp_path: Path) -> None:
     target = tiny_target()
-    with pytest.raises(ValueError, match=r"no editor to train; call head.add_editor"):
-        trainer_of(tmp_path, tiny_head(target), target)
+    with pytest.raises(ValueError, match="Edit passes go with shifted logits"):
+        trainer_of(tmp_path, tiny_head(target, shift_logits=False), target)
     for options, message in (
         ({"edit_passes": 0}, "edit_passes is 0; give 1 or more"),
         ({"true_share": 2}, "true_share is 2; give a number from 0 to 1"),

@@ -140,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, save_steps=1, max_grad_norm=0.0)
     trainer.head.fc.weight.register_hook(lambda gradient: gradient * float("nan"))
-    with pytest.raises(FloatingPointError, match="behind step 1, and are not saved"):
+    with pytest.raises(FloatingPointError, match="after step 1, and are not saved"):
         trainer.train()
     assert not list(tmp_path.iterdir())
 

@@ -187,7 +187,7 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
         return write_json_lines(tmp_path / f"{lines.count}.jsonl", list(rows))  # type: ignore[attr-defined]
 
     lines.count = 0  # type: ignore[attr-defined]
-    refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; mend the path")
+    refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
     refused(str(tmp_path / "*.none"), "No file matches")
     refused("someone/nothing", "Cannot load the dataset 'someone/nothing'")
     refused(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")

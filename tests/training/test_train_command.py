@@ -22,7 +22,8 @@ from hf_dart.hub.facts import HeadFacts, publishable
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import checkpoint_of
-from hf_dart.training.trainers.arguments import DiffusionArguments, HeadArguments
+from hf_dart.training.trainers.arguments import HeadArguments
+from hf_dart.training.trainers.diffusion import DiffusionArguments
 
 TEXT = "\n".join(f"def function_{i}(argument):\n    return argument + {i}\n" for i in range(12))
 

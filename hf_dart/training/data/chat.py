@@ -40,7 +40,7 @@ def as_messages(turns: Sequence[dict[str, Any]]) -> list[Message]:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
-    """As `tokenizer.apply_chat_template`.
+    """What `tokenizer.apply_chat_template` gives.
 
     Raises:
         ValueError: the template does not take these messages.
@@ -120,7 +120,7 @@ class ChatFormat:
             if not turn.startswith(before):
                 raise ValueError(
                     "The chat template renders an assistant's turn otherwise than the prompt for it, so its tokens "
-                    "cannot be told; mark them in the template with {% generation %} and {% endgeneration %}, or "
+                    "are not known; mark them in the template with {% generation %} and {% endgeneration %}, or "
                     "train on all tokens (train_on='all')."
                 )
             spans.append((len(before), len(turn)))

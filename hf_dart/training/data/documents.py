@@ -1,4 +1,4 @@
-"""Opens what can be trained on: local files and datasets of the Hub."""
+"""Opens what can be trained on, as `datasets`: local files and datasets of the Hub."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class Source(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """How errors of reading a source are put into words: what is wrong with a damaged one, and what mends it."""
+    """How errors of reading a source are put into words: what is wrong with a damaged one, and the remedy."""
 
     name: str
     wrong: str
-    mend: str
+    remedy: str
 
     def error(self, error: Exception) -> Exception:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if "corresponds to no data" in str(cause):  # as datasets says of a file without a row
             return ValueError(f"{self.name} is empty; give a source with something in it.")
         if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
-            return OSError(f"Cannot read {self.name}, or keep what was read ({sentence(cause)}); mend that.")
-        return ValueError(f"{self.name} {self.wrong} ({sentence(cause)}); {self.mend}.")
+            return OSError(f"Cannot read {self.name}, or keep what was read ({sentence(cause)}); fix that.")
+        return ValueError(f"{self.name} {self.wrong} ({sentence(cause)}); {self.remedy}.")
 
 
 def datasets_library() -> Any:
@@ -115,7 +115,7 @@ def open_source(
     files = [file for file in files if file.stat().st_size]
     if not files:
         raise ValueError(f"{name} is empty; give a source with something in it.")
-    reading = _Reading(name, f"does not hold {what}, as its ending {files[0].suffix} says", "mend it or rename it")
+    reading = _Reading(name, f"does not hold {what}, as its ending {files[0].suffix} says", "fix it or rename it")
     options = _options(kind, sample_by)
     try:
         if kind == "bin":
@@ -163,7 +163,7 @@ def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:
 
 
 def _watched(datasets: Any, documents: Any, reading: _Reading) -> Any:
-    """A stream of files, whose errors say which source they are about wherever it is read."""
+    """A stream of files whose errors name the source, wherever it is read."""
     options = {"documents": documents, "shards": list(range(documents.num_shards)), "reading": reading}
     return datasets.IterableDataset.from_generator(_read_shards, features=documents.features, gen_kwargs=options)
 
@@ -206,9 +206,9 @@ def _local_files(name: str) -> list[Path] | None:
     elif glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
         if not files:
-            raise ValueError(f"No file matches {name}; mend the pattern.")
+            raise ValueError(f"No file matches {name}; fix the pattern.")
     elif path.suffix in _FORMATS or name.startswith((".", "/", "~")) or name.split(":")[0].count("/") > 1:
-        raise ValueError(f"There is no file or folder {name}; mend the path.")
+        raise ValueError(f"There is no file or folder {name}; fix the path.")
     else:
         return None
     endings = sorted({file.suffix for file in files})

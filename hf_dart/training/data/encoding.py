@@ -1,4 +1,4 @@
-"""Documents as they were found to token ids, and which of them may be drafted."""
+"""Raw documents (text, token ids, conversations) to token ids, and which of them a head may be trained to draft."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class Encoder:
             return ids.astype(np.int32)
         if ids.ndim != 1 or ids.dtype.kind not in "iu":
             raise ValueError(
-                f"The field {self.name!r} of {self.source} holds something else than lists of token ids; mend it, or "
+                f"The field {self.name!r} of {self.source} holds something else than lists of token ids; fix it, or "
                 "name the field that holds the text with text_field."
             )
         size = len(self.tokenizer)

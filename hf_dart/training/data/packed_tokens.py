@@ -1,4 +1,4 @@
-"""Token streams to training rows: fixed length, short documents whole, none seen by another."""
+"""`PackedTokens`: rows of fixed length from a stream of token ids, short documents whole, none seen by another."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def id_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
 
 
 def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
-    """Token ids [n] of `texts`, the end-of-text token behind each, as `id_type` says."""
+    """Token ids [n] of `texts`, the end-of-text token after each, in the type that `id_type` says."""
     dtype = id_type(len(tokenizer))
     parts = []
     for text in texts:
@@ -39,7 +39,7 @@ class PackedTokens(Dataset[dict[str, Tensor]]):
         length: T, tokens of a row.
         eos: the end-of-text token; it belongs to the document that it ends.
         minimum: shorter pieces are left out. A piece of m tokens has m - d anchors.
-        share_rows: False gives every piece a row of its own, for targets that cannot tell documents apart.
+        share_rows: False gives every piece a row of its own, for targets that cannot keep documents apart.
         vocab_size: of the tokenizer, by which the width of a file's ids is known; an array has its own.
 
     Raises:

@@ -29,7 +29,7 @@ class DataArguments:
     """Where the training rows come from and how they are made; for `HfArgumentParser`.
 
     A source is a file (.jsonl, .json, .parquet, .txt, .py, or .bin: raw uint16 token ids, each document with the
-    end-of-text token behind it), a folder, a pattern such as `data/*.jsonl`, or a dataset of the Hub as
+    end-of-text token after it), a folder, a pattern such as `data/*.jsonl`, or a dataset of the Hub as
     NAME[:CONFIG[:SPLIT]]. Its rows are `input_ids` (with `prompt_tokens`, how many of them the target did not
     write), `messages` or ShareGPT's `conversations` (also `tools`), or `text`, whichever comes first.
 
@@ -177,7 +177,15 @@ def read_template(given: str | None) -> str | None:
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
-    """The documents of a source, and what makes rows of them; as for `load_rows` and `open_source`."""
+    """The documents of a source, and what makes rows of them.
+
+    Args:
+        arguments, tokenizer, draft_length: of `load_rows`.
+        names, split: of `open_source`.
+
+    Raises:
+        ValueError: the source cannot be read, or has no field to read.
+    """
     if len(tokenizer) > 2**16 and any(name.endswith(".bin") for name in names):
         raise ValueError(
             f"{names[0]} holds ids of 16 bits, and this tokenizer has {len(tokenizer)} tokens; give rows of input_ids, "
@@ -247,12 +255,12 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
     except UnicodeDecodeError as error:
         raise ValueError(f"{encoder.source} is no UTF-8 text ({sentence(error)}).") from error
     except SystemError as error:  # what pyarrow raises where lengths in a damaged file are impossible
-        raise ValueError(f"{encoder.source} is damaged ({sentence(error)}); write or fetch it anew.") from error
+        raise ValueError(f"{encoder.source} is damaged ({sentence(error)}); write or fetch it again.") from error
     if first is None:
         raise ValueError(_why_nothing(documents, encoder))
     if endless:
         # `Trainer` resumes a stream by reading it again, but only within its first pass. Documents are shuffled, not
-        # rows: what is shuffled behind `map` is read shard by shard, and packed poorly.
+        # rows: what is shuffled after `map` is read shard by shard, and packed poorly.
         documents = documents.repeat(None)
         documents = documents.shuffle(seed=arguments.shuffle_seed, buffer_size=arguments.shuffle_buffer)
         rows = documents.map(encoder, **options)
@@ -283,26 +291,18 @@ def _cached(documents: Any) -> list[Path]:
 
 
 def _why_nothing(documents: Any, encoder: Encoder) -> str:
-    """What to say of documents that give no row."""
-    sizes, written = [], 0
-    for batch in islice(documents.iter(_BATCH), 1):
-        for ids, mask in encoder.encode(batch):
-            sizes.append(len(ids))
-            written += int(mask.sum())
-    least = encoder.pack.draft_length + 1
-    if not sizes:
+    """What to say of documents that give no row, by the first batch of them."""
+    encoded = [document for batch in islice(documents.iter(_BATCH), 1) for document in encoder.encode(batch)]
+    longest = max((len(ids) for ids, _ in encoded), default=0)
+    if not longest:
         return f"{encoder.source} is empty, or all of its documents are; give some text."
-    if max(sizes) < least:
+    length = encoder.pack.draft_length
+    if longest <= length:
         return (
-            f"All documents of {encoder.source} are shorter than {least} tokens (the longest has {max(sizes)}), which "
-            f"a draft of {encoder.pack.draft_length} needs; give longer ones or a head with a smaller draft_length."
-        )
-    if not written:
-        return (
-            f"{encoder.source} has no tokens of an assistant to train on; check the roles of its messages, or train "
-            "on all tokens with train_on='all'."
+            f"All documents of {encoder.source} are shorter than {length + 1} tokens (the longest has {longest}), "
+            f"which a draft of {length} needs; give longer ones or a head with a smaller draft_length."
         )
     return (
-        f"The assistant's replies in {encoder.source} are too short for a draft of {encoder.pack.draft_length} tokens; "
-        "give longer ones, or train on all tokens with train_on='all'."
+        f"{encoder.source} has no tokens of an assistant to train on, or its replies are too short for a draft of "
+        f"{length} tokens; check the roles of its messages, or train on all tokens with train_on='all'."
     )

@@ -1,8 +1,8 @@
 """Prefix-shared masked blocks: many drafts of one sequence, trained in one pass (DART, section 3.2).
 
-A row holds T tokens, i.e. T - 1 real positions (position i: features of token i, embedding of token i + 1), and behind
+A row holds T tokens, i.e. T - 1 real positions (position i: features of token i, embedding of token i + 1), and after
 them K blocks of M mask slots: d - 1, or d if logits are not shifted. The block of anchor n drafts what the head would
-draft at inference behind real position n: draft token t (1..d) is token n + 1 + t, and its target distribution is the
+draft at inference after real position n: draft token t (1..d) is token n + 1 + t, and its target distribution is the
 target's at position n + t.
 """
 
@@ -115,7 +115,7 @@ def draw_anchors(
     possible = (here == there) & (here >= 0)
     if loss_mask is not None:
         possible &= F.pad(loss_mask[:, 2:], (0, 1), value=False)[:, :candidates]
-        if draft_length == 1:  # else n + 2 is not behind n + d
+        if draft_length == 1:  # else n + 2 is no later than n + d
             possible &= F.pad(documents[:, 2:], (0, 1), value=-1)[:, :candidates] == here
     keys = torch.rand(batch, candidates, generator=generator).to(documents.device)
     order = torch.where(possible, keys, 2.0).argsort(dim=1)[:, :count]
@@ -141,13 +141,13 @@ def build_blocks(
     block.
 
     Args:
-        documents: [B, T] as in `draw_anchors`.
-        anchors: [B, K] as `draw_anchors` gives them.
+        documents: [B, T] document of each token, -1 for padding.
+        anchors: [B, K] of `draw_anchors`.
         draft_length: d.
         bidirectional: the slots of a block see each other in both directions.
         flex: give masks as `BlockMask`s, which leave the tiles that nobody looks at out of the work.
         window: how many positions back real positions are seen, one's own included; None sees them all.
-        injected: also for the keys of injected features, which stand behind all others; those of a real position are
+        injected: also for the keys of injected features, which come after all others; those of a real position are
             seen by whoever sees that position.
         shifted: the anchor's real position drafts the first token; without, a block has d slots and drafts with these.
     """
@@ -226,7 +226,7 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
 def labels_after(
     ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
 ) -> Tensor:
-    """The token behind each position, `NO_LABEL` where its document ends there.
+    """The token after each position, `NO_LABEL` where its document ends there.
 
     Args:
         ids, documents: [B, T].
@@ -237,8 +237,8 @@ def labels_after(
     Returns:
         [N, d]
     """
-    behind = (positions + 1).clamp(max=ids.shape[1] - 1)
-    inside = (behind > positions) & (documents[rows, behind] == documents[rows, positions])
+    after = (positions + 1).clamp(max=ids.shape[1] - 1)
+    inside = (after > positions) & (documents[rows, after] == documents[rows, positions])
     if loss_mask is not None:
-        inside &= loss_mask[rows, behind].cummin(-1).values
-    return torch.where(inside, ids[rows, behind], NO_LABEL)
+        inside &= loss_mask[rows, after].cummin(-1).values
+    return torch.where(inside, ids[rows, after], NO_LABEL)

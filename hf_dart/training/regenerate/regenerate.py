@@ -1,7 +1,7 @@
-"""Text in the target's own words: the responses of a data set, written anew.
+"""Training text in the target's own words: the replies of a data set, written again by the target.
 
-A head drafts behind the target's text, not behind that of a corpus. Conversations keep their users' messages and get
-new replies, turn by turn; of other text, the beginnings are continued.
+A head drafts the target's text, not that of a corpus. Conversations keep their users' messages and get new replies,
+turn by turn; of other text, the beginnings are continued.
 
 The work is cut into batches by the data and the settings alone, and what is random about a batch goes by its number:
 the output does not depend on how often the work was interrupted, nor its rows on how many processes shared it.
@@ -168,7 +168,7 @@ def _rewrite(
     settings: RegenerateSettings,
     seed: int,
 ) -> list[dict[str, Any] | None]:
-    """Every assistant's message anew, behind the new ones before it; one that does not come to an end is the last."""
+    """A new message in place of every assistant's, after the new ones before it; one that does not end is the last."""
     assert encoder.chat is not None
     histories: list[list[Message]] = [[] for _ in conversations]
     rest = [list(messages) for messages, _ in conversations]
@@ -229,10 +229,10 @@ class Shard:
         if size and not self._progress.is_file():
             raise ValueError(
                 f"{self.path} lacks {self._progress.name}, which says how much of it is whole; put that back, or "
-                "remove what there is and begin it anew."
+                "remove what there is and begin it again."
             )
         if size < self._bytes:
-            raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it anew.")
+            raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it again.")
         if size > self._bytes:
             os.truncate(self.path, self._bytes)  # of a batch that was interrupted
 
@@ -254,7 +254,7 @@ class Shard:
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
-    """Write down how the text is made, or check that what lies there was made so.
+    """Write down how the text is made, or check that the text in the folder was made so.
 
     Args:
         folder: of the output; made if need be.
@@ -304,7 +304,11 @@ def _replace(file: Path, content: dict[str, Any]) -> None:
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
-    """Documents, shuffled unless they are streamed, and encoder of each source; errors as for `load_rows`."""
+    """The documents, shuffled unless they are streamed, and the encoder of each source.
+
+    Raises:
+        ValueError: a source cannot be read.
+    """
     sources = []
     for names in group_files(arguments.train_data):
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, 1)
@@ -339,7 +343,7 @@ def regenerate(
     stop: Callable[[], bool] = lambda: False,
     report: Callable[[int, list[dict[str, Any]]], None] = lambda batches, records: None,
 ) -> None:
-    """Write this process's batches, every `processes`-th, behind those that it has written before.
+    """Write this process's batches, every `processes`-th, after those that it has written before.
 
     Args:
         sources: as `open_sources` gives them.
@@ -349,7 +353,7 @@ def regenerate(
         rank, processes: which part of the batches is this process's.
         rows: how many of all rows are written, in whole batches; None for all.
         stop: asked before each batch.
-        report: called behind each batch with how many this process has and the new records.
+        report: called after each batch with how many this process has and the new records.
 
     Raises:
         ValueError, ConnectionError: as for the writer.

@@ -1,4 +1,4 @@
-"""Who writes the new text: a model here, or a server."""
+"""Who writes the new text: a model on this machine, or a server."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class ModelWriter:
         return [Reply(self._message(prompt, ids), ids[-1] in self.ends) for prompt, ids in both]
 
     def _message(self, prompt: list[int], ids: list[int]) -> Message:
-        """The message that the target wrote behind a prompt.
+        """The message that the target wrote after a prompt.
 
         Raises:
             ValueError: special tokens divide it, and the tokenizer does not say into what.
@@ -107,8 +107,8 @@ class ModelWriter:
         if self.tokenizer.response_template is None:
             raise ValueError(
                 f"A reply holds the special token {self.tokenizer.convert_ids_to_tokens(inside[0])!r}, and the "
-                "tokenizer has no response_template that tells its parts; give it one, or let a --server write that "
-                "tells them."
+                "tokenizer has no response_template that names its parts; give it one, or let a --server write that "
+                "sends them apart."
             )
         return {"role": "assistant", **self.tokenizer.parse_response(ids, prefix=prompt)}
 
@@ -131,9 +131,9 @@ class ServerWriter:
         key: sent as bearer token.
         enable_thinking: handed to the server's chat template; None leaves it out.
         requests: that are under way at a time.
-        tries: of each request; behind a failed one comes a pause, twice as long each time.
+        tries: of each request; after a failed one comes a pause, twice as long each time.
         timeout: seconds of one request.
-        pause: seconds behind the first failure.
+        pause: seconds after the first failure.
 
     Raises:
         ValueError: the URL is none.
@@ -223,12 +223,12 @@ class ServerWriter:
                 if error.code < 500 and error.code != 429:
                     said = " ".join(error.read(500).decode(errors="replace").split())
                     raise ValueError(
-                        f"The server refuses a request to {address}: {error.code} ({said}); mend the URL, or what is "
+                        f"The server refuses a request to {address}: {error.code} ({said}); fix the URL, or what is "
                         "asked for."
                     ) from error
                 last: Exception = error
             except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
-                raise ValueError(f"{address} does not answer as an OpenAI-style server does; mend the URL.") from error
+                raise ValueError(f"{address} does not answer as an OpenAI-style server does; fix the URL.") from error
             except (OSError, http.client.HTTPException) as error:  # no connection, a broken one, no answer in time
                 last = error
         raise ConnectionError(

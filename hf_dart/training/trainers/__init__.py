@@ -1,1 +1,1 @@
-"""One trainer per kind of drafter, on `transformers.Trainer`, and what it is told and measures."""
+"""One trainer per kind of drafter, on `transformers.Trainer`; their options and metrics."""

@@ -50,7 +50,7 @@ class TargetArguments:
 class DrafterArguments:
     """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    drafter: Literal["dart", "edit", "diffusion", "eagle"] = field(
+    drafter: str = field(
         default="dart",
         metadata={"help": "its kind, edit for a head with edit passes; --help lists the options of that kind"},
     )
@@ -107,28 +107,6 @@ class HeadArguments(DrafterArguments):
     selector_kind: Literal["bigram", "markov"] | None = field(
         default=None, metadata={"help": "whether its scores depend on the context; default: bigram, which do"}
     )
-
-
-@dataclass
-class DiffusionArguments(DrafterArguments):
-    """A [`DiffusionDrafter`]."""
-
-    denoise_steps: int | None = field(default=None, metadata={"help": "T, reverse steps per draft"})
-    unmasking: Literal["confidence", "left_to_right"] | None = field(
-        default=None, metadata={"help": "which slots a reverse step reveals"}
-    )
-    context_window: int | None = field(default=None, metadata={"help": "W, how many tokens back a position sees"})
-    hidden_size: int | None = field(default=None, metadata={"help": "default: as the target"})
-    share_embeddings: bool | None = field(
-        default=None, metadata={"help": "read and write tokens through the target's embeddings (default) or its own"}
-    )
-
-
-@dataclass
-class EagleArguments(DrafterArguments):
-    """An [`EagleDrafter`]."""
-
-    beam: int | None = field(default=None, metadata={"help": "W, tokens of each depth that are drafted on from"})
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What training any drafter beside its target has in common; the rest is `transformers.Trainer`."""
+"""`DrafterTrainer`: training any drafter beside its frozen target, on `transformers.Trainer`; whole checkpoints."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, Trainer, TrainerState
+from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerState
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
 
@@ -31,16 +31,16 @@ _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's
 
 
 class Patience(EarlyStoppingCallback):
-    """Stops early, in a resumed run where the run would have."""
+    """Early stopping that goes on counting in a resumed run, and stops it where the run would have stopped."""
 
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
-        # A run may be resumed with more callbacks than it had; saving looks each of them up.
+        # A run may be resumed with more callbacks than it had, and saving looks each of them up.
         stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())  # type: ignore[union-attr]
         if isinstance(stored, dict):
             self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True  # of a run that had stopped nothing is left to train
+            control.should_training_stop = True  # the run had stopped
 
 
 class DrafterTrainer(Trainer):
@@ -62,7 +62,7 @@ class DrafterTrainer(Trainer):
         ValueError: one process sees several GPUs.
     """
 
-    def __init__(self, drafter: Any, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+    def __init__(self, drafter: Any, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
         places = getattr(target, "hf_device_map", None)
         if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
             args._n_gpu = 1  # the drafter trains on the first one; the target takes the others
@@ -116,7 +116,7 @@ class DrafterTrainer(Trainer):
         """
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
-        """As `Trainer`.
+        """Train, or resume from a checkpoint: a folder, or True for the newest of the run.
 
         Raises:
             ValueError: the checkpoint is damaged, or that of another run.
@@ -132,7 +132,7 @@ class DrafterTrainer(Trainer):
             return super().train(checkpoint, **kwargs)
 
     def _run_epoch(self, **kwargs: Any) -> None:
-        """As `Trainer`, which takes a step before it looks whether any is left, in runs that are resumed too."""
+        # `Trainer` takes a step before it looks whether any is left.
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
         if not self.control.should_training_stop:
@@ -145,9 +145,9 @@ class DrafterTrainer(Trainer):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """As `Trainer`, but what is random is drawn here, and counted: all items of the step, on all processes.
+        """The micro-batches of a step with what is random about them, and the items of the step on all processes.
 
-        The loader runs ahead of the step, so numbers drawn there would be others in a resumed run.
+        The loader runs ahead of the step: numbers drawn there would be others in a resumed run.
 
         Raises:
             ValueError: step after step has nothing to train on.
@@ -192,7 +192,7 @@ class DrafterTrainer(Trainer):
         return (loss, {"hidden": hidden}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """As `Trainer`.
+        """The loss of a micro-batch, after its backward pass.
 
         Raises:
             FloatingPointError: the loss is not finite; the weights are those before the step.
@@ -223,7 +223,7 @@ class DrafterTrainer(Trainer):
         return loss.detach(), None, None
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As `Trainer`; the loss is the mean over all items, as that of a training step."""
+        """Evaluate; the loss is the mean over all items, as that of a training step."""
         self._evaluated = np.zeros(2)
         output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         total, items = self._evaluated.tolist()
@@ -246,7 +246,7 @@ class DrafterTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """As `Trainer`, all or nothing.
+        """Save a checkpoint whole or not at all.
 
         Raises:
             FloatingPointError: weights are not finite.
@@ -254,7 +254,7 @@ class DrafterTrainer(Trainer):
         """
         if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
             raise FloatingPointError(
-                f"Weights are not finite behind step {self.state.global_step}, and are not saved; resume from a "
+                f"Weights are not finite after step {self.state.global_step}, and are not saved; resume from a "
                 "checkpoint before the loss rose, with a lower learning_rate or a max_grad_norm."
             )
         run = Path(self._get_output_dir(trial))
@@ -282,7 +282,7 @@ class DrafterTrainer(Trainer):
             )
 
     def save_whole(self, folder: Path) -> None:
-        """As `save_model`, all or nothing, and pushed from there; `folder` lies in the output folder of the run.
+        """Save the drafter whole or not at all, and push it if so asked; `folder` lies in that of the run.
 
         Raises:
             OSError: it could not be written, and nothing of it is left; or the Hub refused it.

@@ -1,17 +1,18 @@
-"""`DartTrainer`: blocks of drafts, their losses from the hidden states and logits of the target, their quality."""
+"""`DartTrainer`: blocks of drafts trained on the hidden states and logits of the target, and how good they are."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import default_data_collator
+from transformers import PreTrainedModel, default_data_collator
 
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.refinement import best_chain
+from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
@@ -27,7 +28,7 @@ from hf_dart.training.objective.blocks import (
 )
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, annealed_kl, log_acceptance
-from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.base import DrafterTrainer
 from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.trees.vocabulary import spread, token_ids
@@ -40,18 +41,25 @@ class DartTrainer(DrafterTrainer):
         head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
         target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
         args: [`DartTrainingArguments`].
-        train_dataset, eval_dataset: rows as those of `data.PackedTokens` (`input_ids` [T], `documents` [T]) or
-            `sources.load_rows`, which also carry `loss_mask` [T].
-        kwargs: as for `Trainer`.
+        kwargs: as for `Trainer`; rows of `train_dataset` and `eval_dataset` are those of [`PackedTokens`] (`input_ids`
+            [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T].
 
     Raises:
-        ValueError: the head does not fit the target, or what `args` ask of it could not be trained or kept.
+        ValueError: the head does not fit the target, or what `args` ask for could not be trained or saved.
     """
 
+    drafter_class: ClassVar[Any] = DartHead
+    """What this trainer trains; `hf-dart train` makes or loads it."""
+    drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
+    """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
+    training_arguments: ClassVar[type[DartTrainingArguments]] = DartTrainingArguments
+    """The options of this trainer."""
     recipe: dict[str, Any] | None = None
-    """What `hf-dart train` was told, for the record of the training."""
+    """The options of `hf-dart train`, for the record of the training."""
 
-    def __init__(self, head: DartHead, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
+    def __init__(
+        self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any
+    ) -> None:
         head.bind(target)
         if isinstance(head, DartHead):
             _choose_trained(head, args)
@@ -72,7 +80,7 @@ class DartTrainer(DrafterTrainer):
         self._packing_checked = False
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """As `Trainer`, which takes no adapters of a model that is no `PeftModel`."""
+        # `Trainer` takes no adapters of a model that is no `PeftModel`.
         if not self.head.adapted:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
         else:
@@ -97,7 +105,7 @@ class DartTrainer(DrafterTrainer):
 
         Args:
             model: the head, as `accelerate` has wrapped it.
-            inputs: `input_ids` [B, T], `documents` [B, T], `anchors` [B, K], perhaps `loss_mask` [B, T].
+            inputs: `input_ids`, `documents` [B, T], `anchors` [B, K], perhaps `loss_mask` [B, T].
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         features, target_logits = self.teach(ids, documents)
@@ -209,7 +217,7 @@ class DartTrainer(DrafterTrainer):
         return spread(self.head.logits(hidden), self.head.draft_vocabulary, target_logits.shape[-1])
 
     def _chains(self, hidden: Tensor, logits: Tensor, roots: Tensor) -> Tensor:
-        """The tokens [n, d] of greedy drafts behind the roots [n], of hidden [n, d, H] and logits [n, d, V]."""
+        """The tokens [n, d] of greedy drafts after the roots [n], of hidden [n, d, H] and logits [n, d, V]."""
         width = min(self.head.tree_config.top_k, logits.shape[-1])
         scores, candidates = logits.log_softmax(-1).topk(width)
         table = self.head.transitions(Proposal(logits, hidden), roots, candidates, scores)
@@ -228,14 +236,14 @@ class DartTrainer(DrafterTrainer):
         total, counts = self.accelerator.reduce(torch.stack([torch.stack(parts).sum(0), counts]), "sum")
         return total / counts.clamp(min=1)
 
-    def _selector_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, in_front: Tensor) -> Tensor:
-        """Annealed KL among the head's best candidates, each behind the token that really came before it.
+    def _selector_loss(self, hidden: Tensor, target_logits: Tensor, goals: Tensor, before: Tensor) -> Tensor:
+        """Annealed KL among the head's best candidates, each after the token that really came before it.
 
         Args:
             hidden: [N, d, H].
             target_logits: [B T, V].
             goals: [N, d] rows of `target_logits`.
-            in_front: [N, d] the token before each drafted one.
+            before: [N, d] the token before each drafted one.
         """
         assert self.head.selector is not None
         if not len(hidden):  # with gradients of zero, which processes wait for
@@ -249,7 +257,7 @@ class DartTrainer(DrafterTrainer):
                 candidates.append(token_ids(best.indices, self.head.draft_vocabulary))
                 wanted.append(target_logits[goals[part : part + chunk]].gather(-1, candidates[-1]))
         # A token is projected once, however often it occurs.
-        tokens, places = torch.cat([in_front[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
+        tokens, places = torch.cat([before[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
         own = torch.cat(drafted)
         delta = self.head.selector(hidden, own, self.head.embed(tokens), places[..., :1], places[..., 1:])
         return annealed_kl(own + delta[..., 0, :], torch.cat(wanted), self.objective.gamma).sum()
@@ -258,9 +266,9 @@ class DartTrainer(DrafterTrainer):
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
         """One forward of the target: features [B, T, F] and logits [B, T, V] of `ids` [B, T].
 
-        Padding lies behind the documents, where causal attention does not look: it needs no mask. Several
-        documents in a row are told apart by positions that begin anew, which transformers turns into the mask
-        of every layer kind of the model.
+        Padding comes after the documents, where causal attention does not look: it needs no mask. Documents of one row
+        are kept apart by positions that begin again at 0, which transformers turns into the mask of every kind of
+        layer.
 
         Raises:
             ValueError: rows hold several documents and this target does not keep them apart.
@@ -298,7 +306,7 @@ class DartTrainer(DrafterTrainer):
         self._packing_checked = True
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """As `Trainer`; the metrics also say how good the drafts are (`DraftQuality.metrics`).
+        """Evaluate; the metrics also say how good the drafts are (`DraftQuality.metrics`).
 
         `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
 
@@ -349,7 +357,7 @@ class DartTrainer(DrafterTrainer):
         private: bool | None = None,
         **known: Any,
     ) -> CommitInfo | None:
-        """As `Trainer`, but what is pushed is the head with its card, as by `hf_dart.hub.push.push_folder`.
+        """Push the drafter with its card in one commit, as `hf_dart.hub.push.push_folder` does.
 
         Args:
             blocking: has to be true.
@@ -379,7 +387,7 @@ class DartTrainer(DrafterTrainer):
         return {}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """As `Trainer`; training logs also carry the top-1 agreement with the target per draft token."""
+        """Log; training logs also have the top-1 agreement with the target per draft token, `agreement_1` and so on."""
         if self._agreement is not None and "loss" in logs:
             for place, share in enumerate(self._agreement.tolist(), start=1):
                 logs[f"agreement_{place}"] = round(share, 4)
@@ -387,7 +395,7 @@ class DartTrainer(DrafterTrainer):
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of the head alone, forward and backward: 6 per parameter and position."""
+        """Of the drafter alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
 

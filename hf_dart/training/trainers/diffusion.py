@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -21,10 +21,25 @@ from hf_dart.drafters.diffusion.drafter import MASK, DiffusionDrafter
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
-from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments
 from hf_dart.training.trainers.dart import DartTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
+
+
+@dataclass
+class DiffusionArguments(DrafterArguments):
+    """A [`DiffusionDrafter`]."""
+
+    denoise_steps: int | None = field(default=None, metadata={"help": "T, reverse steps per draft"})
+    unmasking: Literal["confidence", "left_to_right"] | None = field(
+        default=None, metadata={"help": "which slots a reverse step reveals"}
+    )
+    context_window: int | None = field(default=None, metadata={"help": "W, how many tokens back a position sees"})
+    hidden_size: int | None = field(default=None, metadata={"help": "default: as the target"})
+    share_embeddings: bool | None = field(
+        default=None, metadata={"help": "read and write tokens through the target's embeddings (default) or its own"}
+    )
 
 
 @dataclass
@@ -65,6 +80,9 @@ class DiffusionTrainer(DartTrainer):
         ValueError: the drafter does not fit the target, or its LM head could not be trained.
     """
 
+    drafter_class = DiffusionDrafter
+    drafter_arguments = (DiffusionArguments,)
+    training_arguments = DiffusionTrainingArguments
     head: DiffusionDrafter  # type: ignore[assignment]
     args: DiffusionTrainingArguments
 

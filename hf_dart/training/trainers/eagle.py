@@ -9,13 +9,20 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training.objective.blocks import build_blocks, target_positions
-from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments
 from hf_dart.training.trainers.dart import DartTrainer
 
 
 @dataclass
+class EagleArguments(DrafterArguments):
+    """An [`EagleDrafter`]."""
+
+    beam: int | None = field(default=None, metadata={"help": "W, tokens of each depth that are drafted on from"})
+
+
+@dataclass
 class EagleTrainingArguments(DartTrainingArguments):
-    """`DartTrainingArguments` with the decay of EAGLE's code: each further token counts 0.8 of the one before."""
+    """`DartTrainingArguments` with EAGLE's decay: each further draft token counts 0.8 of the one before."""
 
     gamma: float | None = field(
         default=0.8, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
@@ -38,10 +45,10 @@ class EagleTrainer(DartTrainer):
         ValueError: the drafter does not fit the target.
     """
 
+    drafter_class = EagleDrafter
+    drafter_arguments = (EagleArguments,)
+    training_arguments = EagleTrainingArguments
     head: EagleDrafter  # type: ignore[assignment]
-
-    def __init__(self, drafter: EagleDrafter, target: Any, args: DartTrainingArguments, **kwargs: Any) -> None:
-        super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
 
     def block_states(
         self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
@@ -49,7 +56,7 @@ class EagleTrainer(DartTrainer):
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         blocks = build_blocks(inputs["documents"], anchors, self.head.draft_length)
         embeddings = self.head.embed(ids[:, 1:])
-        # Pass j behind anchor n reads the token n + 1 + j, j = 1..d - 1, which is the embedding at n + j.
+        # Pass j after anchor n reads the token n + 1 + j, j = 1..d - 1, which is the embedding at n + j.
         places = target_positions(anchors.clamp(min=0), self.head.draft_length)[..., :-1]
         flat = places.flatten(1)[..., None].expand(-1, -1, embeddings.shape[-1])
         return model(

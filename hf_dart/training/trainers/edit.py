@@ -22,7 +22,7 @@ from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
-from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.evaluate import DraftQuality
@@ -72,20 +72,22 @@ class EditTrainer(DartTrainer):
     `tau_sampled_edited`, that of sampled drafts whose every token is drafted after the true ones.
 
     Args:
-        head: with an editor (`DartHead.add_editor`).
+        head: it is given an editor if it has none (`DartHead.add_editor`).
         target, args, kwargs: as for [`DartTrainer`].
 
     Raises:
-        ValueError: the head has no editor, or one that would not be saved.
+        ValueError: the head takes no editor, or one that would not be saved.
     """
 
+    drafter_arguments = (HeadArguments,)
+    training_arguments = EditTrainingArguments
     args: EditTrainingArguments
 
     def __init__(
         self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any
     ) -> None:
         if head.editor is None:
-            raise ValueError("This head has no editor to train; call head.add_editor() first.")
+            head.add_editor()
         if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
             raise ValueError("An adapter would be saved without the editor; merge it into its head first.")
         if args.editor_only:

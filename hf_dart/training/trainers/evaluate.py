@@ -1,4 +1,4 @@
-"""How good drafts are: offline, from the blocks that evaluation runs anyway, or by decoding in earnest."""
+"""How good drafts are: offline, from the blocks that evaluation runs anyway, or by decoding."""
 
 from __future__ import annotations
 
@@ -20,13 +20,12 @@ from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 
 
 class DraftQuality:
-    """How far the drafts of blocks, each a chain of its likeliest tokens, would get.
-
-    A selector has its say in the greedy figures, not in `tau_sampled`.
+    """How many tokens of drafts, each a chain of its likeliest tokens, the target would accept.
 
     Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
-    On other text a block says nothing about greedy decoding behind the first token that the target would not have
-    chosen; it then counts as long as it can be watched (Kaplan and Meier's estimate of survival).
+    On other text a block says nothing about greedy decoding after the first token that the target would not have
+    chosen; it counts up to there (Kaplan and Meier's estimate of survival). A selector counts in the greedy figures,
+    not in `tau_sampled`.
 
     Args:
         draft_length: d.
@@ -58,19 +57,19 @@ class DraftQuality:
 
     @classmethod
     def names(cls, draft_length: int) -> set[str]:
-        """All that `metrics` can tell."""
+        """The names of all figures of `metrics`."""
         quality = cls(draft_length)
         quality.sums.add_(1)
         return set(quality.metrics())
 
     def metrics(self) -> dict[str, float]:
-        """What the sums say; a figure that has nothing to stand on is left out.
+        """The figures so far; those that no block tells anything about are left out.
 
         `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,
-        bonus included, from the blocks' places. Evenly drawn, these are kinder than where rounds of decoding begin,
-        behind misses. `tau_se`: standard error of `tau`, blocks taken as independent;
-        `acceptance_k`: share of the k-th draft tokens that are right, of those behind right ones; `waste`: share of
-        the right draft tokens that lie behind a wrong one.
+        bonus included, at the blocks' anchors. Those are spread evenly; rounds of decoding begin after misses, where
+        drafts are worse. `tau_se`: standard error of `tau`, blocks taken as independent; `acceptance_k`: share of the
+        k-th draft tokens that are right, of those after right ones; `waste`: share of the right draft tokens that
+        come after a wrong one.
         """
         right, wasted, complete, sampled = self.sums[:4].tolist()
         watched, accepted = (part.tolist() for part in self.sums[4:].chunk(2))
@@ -92,10 +91,9 @@ class DraftQuality:
 
 
 def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:
-    """What the target is to go on from, of the first `count` rows: token ids [length or less] of their first documents.
+    """Prompts from the first `count` rows: token ids [length or less] of their first documents.
 
-    Of a text its beginning; of a conversation what stands in front of the first token that is learned, the
-    assistant's.
+    Of a text its beginning; of a conversation what comes before the first token that is learned, the assistant's.
     """
     prompts = []
     for row in itertools.islice(rows, count):
@@ -109,7 +107,7 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
 
 
 class DecodingCallback(TrainerCallback):
-    """After every evaluation, decode a few prompts greedily with the head as it is.
+    """Decodes a few prompts greedily after every evaluation, with the drafter as it is then.
 
     Logs `eval_tau_decoded`, which `metric_for_best_model="tau_decoded"` can choose checkpoints by. For early
     stopping by it, add this callback before `EarlyStoppingCallback`.
@@ -118,8 +116,8 @@ class DecodingCallback(TrainerCallback):
         trainer: the `DrafterTrainer` that the callback is added to.
         prompts: token ids [T] of each prompt.
         max_new_tokens: per prompt.
-        tree_config: of the draft trees; None is the head's own. Where it gives no number of nodes, drafting may pause,
-            and what is measured depends on the machine.
+        tree_config: of the draft trees; None is the drafter's own. Without a number of nodes drafting may pause, and
+            the figure then depends on the machine.
     """
 
     def __init__(
