@@ -112,8 +112,8 @@ def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
     """Weights would load into some drafters that mean something else by them."""
     if drafter.adapted != any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_SAFE_WEIGHTS_NAME)):
         kinds = ("an adapter", "a whole drafter")
-        ours, theirs = kinds if drafter.adapted else kinds[::-1]
-        raise ValueError(f"{folder} holds {theirs} and this run trains {ours}; {_BEGUN_WITH}.")
+        trained, held = kinds if drafter.adapted else kinds[::-1]
+        raise ValueError(f"{folder} holds {held} and this run trains {trained}; {_BEGUN_WITH}.")
     content, made = _object(folder, CONFIG_NAME), drafter.config
     names = {one.name for one in fields(made)} - {one.name for one in fields(PreTrainedConfig)} | {"model_type"}
     known, own = {"model_type": content.get("model_type")}, {"model_type": made.model_type}

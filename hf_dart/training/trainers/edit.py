@@ -86,14 +86,14 @@ class EditTrainer(DartTrainer):
     def __init__(
         self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any
     ) -> None:
-        if head.editor is None:
-            head.add_editor()
         if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
             raise ValueError("An adapter would be saved without the editor; merge it into its head first.")
+        if head.editor is None:
+            head.add_editor()
         if args.editor_only:
             head.requires_grad_(False)
         super().__init__(head, target, args, **kwargs)
-        head.editor.requires_grad_(True)
+        head.get_submodule("editor").requires_grad_(True)
         self._edits: list[DraftQuality] = []  # while an evaluation runs: of each pass, and of one over true tokens
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
