@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dart import TreeConfig
+    from hf_dart.configuration import TreeConfig
     from hf_dart.decoding.api import attach, detach
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.drafters.dart.configuration import DartConfig

@@ -77,13 +77,13 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
     llama: tuple[Any, DiffusionDrafter], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
-    take_up = test_turns.turns.take_up
+    resume_draft = test_turns.turns.resume_draft
 
     def watched(*args: Any) -> Any:
-        answers.append((draft := take_up(*args)) is not None)
+        answers.append((draft := resume_draft(*args)) is not None)
         return draft
 
-    monkeypatch.setattr(test_turns.decode, "take_up", watched)
+    monkeypatch.setattr(test_turns.prefill, "resume_draft", watched)
     test_turns.test_the_next_turn_drafts_as_if_it_had_read_all(llama, "dynamic", lengths, "sampled", answers)
 
 

@@ -49,11 +49,11 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     answers: list[bool] = []
 
     def watched(*args: Any) -> Any:
-        draft = turns.take_up(*args)
+        draft = turns.resume_draft(*args)
         answers.append(draft is not None)
         return draft
 
-    monkeypatch.setattr(prefill, "take_up", watched)
+    monkeypatch.setattr(prefill, "resume_draft", watched)
     return answers
 
 

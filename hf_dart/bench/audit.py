@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_dart import TreeConfig
 from hf_dart.bench.exact import (
     LOW_PRECISION_ULPS,
     NEAR_TIE,
@@ -24,6 +23,7 @@ from hf_dart.bench.exact import (
 )
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
+from hf_dart.configuration import TreeConfig
 from hf_dart.view.tables import Verdict, headline
 
 _MODES = ("greedy", "sampled, T=1")

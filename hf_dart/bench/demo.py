@@ -12,9 +12,9 @@ import torch
 import transformers
 from torch import Tensor
 
-from hf_dart import TreeConfig
 from hf_dart.bench.exact import Run, compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.features import features_request, gather_features

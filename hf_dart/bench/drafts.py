@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dart import TreeConfig
 from hf_dart.bench.profile import Profile
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.view.tables import STOCK, UNREADABLE, Verdict, headline
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 
-from hf_dart import TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Measurement, Settings, spread
+from hf_dart.configuration import TreeConfig
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.view.tables import STOCK
 

@@ -10,8 +10,8 @@ from typing import Any
 from torch import nn
 from transformers import CompileConfig
 
-from hf_dart import TreeConfig
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile

@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import attention_layers, held_by, is_placeholder
-from hf_dart.cache.windows import LayerBuffers, pays
+from hf_dart.cache.windows import LayerBuffers, outgrows
 
 
 class _RaggedLayer(CacheLayerMixin):
@@ -86,7 +86,7 @@ class RaggedCache(TreeCache):
 
     def _window(self, layer: Any, window: int | None, most: int | None) -> int | None:
         """The `window` of a layer, if it is worth a buffer of its own, and what lies in front is never needed."""
-        if window is None or not pays(window, most):
+        if window is None or not outgrows(window, most):
             return None
         # What is given back to stock's other sliding layers is the whole text.
         ends_in_window = type(layer) is DynamicSlidingWindowLayer and not layer.record_past
@@ -99,7 +99,7 @@ class RaggedCache(TreeCache):
         assert buffers.window is None
         return buffers.store
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Free all entries, which another store holds until it hands them back (`take_in`)."""
         self.store.release()
 

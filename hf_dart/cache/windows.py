@@ -16,7 +16,7 @@ SPARE = 256
 """Positions that a windowed buffer has room for beyond its window: so seldom are its entries moved to the front."""
 
 
-def pays(window: int, most: int | None) -> bool:
+def outgrows(window: int, most: int | None) -> bool:
     """Would a text of `most` positions outgrow a windowed buffer?"""
     return most is None or most > window + SLACK + SPARE
 

@@ -16,7 +16,7 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.admit import admit
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.noise import NoiseStream

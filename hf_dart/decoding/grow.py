@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.calibration import Calibration
 from hf_dart.decoding.candidates import Ranker, SeenTokens
 from hf_dart.decoding.proposer import Proposal, Proposer

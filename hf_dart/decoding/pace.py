@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import exp, log, sqrt
 from typing import Any
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.proposer import Proposer
 
 _TRIAL, _RETRIAL = 8, 4  # rounds before a way to draft is judged: at first, and when it is tried again

@@ -24,7 +24,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.session import HiddenStates, Noise, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
-from hf_dart.decoding.turns import Draft, take_up
+from hf_dart.decoding.turns import Draft, resume_draft
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
@@ -188,7 +188,9 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         noise.begin()
     with stats.phase("prefill"):
         with aside():
-            draft = take_up(request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads)
+            draft = resume_draft(
+                request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads
+            )
             draft = draft or Draft(
                 request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
             )

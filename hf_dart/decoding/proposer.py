@@ -10,7 +10,7 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.ngram.table import NgramTable
 from hf_dart.trees.costs import DRAFT_COST

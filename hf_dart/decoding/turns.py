@@ -64,7 +64,7 @@ def leave(
     _left[cache] = _Left(ref(drafter), draft, pending, first, tokens, _first_keys(cache))
 
 
-def take_up(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
+def resume_draft(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
     """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 
     Whatever was left is handed out once: a call that breaks off leaves nothing.

@@ -13,7 +13,7 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter

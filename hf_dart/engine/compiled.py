@@ -17,7 +17,7 @@ from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session
 from hf_dart.engine.calls import head_job, job_of, signature
 from hf_dart.engine.forward import Forward
-from hf_dart.engine.graphs import Means, Pool, memory_pool
+from hf_dart.engine.graphs import Capture, Pool, memory_pool
 from hf_dart.engine.job import HeadJob, Job
 from hf_dart.engine.loop import run
 from hf_dart.engine.memory import Memory
@@ -123,9 +123,9 @@ class Engine:
         self._clear()
         return make()
 
-    def _means(self, job: Job) -> Means:
+    def _capture(self, job: Job) -> Capture:
         self._pool = self._pool or memory_pool(job.model.device)
-        return Means(self.config.backend, self._pool, self._memory, self._hands_down)
+        return Capture(self.config.backend, self._pool, self._memory, self._hands_down)
 
     def run(self, session: Session) -> None:
         """Bring a prefilled session to its end, or as far as rounds can be captured; eager rounds go on from there."""
@@ -165,11 +165,12 @@ class Engine:
             key, forward = self._forward(job)
             if forward is None:
                 break
-            with forward.lent_to(job) as lent:
-                while not job.rows.finished and lent.failure is None and forward.fits(lent.longest):
-                    one_round(lent.session)
-            if lent.failure is not None:
-                self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(lent.failure)}).")
+            with forward.stand_in(job) as stand_in:
+                while not job.rows.finished and stand_in.failure is None and forward.fits(stand_in.longest):
+                    one_round(stand_in.session)
+            if stand_in.failure is not None:
+                reason = _message(stand_in.failure)
+                self._warn(f"This call runs the eager round, not the captured one: it failed ({reason}).")
                 self._forwards[key] = None
 
     def _forward(self, job: Job) -> tuple[tuple[Any, ...], Forward | None]:
@@ -190,11 +191,11 @@ class Engine:
 
     def _made_forward(self, job: Job, slots: int, nodes: int) -> Forward | None:
         try:
-            forward = self._made(lambda: Forward(job, slots, nodes, self._means(job)))
+            forward = self._made(lambda: Forward(job, slots, nodes, self._capture(job)))
             forward.load(job)
             error, allowed = forward.differs(job)
         except Exception as failure:
-            reason, short = f"it could not be made ({_told(failure)})", isinstance(failure, torch.OutOfMemoryError)
+            reason, short = f"it could not be made ({_message(failure)})", isinstance(failure, torch.OutOfMemoryError)
         else:
             if error <= allowed:
                 return forward
@@ -209,7 +210,7 @@ class Engine:
         session, is_cuda = job.session, job.session.seen.features.is_cuda
         lag = self.config.lag if self.config.lag is not None else int(is_cuda)
         lengths, leaves = job.cache.lengths.tolist(), self._leaves(tier, job)
-        job.cache.let_go()  # what the tier holds now need not be held twice
+        job.cache.release()  # what the tier holds now need not be held twice
         try:
             with session.stats.phase("round"):
                 failure = run(tier, session, lengths, lag, leaves)
@@ -217,7 +218,7 @@ class Engine:
             if job.returns_cache or not job.rows.finished:
                 tier.unload(job)
         if failure is not None:
-            self._warn(f"This call runs the eager round, not the captured one: it failed ({_told(failure)}).")
+            self._warn(f"This call runs the eager round, not the captured one: it failed ({_message(failure)}).")
             self._tiers = {key: None if kept is tier else kept for key, kept in self._tiers.items()}
 
     def _tier(self, job: HeadJob) -> Tier | None:
@@ -285,7 +286,7 @@ class Engine:
         nodes = f"{shape.bucket} nodes" if shape.budget is None else f"{shape.budget} nodes in all"
         self._progress(f"hf_dart: preparing rounds of {nodes} for {shape.batch} row(s) of up to {shape.slots} tokens")
         try:
-            tier = self._made(lambda: Tier(shape, job, self._means(job)))
+            tier = self._made(lambda: Tier(shape, job, self._capture(job)))
             loaded = _loaded(tier, job)
             if isinstance(loaded, _Refused):
                 return loaded
@@ -294,7 +295,7 @@ class Engine:
                     return _Refused(_differs(job, error, allowed), computes_otherwise=True)
         except Exception as failure:
             passing = isinstance(failure, torch.OutOfMemoryError)
-            return _Refused(f"it could not be made ({_told(failure)})", not passing, passing)
+            return _Refused(f"it could not be made ({_message(failure)})", not passing, passing)
         return tier
 
     def _warn(self, sentence: str) -> None:
@@ -356,7 +357,7 @@ def _loaded(tier: Tier, job: HeadJob) -> Tier | _Refused:
     try:
         tier.load(job)
     except Exception as failure:
-        return _Refused(f"it could not be loaded ({_told(failure)})", passing=True)
+        return _Refused(f"it could not be loaded ({_message(failure)})", passing=True)
     return tier
 
 
@@ -375,7 +376,7 @@ def _differs(job: Job, error: float, allowed: float) -> str:
     )
 
 
-def _told(failure: Exception) -> str:
+def _message(failure: Exception) -> str:
     """The beginning of an error; those of compilers name what went wrong in the second line."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return f"{type(failure).__name__}: {' '.join(lines[:2]) or 'no message'}"[:300]

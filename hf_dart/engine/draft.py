@@ -12,7 +12,7 @@ from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import Job
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -24,18 +24,18 @@ class CapturedPass:
         job: of a call; others like it may come.
         head: that drafts.
         slots, most: T and A.
-        made_with: how.
+        capture: how.
 
     Attributes:
         state: the head's cache.
     """
 
-    def __init__(self, job: Job, head: DraftingModel, slots: int, most: int, made_with: Means) -> None:
-        self._head, self._made_with = head, made_with
+    def __init__(self, job: Job, head: DraftingModel, slots: int, most: int, capture: Capture) -> None:
+        self._head, self._capture = head, capture
         self.most = _width(most)
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
         with torch.inference_mode(False), torch.no_grad():
-            self.state = FixedDraft.of(job.draft_state, len(job.rows), room, made_with.memory)
+            self.state = FixedDraft.of(job.draft_state, len(job.rows), room, capture.memory)
         self._sizes: dict[tuple[int, int], _Sized] = {}
 
     def load(self, job: Job) -> None:
@@ -52,7 +52,7 @@ class CapturedPass:
         """
         key = _width(next_tokens.shape[1]), depth
         if key not in self._sizes:
-            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._made_with)
+            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._capture)
         proposal = self._sizes[key](features, next_tokens, counts)
         self.state.lengths.add_(counts.to(self.state.lengths.device))
         if len(counts) > 1:
@@ -70,7 +70,7 @@ class _Sized:
         width: int,
         depth: int,
         like: Tensor,
-        made_with: Means,
+        capture: Capture,
     ) -> None:
         self._head, self._state, self._depth = head, state, depth
         device, batch = state.lengths.device, len(state.lengths)
@@ -79,8 +79,8 @@ class _Sized:
             self._next_tokens = torch.zeros(batch, width, dtype=torch.long, device=device)
             self._counts = torch.zeros(batch, dtype=torch.long, device=device)
             self._propose()  # what the head makes on first use is there before anything is traced
-        run = compiled(self._propose, made_with.backend)
-        self._launch = Launch(partial(self._step, run), device, made_with.pool, partial(self._step, self._propose))
+        run = compiled(self._propose, capture.backend)
+        self._launch = Launch(partial(self._step, run), device, capture.pool, partial(self._step, self._propose))
 
     def _propose(self) -> tuple[Tensor, Tensor]:
         # What it takes in is written behind the entries that count, and counts when the draft has been made.

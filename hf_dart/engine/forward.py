@@ -1,9 +1,8 @@
 """The forwards of target and head on fixed shapes, for calls whose rounds ask the host: all else is eager.
 
-What a call asks of the host (processors that may do anything, trees that follow copied text, n-gram tables or a
-calibration, drafters of every kind) runs as in the eager round. Of a round that is bound by launches the target's
-forward is by far the most, and the head's pass the next; they are what is lent to a call here (`Forward.lent_to`), in
-place of its own.
+What a call asks of the host (processors that may do anything, n-gram tables, drafters of every kind) runs as in the
+eager round. Of a round that is bound by launches the target's forward is by far the most, and the head's pass the next:
+those two stand in for a session's own here (`Forward.stand_in`).
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft import CapturedPass
-from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import Job
 from hf_dart.engine.proof import difference
 from hf_dart.trees.tree import DraftTree
@@ -35,18 +34,18 @@ class Forward:
     Args:
         job: of a call; others like it may come.
         slots, nodes: T and N.
-        made_with: how.
+        capture: how.
     """
 
-    def __init__(self, job: Job, slots: int, nodes: int, made_with: Means) -> None:
-        self.nodes, self._made_with = nodes, made_with
+    def __init__(self, job: Job, slots: int, nodes: int, capture: Capture) -> None:
+        self.nodes, self._capture = nodes, capture
         self._kinds = job.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
-            self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, made_with.memory)
+            self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, capture.memory)
         self._sizes: dict[int, _Sized] = {}
         self.drafting: CapturedPass | None = None
         if job.head is not None and job.config.nodes != 1:
-            self.drafting = CapturedPass(job, job.head, slots, nodes, made_with)
+            self.drafting = CapturedPass(job, job.head, slots, nodes, capture)
 
     def fits(self, longest: int) -> bool:
         """Is there room for one more round behind `longest` committed tokens?"""
@@ -71,13 +70,13 @@ class Forward:
         return difference(job, list(range(len(job.rows))), self.nodes, verify)
 
     @contextmanager
-    def lent_to(self, job: Job) -> Iterator[Lent]:
+    def stand_in(self, job: Job) -> Iterator[StandIn]:
         """Let rounds verify here, with a session of their own, and let the job's go on where they end."""
-        lent = Lent(self, job)
+        stand_in = StandIn(self, job)
         try:
-            yield lent
+            yield stand_in
         finally:
-            lent.hand_back()
+            stand_in.hand_back()
 
     def sized(self, job: Job, nodes: int) -> _Sized:
         """The forward for trees of `nodes`, filled up to a power of two; made when it is first needed.
@@ -94,9 +93,9 @@ class Forward:
         if size not in self._sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(job.cache, size)
-                layers, hands_down = job.drafter.feature_layers, self._made_with.hands_down
+                layers, hands_down = job.drafter.feature_layers, self._capture.hands_down
                 verifier = PackedVerifier(job.model, cache, self._kinds, layers, hands_down=hands_down)
-                self._sizes[size] = _Sized(verifier, cache, size, self._made_with)
+                self._sizes[size] = _Sized(verifier, cache, size, self._capture)
         return self._sizes[size]
 
     def hand_to(self, cache: RaggedCache, lengths: Tensor) -> None:
@@ -107,15 +106,15 @@ class Forward:
 class _Sized:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
-    def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, made_with: Means) -> None:
+    def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, capture: Capture) -> None:
         self.cache, self._target, device = cache, verifier.target, cache.lengths.device
         batch = len(cache.lengths)
         none = torch.zeros(batch, nodes, dtype=torch.long, device=device)
         alone = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
         self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
         self._roots = torch.zeros_like(cache.lengths)
-        self._run = compiled(verifier.run, made_with.backend)
-        self._launch = Launch(partial(self._step, self._run), device, made_with.pool, partial(self._step, verifier.run))
+        self._run = compiled(verifier.run, capture.backend)
+        self._launch = Launch(partial(self._step, self._run), device, capture.pool, partial(self._step, verifier.run))
 
     def _step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
         with torch.inference_mode(False), torch.no_grad(), packed(self._target):
@@ -140,7 +139,7 @@ class _Sized:
         return logits[:, : tree.size], features.clone() if tree.size == 1 else features[:, : tree.size]
 
 
-class Lent:
+class StandIn:
     """A session's `verify` and `cache`, and its drafter's pass, as long as rounds run here in their place.
 
     Attributes:
@@ -158,7 +157,7 @@ class Lent:
         self._holds, self._drafts = True, forward.drafting is not None
         self.failure: Exception | None = None
         self.lengths, self.prompt_lengths = job.cache.lengths, job.cache.prompt_lengths
-        job.cache.let_go()
+        job.cache.release()
         draft = job.session.draft
         if forward.drafting is not None:
             state = replace(draft.draft, state=forward.drafting.state)
@@ -223,9 +222,9 @@ class Lent:
         """Bring the job's session to where this one stands."""
         self._hand_back_cache()
         self._hand_back_draft()
-        own, lent = self._job.session, self.session
-        own.seen = lent.seen
-        own.draft.pending, own.draft.last = lent.draft.pending, lent.draft.last
+        own, other = self._job.session, self.session
+        own.seen = other.seen
+        own.draft.pending, own.draft.last = other.draft.pending, other.draft.last
 
     def _hand_back_cache(self) -> None:
         if self._holds:

@@ -25,7 +25,7 @@ class Pool(NamedTuple):
     stream: torch.cuda.Stream
 
 
-class Means(NamedTuple):
+class Capture(NamedTuple):
     """What rounds are made with.
 
     Attributes:

@@ -7,8 +7,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import Session

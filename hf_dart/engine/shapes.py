@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.job import HeadJob

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.noise import MAX_LEAD
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.processing import sees_text

@@ -13,7 +13,7 @@ from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.fixed import FixedRound
-from hf_dart.engine.graphs import Launch, Means
+from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import HeadJob
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
@@ -31,11 +31,11 @@ class Tier:
     Args:
         shape: of the round.
         job: of a call; others like it may come.
-        made_with: how.
+        capture: how.
     """
 
-    def __init__(self, shape: Shape, job: HeadJob, made_with: Means) -> None:
-        backend, pool, memory, hands_down = made_with
+    def __init__(self, shape: Shape, job: HeadJob, capture: Capture) -> None:
+        backend, pool, memory, hands_down = capture
         features = job.session.seen.features
         device = features.device
         self.shape, self.seats = shape, list(range(shape.batch))

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.interop.checkpoint import Fields, read_tensors
 from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps

@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from hf_dart import TreeConfig
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.calibration import Calibration
 from hf_dart.lookup import Graft
 from hf_dart.ngram.table import Array, NgramTable

@@ -111,8 +111,8 @@ def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.Monk
         return run_in(tier, *args)
 
     caches: list[Any] = []
-    let_go = RaggedCache.let_go
-    monkeypatch.setattr(RaggedCache, "let_go", lambda cache: (caches.append(cache), let_go(cache)))
+    release = RaggedCache.release
+    monkeypatch.setattr(RaggedCache, "release", lambda cache: (caches.append(cache), release(cache)))
     monkeypatch.setattr(module, "run", watched)
     assert_identical(target, head, prompts([20, 9]), do_sample=False, max_new_tokens=30)
     assert len(held) > 1

@@ -18,8 +18,8 @@ from tokenizers import Tokenizer
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from hf_dart import TreeConfig
 from hf_dart.cache.slots import SlotSpec
+from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.dflash.configuration import DFlashConfig
