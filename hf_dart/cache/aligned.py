@@ -28,7 +28,7 @@ def _copied(layer: Any) -> Any:
     if type(layer) is not DynamicSlidingWindowLayer:
         return copy.copy(layer)
     kept = _PastKeptLayer(layer.sliding_window)
-    vars(kept).update(vars(layer))
+    kept.__dict__.update(layer.__dict__)
     return kept
 
 
