@@ -95,7 +95,7 @@ def _some(rows: Any) -> Iterator[dict[str, Any]]:
 
 
 def _evaluation(trainer: DartTrainer) -> dict[str, float]:
-    """Of the head as it is now."""
+    """Metrics of the drafter as it is now."""
     last = last_evaluation(trainer.state.log_history)
     if last is None or last["step"] != trainer.state.global_step or trainer.args.load_best_model_at_end:
         trainer.evaluate()
@@ -104,7 +104,7 @@ def _evaluation(trainer: DartTrainer) -> dict[str, float]:
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
-    """The checkpoint to go on from.
+    """The checkpoint to resume from.
 
     Args:
         output_dir: of the run.

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 STAGING = ".incomplete"
-"""Folder of a run in which what is being written lies; whatever is found there was never finished."""
+"""Folder of a run for checkpoints that are being written; what is found there was never finished."""
 
 
 def publish(written: Path, final: Path) -> None:

@@ -55,7 +55,7 @@ def check_checkpoint(checkpoint: str | Path, drafter: Any, target: PreTrainedMod
 
 
 def fingerprints(target: nn.Module) -> dict[str, float]:
-    """Of the matrices of a target that are there as plain numbers, by name; quantized ones are not."""
+    """Fingerprints of a target's matrices by name, for `target.json`; quantized ones are left out."""
     plain = {
         name: weight
         for name, weight in target.named_parameters()
@@ -83,7 +83,7 @@ def readable(checkpoint: str | Path, part: str) -> Iterator[None]:
 
 
 def _object(folder: Path, name: str) -> dict[str, Any]:
-    """What a JSON file of the checkpoint holds."""
+    """The JSON object in a file of the checkpoint."""
     with readable(folder, name):
         content = json.loads((folder / name).read_text(encoding="utf8"))
         if not isinstance(content, dict):
@@ -92,7 +92,7 @@ def _object(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _check_target(folder: Path, target: PreTrainedModel) -> bool:
-    """Is the target known to be the one of the checkpoint? A checkpoint need not say."""
+    """Returns whether the target is known to be the checkpoint's, which need not say."""
     if not (folder / TARGET).is_file():
         return False
     known, own = _object(folder, TARGET), fingerprints(target)
@@ -109,7 +109,7 @@ def _check_target(folder: Path, target: PreTrainedModel) -> bool:
 
 
 def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
-    """Weights would load into some drafters that mean something else by them."""
+    """Weights would load into some drafters of another config, and mean something else there."""
     if drafter.adapted != any((folder / name).is_file() for name in (ADAPTER_CONFIG, ADAPTER_SAFE_WEIGHTS_NAME)):
         kinds = ("an adapter", "a whole drafter")
         trained, held = kinds if drafter.adapted else kinds[::-1]
@@ -143,7 +143,7 @@ def _check_weights(folder: Path, drafter: Any) -> None:
 
 
 def _check_adapter(folder: Path, drafter: Any) -> None:
-    """What the weights of an adapter do not tell; they are compared where they are read."""
+    """Compares the settings of an adapter; its weights are compared where they are read."""
     saved = _object(folder, ADAPTER_CONFIG)
     with readable(folder, ADAPTER_SAFE_WEIGHTS_NAME), safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as weights:
         weights.keys()

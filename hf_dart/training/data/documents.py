@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,20 +37,18 @@ class Source(NamedTuple):
     columns: list[str]
 
 
-class _Reading(NamedTuple):
-    """How errors of reading a source are put into words: what is wrong with a damaged one, and the remedy."""
-
-    name: str
-    wrong: str
-    remedy: str
-
-    def error(self, error: Exception) -> Exception:
+@contextmanager
+def _reading(name: str, wrong: str, remedy: str) -> Iterator[None]:
+    """Put what pyarrow, pandas and datasets raise of a source into one sentence: what is wrong, and the remedy."""
+    try:
+        yield
+    except Exception as error:
         cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
         if "corresponds to no data" in str(cause):  # as datasets says of a file without a row
-            return ValueError(f"{self.name} is empty; give a source with something in it.")
+            raise ValueError(f"{name} is empty; give a source with something in it.") from error
         if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
-            return OSError(f"Cannot read {self.name}, or keep what was read ({sentence(cause)}); fix that.")
-        return ValueError(f"{self.name} {self.wrong} ({sentence(cause)}); {self.remedy}.")
+            raise OSError(f"Cannot read {name}, or keep what was read ({sentence(cause)}); fix that.") from error
+        raise ValueError(f"{name} {wrong} ({sentence(cause)}); {remedy}.") from error
 
 
 def datasets_library() -> Any:
@@ -115,9 +114,8 @@ def open_source(
     files = [file for file in files if file.stat().st_size]
     if not files:
         raise ValueError(f"{name} is empty; give a source with something in it.")
-    reading = _Reading(name, f"does not hold {what}, as its ending {files[0].suffix} says", "fix it or rename it")
-    options = _options(kind, sample_by)
-    try:
+    words = (name, f"does not hold {what}, as its ending {files[0].suffix} says", "fix it or rename it")
+    with _reading(*words):
         if kind == "bin":
             documents = _token_files(datasets, files, eos, streaming, cache_dir)
         else:
@@ -127,17 +125,15 @@ def open_source(
                 split="train",
                 streaming=streaming,
                 cache_dir=cache_dir,
-                **options,
+                **_options(kind, sample_by),
             )
             if streaming:
-                documents = _watched(datasets, documents, reading)
-    except Exception as error:  # whatever pyarrow, pandas and datasets raise
-        raise reading.error(error) from error
-    return _first_seen(name, documents, reading)
+                documents = _watched(datasets, documents, words)
+    return _first_seen(documents, words)
 
 
 def _options(kind: str, sample_by: str) -> dict[str, Any]:
-    """Of the reader of one kind of file."""
+    """Options of the reader of one kind of file."""
     if kind == "text":
         return {"sample_by": sample_by}
     if kind == "json":
@@ -149,42 +145,36 @@ def _options(kind: str, sample_by: str) -> dict[str, Any]:
 
 
 def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:
-    """What `save_to_disk` has written."""
-    reading = _Reading(name, "is not what save_to_disk writes", "save it again")
-    try:
+    """Opens a folder that `save_to_disk` has written."""
+    words = (name, "is not what save_to_disk writes", "save it again")
+    with _reading(*words):
         documents = datasets.load_from_disk(str(path))
-    except Exception as error:  # as in open_source
-        raise reading.error(error) from error
     if not isinstance(documents, datasets.Dataset):
         raise ValueError(f"{name} holds several splits; give the folder of one of them.")
     if streaming:
-        documents = _watched(datasets, documents.to_iterable_dataset(), reading)
-    return _first_seen(name, documents, reading)
+        documents = _watched(datasets, documents.to_iterable_dataset(), words)
+    return _first_seen(documents, words)
 
 
-def _watched(datasets: Any, documents: Any, reading: _Reading) -> Any:
+def _watched(datasets: Any, documents: Any, words: tuple[str, str, str]) -> Any:
     """A stream of files whose errors name the source, wherever it is read."""
-    options = {"documents": documents, "shards": list(range(documents.num_shards)), "reading": reading}
+    options = {"documents": documents, "shards": list(range(documents.num_shards)), "words": words}
     return datasets.IterableDataset.from_generator(_read_shards, features=documents.features, gen_kwargs=options)
 
 
-def _read_shards(documents: Any, shards: list[int], reading: _Reading) -> Iterator[dict[str, Any]]:
+def _read_shards(documents: Any, shards: list[int], words: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
     for shard in shards:
-        try:
+        with _reading(*words):
             yield from documents.shard(documents.num_shards, shard)
-        except Exception as error:  # as in open_source
-            raise reading.error(error) from error
 
 
-def _first_seen(name: str, documents: Any, reading: _Reading) -> Source:
+def _first_seen(documents: Any, words: tuple[str, str, str]) -> Source:
     """The fields of documents, by the first; streams know them no earlier."""
-    try:
+    with _reading(*words):
         first = next(iter(documents), None)
-    except Exception as error:  # as in open_source
-        raise reading.error(error) from error
     if first is None:
-        raise ValueError(f"{name} is empty; give a source with something in it.")
-    return Source(name, documents, list(first))
+        raise ValueError(f"{words[0]} is empty; give a source with something in it.")
+    return Source(words[0], documents, list(first))
 
 
 def _local_files(name: str) -> list[Path] | None:
@@ -231,7 +221,7 @@ def _load(datasets: Any, name: str, streaming: bool, cache_dir: str | None, spli
             f"Cannot load the dataset {name!r} ({sentence(error)}); give NAME:CONFIG:SPLIT of the Hub, or a file that "
             "is there."
         ) from error
-    return _first_seen(name, documents, _Reading(name, "cannot be read", "fetch it again"))
+    return _first_seen(documents, (name, "cannot be read", "fetch it again"))
 
 
 def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: bool, cache_dir: str | None) -> Any:

@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 
 def id_type(vocab_size: int) -> type[np.uint16 | np.uint32]:
-    """What token ids are written as: 16 bits where the vocabulary allows it."""
+    """The type that token ids are written in: 16 bits where the vocabulary allows it."""
     return np.uint16 if vocab_size <= 2**16 else np.uint32
 
 

@@ -291,7 +291,7 @@ def _cached(documents: Any) -> list[Path]:
 
 
 def _why_nothing(documents: Any, encoder: Encoder) -> str:
-    """What to say of documents that give no row, by the first batch of them."""
+    """Why documents give no row, by the first batch of them, and the remedy."""
     encoded = [document for batch in islice(documents.iter(_BATCH), 1) for document in encoder.encode(batch)]
     longest = max((len(ids) for ids, _ in encoded), default=0)
     if not longest:

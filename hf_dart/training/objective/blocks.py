@@ -25,7 +25,7 @@ MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 @dataclass(frozen=True)
 class Blocks:
-    """What `DartHead.forward` takes beside features and embeddings.
+    """Positions and masks of blocks, which a drafter's `forward` takes beside features and embeddings.
 
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.

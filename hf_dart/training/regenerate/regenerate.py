@@ -34,7 +34,7 @@ Conversation = tuple[list[Message], Any]
 
 @dataclass(frozen=True)
 class RegenerateSettings:
-    """What is written.
+    """Settings of `regenerate`: how long, how random and in which batches the new text is.
 
     Args:
         length: tokens of a piece of text, prefix included; conversations longer than that get no more replies.
@@ -69,7 +69,7 @@ class RegenerateSettings:
 
 
 class Batch(NamedTuple):
-    """What is written at a time: pieces of text as token ids, or conversations, each with its number."""
+    """Rows that are written together: pieces of text as token ids, or conversations, each with its number."""
 
     number: int
     rows: Sequence[tuple[int, Any]]
@@ -205,7 +205,7 @@ def _rewrite(
 
 
 class Shard:
-    """What one process writes: a file of JSON lines, and beside it how much of it is whole.
+    """The file of JSON lines that one process writes, and beside it how much of it is whole.
 
     Args:
         folder: of the output.
@@ -284,7 +284,7 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
 
 
 def _object(file: Path) -> dict[str, Any]:
-    """What `_replace` wrote."""
+    """The JSON object in a file that `_replace` wrote."""
     try:
         content = json.loads(file.read_text(encoding="utf8"))
     except (ValueError, RecursionError) as error:
@@ -319,7 +319,7 @@ def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tu
 def describe(
     arguments: DataArguments, sources: list[tuple[Any, Encoder]], settings: RegenerateSettings
 ) -> dict[str, Any]:
-    """What of the data and the settings the text depends on, for `begin`."""
+    """All of the data and the settings that the text depends on, for `begin`."""
     counts = [None if arguments.streaming else len(documents) for documents, _ in sources]
     chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
     return {

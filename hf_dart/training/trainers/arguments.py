@@ -15,7 +15,7 @@ from transformers import TrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.trainers.evaluate import DraftQuality
 
-# Of models that transformers trains by losses of its own.
+# Options for models that transformers trains by losses of its own.
 _OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel")
 
 
@@ -148,7 +148,7 @@ class DartTrainingArguments(TrainingArguments):
     early_stopping_patience: int | None = field(
         default=None, metadata={"help": "evaluations in a row without a better tau before training stops"}
     )
-    decode_prompts: int = field(default=0, metadata={"help": "prompts to decode in earnest at every evaluation"})
+    decode_prompts: int = field(default=0, metadata={"help": "prompts to decode at every evaluation"})
     decode_prompt_tokens: int = field(default=32, metadata={"help": "tokens of each"})
     decode_new_tokens: int = field(default=64, metadata={"help": "tokens written after each"})
     loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
@@ -203,7 +203,7 @@ class DartTrainingArguments(TrainingArguments):
             raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
 
     def metric_names(self, draft_length: int) -> set[str]:
-        """What evaluations of drafts of that length can measure, for `metric_for_best_model`."""
+        """The metrics of evaluations of drafts of that length, for `metric_for_best_model`."""
         return {"loss", *DraftQuality.names(draft_length), *(["tau_decoded"] if self.decode_prompts else [])}
 
     @property

@@ -237,7 +237,7 @@ class DrafterTrainer(Trainer):
     # ---- whole checkpoints --------------------------------------------------------------------------
 
     def _get_output_dir(self, trial: Any) -> str:
-        """Of the run, or where a checkpoint lies while it is written."""
+        """The folder of the run; while a checkpoint is written, its staging folder."""
         folder = super()._get_output_dir(trial)
         return str(Path(folder, STAGING)) if self._staging else folder
 

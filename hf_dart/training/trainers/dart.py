@@ -49,7 +49,7 @@ class DartTrainer(DrafterTrainer):
     """
 
     drafter_class: ClassVar[Any] = DartHead
-    """What this trainer trains; `hf-dart train` makes or loads it."""
+    """The class of drafter that is trained; `hf-dart train` makes or loads one."""
     drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DartTrainingArguments]] = DartTrainingArguments
@@ -383,7 +383,7 @@ class DartTrainer(DrafterTrainer):
         )
 
     def own_record(self) -> dict[str, Any]:
-        """What a trainer of another kind of drafter adds to the record of the training; nothing for a head."""
+        """More for the record of the training, where a kind of drafter has it."""
         return {}
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
@@ -395,7 +395,7 @@ class DartTrainer(DrafterTrainer):
         super().log(logs, *args, **kwargs)
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
-        """Of the drafter alone, forward and backward: 6 per parameter and position."""
+        """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.head.draft_length - 1)
         return 6 * sum(p.numel() for p in self.head.parameters()) * (inputs["input_ids"].numel() + slots)
 

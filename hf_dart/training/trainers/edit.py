@@ -138,7 +138,7 @@ class EditTrainer(DartTrainer):
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], target_logits: Tensor, number: int, states: Tensor) -> Tensor:
-        """What the slots hold in pass `number`: [B, K (d - 1)] tokens, -1 for slots that stay masked.
+        """The tokens that the slots hold in pass `number` [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
             inputs: of `draw`.
@@ -164,7 +164,7 @@ class EditTrainer(DartTrainer):
     def _own_drafts(
         self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
     ) -> Tensor:
-        """What the head drafts, [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
+        """The head's drafts [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
         vocabulary = self.head.draft_vocabulary
         # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])

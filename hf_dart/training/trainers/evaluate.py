@@ -63,7 +63,7 @@ class DraftQuality:
         return set(quality.metrics())
 
     def metrics(self) -> dict[str, float]:
-        """The figures so far; those that no block tells anything about are left out.
+        """The figures so far; those that no block says anything about are left out.
 
         `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,
         bonus included, at the blocks' anchors. Those are spread evenly; rounds of decoding begin after misses, where
