@@ -13,6 +13,7 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers import PreTrainedConfig
 
 from hf_dart.checks import MAX_DRAFT_LENGTH, check_shape, check_types
+from hf_dart.features import layer_count
 from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
 
 MAX_NODES = 1024
@@ -211,7 +212,7 @@ class DartConfig(PreTrainedConfig):
                 "assistant=."
             )
         hidden = int(text.hidden_size)
-        layers = int(text.num_hidden_layers)
+        layers = layer_count(target)
         # A folder's path says nothing on another machine; its name may.
         name = target.config.name_or_path
         intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)

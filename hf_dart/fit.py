@@ -11,6 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
 from transformers.utils import cached_file
 
+from hf_dart.features import layer_count
 from hf_dart.pair import sentence
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def check_fit(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
         "hidden size": int(text.hidden_size),
         "embedding width": int(embeddings.embedding_dim),
         "LM head width": getattr(lm_head, "in_features", None),
-        "number of layers": int(text.num_hidden_layers),
+        "number of layers": layer_count(target),
     }
     for what, wanted in config.needs.items():
         found = has[what]

@@ -253,13 +253,13 @@ class FittedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
             self.name_or_path, self._place = name, place
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
-        from hf_dart.generation.attach import attach
+        from hf_dart.generation.attach import attached
 
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
         self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attach(target)
+        attached(target)
         return self.eval()
 
     def bind(self, target: Any, tokenizer: Any = None) -> Self:

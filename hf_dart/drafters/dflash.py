@@ -22,6 +22,7 @@ from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.configuration import TreeConfig
 from hf_dart.devices import device_of, weight_of
 from hf_dart.drafters.dflash_config import DFlashConfig
+from hf_dart.features import layer_count
 from hf_dart.fit import tokenizer_beside
 from hf_dart.fitted import Shared, as_dtype
 from hf_dart.hub.checkpoint import read_config, read_tensors
@@ -160,13 +161,13 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         return drafter.to(dtype=wanted or saved).eval() if target is None else drafter._fit(target, tokenizer, wanted)
 
     def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
-        from hf_dart.generation.attach import attach
+        from hf_dart.generation.attach import attached
 
         self.bind(target, tokenizer)
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
         self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attach(target)
+        attached(target)
         return self.eval()
 
     def bind(self, target: Any, tokenizer: Any = None) -> DFlashDrafter:
@@ -188,7 +189,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
                 "model that this DFlash drafter was made for."
             )
         text, config = target.config.get_text_config(decoder=True), self.config
-        layers, rows = int(text.num_hidden_layers), int(embeddings.num_embeddings)
+        layers, rows = layer_count(target), int(embeddings.num_embeddings)
         pairs = [
             ("hidden size", config.hidden_size, int(text.hidden_size)),
             ("embedding width", config.hidden_size, int(embeddings.embedding_dim)),

@@ -8,10 +8,9 @@ import torch
 
 from hf_dart.devices import matmul_precision
 from hf_dart.engine import processing
-from hf_dart.engine.attention import attention_of
 from hf_dart.generation.cache import RaggedCache
+from hf_dart.generation.identity import identity
 from hf_dart.generation.options import parts_of
-from hf_dart.generation.probe import changes
 from hf_dart.generation.verify import rotary_moves
 from hf_dart.head.drafting import DraftingModel
 from hf_dart.vocabulary import state_of
@@ -24,6 +23,7 @@ def unfit(call: Call) -> str | None:
     """Why the target cannot run on fixed shapes in a call; None if it can."""
     asked = [
         (call.hidden_states is not None, "it collects hidden states"),
+        (call.verify.shift is not None, "the target counts positions of its own"),
         (not isinstance(call.cache, RaggedCache), "the target's cache keeps more than keys and values"),
         (rotary_moves(call.model), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in call.model.parameters()}) > 1, "the target does not lie on one device"),
@@ -58,10 +58,8 @@ def signature(call: Call) -> tuple[Any, ...]:
     target, head = call.model, call.drafter
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [attention_of(target), autocast, *_precision()]
-    # Whole numbers are mostly counts, which every forward moves.
-    told = (tuple(one for one in change if type(one) is not int) for change in changes(target))
-    parts += [frozenset(told), *map(id, parts_of(target))]  # modules in place of others
+    parts: list[Any] = [identity(target), autocast, *_precision()]
+    parts += [*map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
     if isinstance(head, DraftingModel):
         models.append(head)

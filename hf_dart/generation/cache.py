@@ -135,11 +135,20 @@ class _RaggedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, owner: RaggedCache, buffers: LayerBuffers, index: int) -> None:
-        super().__init__()
         self.owner = owner
         self.buffers = buffers
         self.index = index
         self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """[B, heads, S, head_dim] what is shown of them; some targets look whether there are any."""
+        return self.buffers.held(2 * self.index, self.owner.longest)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """As `keys`."""
+        return self.buffers.held(2 * self.index + 1, self.owner.longest)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The buffers exist from the start."""

@@ -15,6 +15,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.configuration import TreeConfig
 from hf_dart.devices import host_by_default
+from hf_dart.features import row_axis, states_at
 from hf_dart.generation.cache import tree_cache
 from hf_dart.generation.grow import TreeGrower
 from hf_dart.generation.noise import MAX_LEAD, NoiseStream, put_back
@@ -95,7 +96,9 @@ def speculative_generate(
             "with an editor."
         )
     length = length_limit(stopping_criteria, input_ids.shape[1])
-    prove(model, _slots(input_ids, length, generation_config, model_kwargs)[2], max(tree_config.nodes or 0, _FILL))
+    slots, mask = _slots(input_ids, length, generation_config, model_kwargs)[2], model_kwargs.get("attention_mask")
+    padded = mask is not None and not bool(mask.all())
+    prove(model, slots, max(tree_config.nodes or 0, _FILL), len(input_ids), padded)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     input_ids = input_ids.long()  # as stock's are once a token is added
     refuse_drafter(assistant)
@@ -204,7 +207,9 @@ class Call:
         assert feed.last is not None
         collect = bool(config.return_dict_in_generate)
         self.hidden_states = [outputs.hidden_states] if collect and config.output_hidden_states else None
-        self.verify = Verifier(self.model, self.cache, kinds, layers, self.hidden_states is not None)
+        keep = self.hidden_states is not None
+        self.row_axes = [row_axis(states, batch, recorder.width) for states in outputs.hidden_states] if keep else []
+        self.verify = Verifier(self.model, self.cache, kinds, layers, keep, recorder.shift)
         logits = outputs.logits[:, -1:].to(rows.device)
         self.vocab_size = logits.shape[-1]
         if self.noise is not None:
@@ -323,12 +328,9 @@ class Call:
         self.cache.commit(accepted.path, accepted.counts)
         if self.hidden_states is None:
             return
-        rows = torch.arange(len(accepted.path))
         for nodes in accepted.path.T:
-            # [..., B, N, H]: Gemma 3n has several streams in front of the rows.
-            self.hidden_states.append(
-                tuple(states[..., rows, nodes, :].unsqueeze(-2) for states in self.verify.hidden_states)
-            )
+            layers = zip(self.verify.hidden_states, self.row_axes, strict=True)
+            self.hidden_states.append(tuple(states_at(states, axis, nodes) for states, axis in layers))
 
     def result(self, stats: DraftStats, features: Tensor, accepted: Accepted) -> Tensor | DartGenerateOutput:
         """What `generate` returns; a cache that outlives the call is laid in stock's slots.

@@ -233,8 +233,8 @@ def refuse_cache(cache: Any) -> Cache:
             )
         if type(layer) not in _LAYERS:
             raise ValueError(
-                f"This model keeps a {type(layer).__name__}, a running state that a rejected draft would spoil; it is "
-                "not supported yet, call generate without assistant=."
+                f"This model keeps a {type(layer).__name__} of its past, from which rejected drafts cannot be taken "
+                "back; it is not supported yet, call generate without assistant=."
             )
     return cache
 
@@ -249,8 +249,8 @@ def refuse_compressed(cache: Cache, total: int) -> None:
     held = min([int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)])
     if held != total:
         raise ValueError(
-            f"The cache holds {held} entries behind a prompt of {total} slots: something compresses it, and drafts "
-            "would be verified at other positions; take its hooks off the model, or leave assistant= out."
+            f"The cache holds {held} entries behind a prompt of {total} slots: the model, or a hook on it, adds or "
+            "drops some, and drafts would be verified at other positions; call generate without assistant=."
         )
 
 
@@ -330,27 +330,6 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
         if not usual:
             raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
     return pads
-
-
-def refuse_positions(model: Any, position_ids: Tensor | None, pads: list[int], total: int) -> None:
-    """Raise unless a model that is told positions ends a text of `total` slots at those that padding leaves.
-
-    Args:
-        position_ids: [..., P] what stock hands to its forward; None if nothing, so that it counts slots.
-
-    Raises:
-        ValueError: the model's own `prepare_inputs_for_generation` says otherwise.
-    """
-    if position_ids is None and any(pads):
-        raise ValueError(
-            f"{type(model).__name__} counts padding as positions, which drafts do not; pass rows of one length, or "
-            "leave assistant= out."
-        )
-    if position_ids is not None and not _usual(position_ids, pads, total):
-        raise ValueError(
-            f"{type(model).__name__} prepares positions other than the usual ones, which drafts do not follow; leave "
-            "assistant= out."
-        )
 
 
 def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:

@@ -6,12 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 
 from hf_dart.devices import users_default
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.options import refuse_positions
-from hf_dart.generation.verify import takes_positions
+from hf_dart.generation.stock_steps import next_inputs, position_shift
 from hf_dart.proposal import Drafter
 
 # Positions that a drafter takes in at once: its masks grow with them, times all positions before.
@@ -76,13 +74,18 @@ class PrefillRecorder:
 
     `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent
     calls see; this proxy is neither.
+
+    Attributes:
+        width: how many positions the last chunk had.
+        shift: `position_shift` of stock's first step behind the prompt.
     """
 
     def __init__(self, target: Any, feed: PromptFeed, feature_layers: list[int]) -> None:
         self._target = target
         self._feed = feed
         self._feature_layers = feature_layers
-        self._positions: Tensor | None = None  # of the last chunk
+        self.width = 0
+        self.shift: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -93,8 +96,8 @@ class PrefillRecorder:
         with users_default():
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.width = ran.shape[1]
         self._feed(gather_features(outputs, self._feature_layers, ran))
-        self._positions = inputs.get("position_ids")
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -111,31 +114,10 @@ class PrefillRecorder:
             total: slots of prompt and cached prefix.
 
         Raises:
-            ValueError: stock's positions are not those that rounds go on from.
+            ValueError: stock's next step has positions that rounds cannot follow.
         """
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
-        if takes_positions(self._target):
-            refuse_positions(self._target, self._positions, pads, total)
-            if _prepares_itself(self._target):
-                positions = self._behind(input_ids, outputs, dict(model_kwargs))
-                refuse_positions(self._target, positions, pads, total + 1)
-        return outputs
-
-    def _behind(self, input_ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]) -> Tensor | None:
-        """The positions that stock would hand to its first step behind the prompt."""
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
-        # By the name that stock uses: some families want it.
-        model_kwargs = self._target._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
-        with users_default():
-            inputs = self._target.prepare_inputs_for_generation(grown, next_sequence_length=1, **model_kwargs)
-        return inputs.get("position_ids")
-
-
-def _prepares_itself(target: Any) -> bool:
-    """Does a family, a subclass or a wrapper say what goes into a step, in place of stock's own words?"""
-    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-    return any(
-        getattr(method, "__func__", method) is not getattr(GenerationMixin, name)
-        for name in names
-        for method in [getattr(target, name)]
-    )
+        inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
+        self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
+        return outputs

@@ -29,8 +29,11 @@ SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSli
 
 
 def is_placeholder(layer: Any) -> bool:
-    """Layers that keep nothing themselves (they read another layer's keys and values)."""
-    return isinstance(layer, DummyLayer)
+    """Layers of a prefilled cache that keep nothing.
+
+    They read another layer's keys and values, or attend to an image or a sound where there is text alone.
+    """
+    return isinstance(layer, DummyLayer) or not layer.is_initialized
 
 
 def attention_layers(cache: Cache) -> list[Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,6 +14,7 @@ from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.devices import device_of, users_default
 from hf_dart.features import features_request, gather_features
 from hf_dart.generation.stock_layers import is_placeholder, window_of
+from hf_dart.generation.stock_steps import takes_positions
 from hf_dart.trees.tree import DraftTree
 
 
@@ -109,12 +109,6 @@ def position_limit(target: Any) -> tuple[int, bool]:
     return (int(table) - 1 if table else sys.maxsize), False
 
 
-def takes_positions(target: Any) -> bool:
-    """Is the target told positions, or does it count them itself?"""
-    # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
-    return "position_ids" in inspect.signature(type(target).forward).parameters
-
-
 def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
     """Raise where rotary frequencies that follow the longest row would tie the rows of a batch together.
 
@@ -163,7 +157,9 @@ class Verifier:
         cache: its cache, after prefill.
         kinds: `mask_kinds` of the prefilled stock cache.
         feature_layers: indices of the `hidden_states` that the drafter reads.
-        keep_hidden_states: leave the last tree's hidden states of all layers, [B, N, H] each, in `hidden_states`.
+        keep_hidden_states: leave the last tree's hidden states of all layers, [..., B, N, ..., H] each, in
+            `hidden_states`.
+        shift: [B] how far positions that the target is told lie above a row's own (`position_shift`); None if nowhere.
     """
 
     def __init__(
@@ -173,12 +169,14 @@ class Verifier:
         kinds: list[MaskKind],
         feature_layers: list[int],
         keep_hidden_states: bool = False,
+        shift: Tensor | None = None,
     ) -> None:
         self.target = target
         self.cache = cache
         self.kinds = kinds
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
+        self.shift = shift
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions = takes_positions(target)
         self._device = device_of(target.get_input_embeddings())
@@ -193,9 +191,10 @@ class Verifier:
 
     def room(self, lengths: Tensor) -> Tensor:
         """As `depth_room`, of rows of `lengths` [B]."""
-        left = (self._last_position - lengths).clamp(min=0)
+        told = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
+        left = (self._last_position - told).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
-        return left if self._hard else left.masked_fill(lengths > self._last_position, MAX_DRAFT_LENGTH)
+        return left if self._hard else left.masked_fill(told > self._last_position, MAX_DRAFT_LENGTH)
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
@@ -236,9 +235,11 @@ class Verifier:
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
         positions = at = roots[:, None] + tree.depths
+        if self.shift is not None:
+            at = positions + self.shift[:, None].to(positions.device)
         tokens = tree.tokens
         if computed is not None:
-            tokens, at = tokens.flatten()[computed][None], positions.flatten()[computed][None]
+            tokens, at = tokens.flatten()[computed][None], at.flatten()[computed][None]
         masks: Any = self._no_masks
         inputs: dict[str, Any] = {}
         if masked:
