@@ -57,7 +57,7 @@ def refuse_model(model: Any) -> None:
     """Raise for targets that cannot verify a tree.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
+        ValueError: encoder-decoder models, active dropout, aLoRA adapters, attention that takes no tree mask.
     """
     refuse_target(model)
     attention = attention_of(model)
@@ -72,13 +72,14 @@ def refuse_target(model: Any) -> None:
     """Raise for targets that no draft serves, tree or chain.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout.
+        ValueError: encoder-decoder models, active dropout, aLoRA adapters.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
+    _refuse_activated_adapters(model)
     if model.training or _drops_out(model):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
@@ -162,7 +163,6 @@ def refuse_options(
         if name not in _INPUTS and value is not None and not blank:
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
-    _refuse_activated_adapters(model)
     _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 
 
