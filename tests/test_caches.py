@@ -19,7 +19,7 @@ from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.generation import buffers, decode
 from hf_dart.generation.attach import attach
 from hf_dart.generation.cache import RaggedCache, RightAlignedCache, TreeCache, tree_cache
-from hf_dart.generation.stock_layers import attention_layers, is_placeholder, window_of
+from hf_dart.generation.stock_layers import DummyLayer, attention_layers, window_of
 from hf_dart.generation.verify import Verifier, mask_kinds
 from hf_dart.slots import SlotStore
 from hf_dart.trees.tree import DraftTree
@@ -199,7 +199,7 @@ def assert_same_cache(ours: DynamicCache, stock: DynamicCache, pads: list[int], 
     assert len(ours.layers) == len(stock.layers)
     for left, right in zip(ours.layers, stock.layers, strict=True):
         assert type(left) is type(right)
-        if is_placeholder(left):
+        if isinstance(left, DummyLayer):
             continue
         for name in ("keys", "values"):
             got, want = getattr(left, name), getattr(right, name)

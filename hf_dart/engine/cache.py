@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_dart.engine.memory import Memory
 from hf_dart.generation.cache import RaggedCache
-from hf_dart.generation.stock_layers import is_placeholder
+from hf_dart.generation.stock_layers import attention_places
 from hf_dart.slots import SlotState, SlotStore
 
 
@@ -96,12 +96,10 @@ class FixedCache:
     def _show(self, like: RaggedCache, nodes: int) -> None:
         """Lay out the last slots for trees of so many nodes."""
         self.slots = self.store.capacity - nodes
-        layers: list[Any] = []
+        layers: list[Any] = list(like.cache.layers)
         buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
-        for layer in like.cache.layers:
-            if not is_placeholder(layer):
-                layer = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
-            layers.append(layer)
+        for place in attention_places(like.cache):
+            layers[place] = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
         self.cache = Cache(layers=layers)
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:

@@ -22,8 +22,8 @@ from hf_dart.generation.stock_layers import (
     SIMPLE_LAYERS,
     DynamicIndexedLayer,
     attention_layers,
+    attention_places,
     held_by,
-    is_placeholder,
     undone_on_failure,
 )
 from hf_dart.slots import SlotSpec, SlotStore
@@ -199,8 +199,10 @@ class RaggedCache(TreeCache):
             buffers = self._buffers[window] = LayerBuffers(specs, self.lengths, capacity, most, window)
             for index, states in enumerate(states for layer in held for states in layer):
                 buffers.take_over(index, states, pads, self._prompt_slots)
-        own = iter([_RaggedLayer(self, self._buffers[its], seen[:place].count(its)) for place, its in enumerate(seen)])
-        self.cache = Cache(layers=[layer if is_placeholder(layer) else next(own) for layer in prefilled.layers])
+        slots = list(prefilled.layers)
+        for order, (place, its) in enumerate(zip(attention_places(prefilled), seen, strict=True)):
+            slots[place] = _RaggedLayer(self, self._buffers[its], seen[:order].count(its))
+        self.cache = Cache(layers=slots)
         self._release_stock()
 
     def _window(self, layer: Any, window: int | None, most: int | None) -> int | None:

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from hf_dart.checks import MAX_DRAFT_LENGTH
 from hf_dart.devices import device_of, users_default
 from hf_dart.features import features_request, gather_features
-from hf_dart.generation.stock_layers import is_placeholder, window_of
+from hf_dart.generation.stock_layers import attention_places, window_of
 from hf_dart.generation.stock_steps import takes_positions
 from hf_dart.trees.tree import DraftTree
 
@@ -49,9 +49,8 @@ def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
     """
     stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
     return [
-        window_of(stocks[index] if index < len(stocks) else layer)
-        for index, layer in enumerate(prefilled.layers)
-        if not is_placeholder(layer)
+        window_of(stocks[index] if index < len(stocks) else prefilled.layers[index])
+        for index in attention_places(prefilled)
     ]
 
 
@@ -59,8 +58,7 @@ def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
     """The kinds of attention layer of a prefilled cache, each once."""
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     kinds: dict[str, MaskKind] = {}
-    places = [index for index, layer in enumerate(prefilled.layers) if not is_placeholder(layer)]
-    for index, window in zip(places, layer_windows(target, prefilled), strict=True):
+    for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
