@@ -1,4 +1,4 @@
-"""Every class that transformers maps, drafted against stock: `python tests/classes.py` writes its part of `MATRIX.md`.
+"""Every class that transformers maps, drafted against stock: `python tests/classes.py FILE` fills in `MATRIX.md`.
 
 A class is exact in a cell (attention, rows, mode, drafter), refused there in a sentence of ours, or stock itself fails.
 Anything else is wrong tokens or a crash, of which there may be none.
@@ -6,6 +6,7 @@ Anything else is wrong tokens or a crash, of which there may be none.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 import traceback
@@ -52,6 +53,12 @@ WAYS: list[tuple[str, torch.dtype, list[int], tuple[str, ...]]] = [
 ]
 
 
+QUICK = [
+    ("eager", torch.float64, [7], ("greedy",)),
+    ("sdpa", torch.float64, [9, 4, 7], ("greedy", "static", "states")),
+]
+
+
 @dataclass
 class Report:
     """What the cells of one class add up to."""
@@ -88,10 +95,10 @@ def sentence_of_ours(failure: Exception) -> str | None:
     return told if raised_here and isinstance(failure, ValueError) and told.endswith(".") else None
 
 
-def examine(name: str) -> Report:
+def examine(name: str, ways: list[tuple[str, torch.dtype, list[int], tuple[str, ...]]] = WAYS) -> Report:
     """Run every cell of a class."""
     report = Report(name)
-    for attention, dtype, lengths, modes in WAYS:
+    for attention, dtype, lengths, modes in ways:
         where = f"{attention}, {'padded' if len(lengths) > 1 else 'one row'}"
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -195,27 +202,43 @@ def lines(reports: list[Report]) -> Iterator[str]:
     yield ""
     yield "| class | runs that equal stock's | τ | otherwise |"
     yield "|---|---|---|---|"
-    for report in reports:
+    for report in sorted(reports, key=lambda report: report.name):
         others = [f"{_ways(cells)}: {told}" for told, cells in report.refused.items()]
-        others += [f"stock fails, {_ways(cells)}: {told}" for told, cells in report.stock_fails.items()]
+        others += [f"stock fails ({_ways(cells)}): {told}" for told, cells in report.stock_fails.items()]
         others += [f"**wrong**: {cell}" for cell in report.wrong]
-        others += [f"**crash**, {_ways(cells)}: {told}" for told, cells in report.crashes.items()]
-        told = "; ".join(" ".join(other.split())[:400].replace("|", "/") for other in others)
+        others += [f"**crash** ({_ways(cells)}): {told}" for told, cells in report.crashes.items()]
+        told = "; ".join(" ".join(other.split())[:300].replace("|", "/") for other in others)
         yield f"| {report.name} | {report.exact} | {f'{report.tau:.2f}' if report.exact else ''} | {told} |"
 
 
 def _ways(cells: list[str]) -> str:
-    ways = dict.fromkeys(", ".join(cell.split(", ")[:2]) for cell in cells)
-    return "all" if len(ways) == len(WAYS) else " and ".join(ways)
+    return " and ".join(dict.fromkeys(", ".join(cell.split(", ")[:2]) for cell in cells))
+
+
+def fill_in(page: Path, reports: list[Report]) -> None:
+    """Put the table where the page has its markers."""
+    before, rest = page.read_text().split(_MARKERS[0])
+    after = rest.split(_MARKERS[1])[1]
+    page.write_text("\n".join([before + _MARKERS[0], *lines(reports), _MARKERS[1] + after]))
+
+
+_MARKERS = ("<!-- classes -->", "<!-- /classes -->")
 
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
-    _, kept, *names = sys.argv
-    with Path(kept).open("a") as file:
-        for name in names or class_names():
-            report = examine(name)
-            print(name, report.kind, report.exact, f"{report.tau:.2f}", flush=True)
-            file.write(json.dumps(asdict(report)) + "\n")
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("kept", type=Path, help="a file of JSON lines, one per class; those that it has are not run")
+    parser.add_argument("--quick", action="store_true", help="a few cells of each class")
+    parser.add_argument("names", nargs="*", help="classes; all by default")
+    asked = parser.parse_args()
+    had = [Report(**json.loads(line)) for line in asked.kept.read_text().splitlines()] if asked.kept.exists() else []
+    with asked.kept.open("a") as file:
+        for name in asked.names or class_names():
+            if name in {report.name for report in had}:
+                continue
+            had.append(examine(name, QUICK if asked.quick else WAYS))
+            file.write(json.dumps(asdict(had[-1])) + "\n")
             file.flush()
+    fill_in(Path(__file__).parent / "MATRIX.md", had)

@@ -35,7 +35,7 @@ _MOST_WEIGHTS = 30_000_000
 _RULES: list[tuple[str, int]] = [
     (r"^pad_token_id$", PAD),
     (r"^bos_token_id$|^decoder_start_token_id$", 1),
-    (r"vocab_size|num_embeddings$", _IDS),
+    (r"vocab_size|num_embeddings$|_vocab$", _IDS),
     (r"max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions|max_context|seq_length", 256),
     (r"sliding_window$|^window_size$|attention_window|chunk_size|local_window", _WINDOW),
     (r"mamba_(n|num)_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim", 8),
@@ -126,8 +126,8 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
             _FOUND[name] = variant
             return model
         except Exception as reason:  # unknown code may fail in any way
-            reasons.append(f"{variant}: {type(reason).__name__}: {str(reason)[:300]}")
-    raise CannotBuild("\n".join(reasons))
+            reasons.append(f"{type(reason).__name__}: {str(reason)[:300]}")
+    raise CannotBuild("; ".join(dict.fromkeys(reasons)))
 
 
 def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any]) -> Any:
@@ -137,10 +137,11 @@ def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any
         for field, value in (("is_decoder", True), ("add_cross_attention", False), ("is_encoder_decoder", False)):
             if getattr(part, field, value) != value and (field != "is_encoder_decoder"):
                 setattr(part, field, value)
-    with torch.device("meta"):
-        weights = sum(weight.numel() for weight in kind._from_config(config).parameters())
-    if weights > _MOST_WEIGHTS:
-        raise ValueError(f"{weights:,} weights")
+    if name not in _FOUND:
+        with torch.device("meta"):
+            weights = sum(weight.numel() for weight in kind._from_config(config).parameters())
+        if weights > _MOST_WEIGHTS:
+            raise ValueError(f"{weights:,} weights are not small")
     # Stock's grouped and batched expert kernels take no float64.
     model = kind._from_config(config, attn_implementation=attention, experts_implementation="eager", dtype=dtype)
     with torch.no_grad():
@@ -149,6 +150,7 @@ def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any
                 weight.mul_(10.0)
     if model.generation_config is not None:
         model.generation_config.eos_token_id = None
+        model.generation_config.use_cache = True
         model.generation_config.pad_token_id = PAD
         model.generation_config.bos_token_id = 1
     return model.eval()

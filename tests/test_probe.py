@@ -371,6 +371,19 @@ def test_autocast_rounds_more() -> None:
         prove(target)
 
 
+def test_choices_among_tied_scores_are_refused() -> None:
+    """With few index heads, entries score exactly 0, and are chosen by their slots."""
+    target = tiny_target("deepseek_v32", index_topk=24, index_n_heads=2)
+    head = tiny_head(target)
+    assert_identical(target, head, prompts([9, 3]), **GREEDY, max_length=24)
+    with pytest.raises(ValueError, match=r"chooses 24 of 30 entries .* set max_length to 24 or less"):
+        target.generate(**prompts([9]), **GREEDY, max_length=30, assistant=head)
+    with pytest.raises(ValueError, match="chooses 8 of 21 entries"):
+        attach(tiny_target("deepseek_v32", index_topk=8, index_n_heads=4))
+    many = tiny_target("deepseek_v32", index_topk=8, index_n_heads=32)
+    assert_identical(many, tiny_head(many), prompts([9, 3]), **GREEDY, max_length=30)
+
+
 # ---- rotary frequencies that follow the longest position --------------------------------------------------
 
 LONGROPE = {

@@ -25,6 +25,8 @@ from hf_dart.proposal import Drafter
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
+# Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
+_INDEX_HEADS = 32
 # What asks `generate` for other modes than greedy search and sampling.
 _OTHER_MODES = (
     "constraints",
@@ -84,6 +86,29 @@ def refuse_target(model: Any) -> None:
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
             "first."
+        )
+
+
+def refuse_ties(model: Any, slots: int) -> None:
+    """Raise where a model may choose the entries that it attends to by their slots.
+
+    Indexers (DeepSeek V3.2, GLM-MoE-DSA, AXK2) score an entry by ReLUs of a few heads: it is exactly 0 where all of
+    them are, with a chance of about 2 ** -heads, and among equal scores `topk` goes by slots, which those of a tree are
+    not.
+
+    Args:
+        slots: of the longest text.
+
+    Raises:
+        ValueError: there are few heads, and texts longer than what all is chosen of.
+    """
+    text = model.config.get_text_config(decoder=True)
+    chosen, heads = getattr(text, "index_topk", None), getattr(text, "index_n_heads", None)
+    if chosen and heads and heads < _INDEX_HEADS and slots > chosen:
+        raise ValueError(
+            f"{type(model).__name__} chooses {chosen} of {slots} entries by scores of {heads} heads, which are often "
+            f"tied, and then by their slots, which differ in a token tree; set max_length to {chosen} or less, or call "
+            "generate without assistant=."
         )
 
 

@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from hf_dart.devices import device_of, host_by_default, matmul_precision, users_default
 from hf_dart.generation.cache import keeps_only_states, tree_cache
 from hf_dart.generation.identity import identity
-from hf_dart.generation.options import refuse_cache, refuse_compressed, refuse_model
+from hf_dart.generation.options import refuse_cache, refuse_compressed, refuse_model, refuse_ties
 from hf_dart.generation.stock_layers import attention_layers, held_by, window_of
 from hf_dart.generation.stock_steps import StockSteps
 from hf_dart.generation.untouched import as_before
@@ -114,6 +114,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, pa
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_model(model)
+    refuse_ties(model, text or _PROMPT + len(_PARENTS) + 1)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
     case = (*identity(model), pads)
     proved = _proved.setdefault(model, {})
