@@ -12,6 +12,7 @@ One row, a batch and a padded batch are three facts: each is shown when it is fi
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -155,8 +156,10 @@ class _Trial:
         size = (len(pads), _PROMPT + _TRIES * (len(_PARENTS) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        with _explained(model, self._told("plain text")):
-            self._outputs = self._prefill(_PROMPT, pads)
+        self.short = None
+        if "cache_params" not in inspect.signature(type(model).forward).parameters:  # stock's name for running states
+            with _explained(model, self._told("plain text")):
+                self._outputs = self._prefill(_PROMPT, pads)
             self.short = getattr(self._outputs, "past_key_values", None)
         if not isinstance(self.short, Cache):
             raise _RefusalError(
