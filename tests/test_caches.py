@@ -20,7 +20,7 @@ from hf_dart.cache.aligned import RightAlignedCache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
-from hf_dart.cache.stock_layers import attention_layers, is_placeholder, window_of
+from hf_dart.cache.stock_layers import DummyLayer, attention_layers, window_of
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding import finish
 from hf_dart.decoding import prefill as prefilling
@@ -203,7 +203,7 @@ def assert_same_cache(ours: DynamicCache, stock: DynamicCache, pads: list[int], 
     assert len(ours.layers) == len(stock.layers)
     for left, right in zip(ours.layers, stock.layers, strict=True):
         assert type(left) is type(right)
-        if is_placeholder(left):
+        if isinstance(left, DummyLayer):
             continue
         for name in ("keys", "values"):
             got, want = getattr(left, name), getattr(right, name)

@@ -6,14 +6,17 @@ Those of n-gram tables, tries and published checkpoints stand beside the other t
 from __future__ import annotations
 
 import json
+import resource
+import time
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from support.attacks import VALUES, changed, damaged, seeds, survives
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
@@ -206,6 +209,135 @@ def test_suites(tmp_path: Path, part: range) -> None:
         file.write_bytes(damaged(content, seed) if seed % 4 == 3 else content)
         read += survives(one_line(lambda: suites.open_suite(str(file), tokenizer, 3)))
     assert 0 < read < len(part)
+
+
+# ---- what transformers would do for a file, and must not be asked to -------------------------------------------
+
+
+def refused_quickly(read: Callable[[], Any], words: str) -> None:
+    """In one sentence, in no time and without memory."""
+    start, before = time.monotonic(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises((ValueError, OSError), match=words) as refusal:
+        read()
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith(".")
+    assert time.monotonic() - start < 10
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 * 1024
+
+
+class Trap:
+    """A pickle of it calls this when it is loaded."""
+
+    opened: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> Any:
+        return self.opened.append, ("a pickle was loaded",)
+
+
+@pytest.mark.parametrize("name", ["../outside.bin", "inside.bin", "sub/inside.safetensors", "/outside.safetensors", 3])
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_named_by_an_index(target: Any, tmp_path: Path, kind: str, name: Any) -> None:
+    """Safetensors beside it alone, whatever else is there."""
+    folder = tmp_path / "head"
+    KINDS[kind](target).save_pretrained(folder)
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    (folder / "sub").mkdir()
+    Trap.opened.clear()
+    for place in ("head/inside.bin", "outside.bin", "head/pytorch_model.bin", "head/sub/inside.safetensors"):
+        torch.save({**weights, "trap": Trap()}, tmp_path / place)
+    refused_quickly(lambda: load_drafter(str(folder), target=target), "holds no weights")
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(weights, name)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    refused_quickly(lambda: load_drafter(str(folder), target=target), "names the file|does not say")
+    assert not Trap.opened
+    save_file(weights, folder / "part.safetensors", metadata={"format": "pt"})
+    index["weight_map"] = dict.fromkeys(weights, "part.safetensors")
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    load_drafter(str(folder), target=target)
+
+
+FOREIGN: dict[str, Any] = {
+    "quantization_config": {"quant_method": "bitsandbytes", "load_in_8bit": True}, "attn_implementation": "a/kernel",
+    "_attn_implementation": "a/kernel", "experts_implementation": "a/kernel", "num_labels": 10**9,
+    "auto_map": {"AutoModel": "code.Model"}, "transformers_weights": "../x.safetensors",
+    "configuration_files": ["config.5.0.0.json"], "use_kernels": True, "name_or_path": "else/where",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("field", FOREIGN)
+@pytest.mark.parametrize("kind", KINDS)
+def test_fields_that_give_orders_to_transformers(target: Any, tmp_path: Path, kind: str, field: str) -> None:
+    KINDS[kind](target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: FOREIGN[field]}))
+    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), field)
+
+
+@pytest.mark.parametrize("field", ["intermediate_size", "num_attention_heads", "head_dim", "vocab_size", "num_layers"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_sizes_that_the_weights_do_not_have(target: Any, tmp_path: Path, kind: str, field: str) -> None:
+    KINDS[kind](target).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf8"))
+    (tmp_path / "config.json").write_text(json.dumps({**config, field: 2**30}))
+    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), r"\.$")
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", '"x"', "3", "{"])
+def test_configs_that_are_no_object(target: Any, tmp_path: Path, content: str) -> None:
+    tiny_head(target).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(content)
+    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), "JSON")
+
+
+HOSTILE: dict[str, Any] = {
+    "r": 2**24, "rank_pattern": {"q_proj": 2**24}, "init_lora_weights": "loftq", "megatron_config": {"a": 1},
+    "layer_replication": [[0, 10**9]], "layers_pattern": ["(a+)+$"], "exclude_modules": "(([a-z.])+)+!",
+    "alpha_pattern": {"(([a-z.])+)+!": 1}, "modules_to_save": ["(([a-z.])+)+!"], "trainable_token_indices": [2**30],
+    "peft_type": "VERA", "base_model_name_or_path": "SELF",
+}  # fmt: skip
+
+
+@pytest.fixture
+def adapter(target: Any, tmp_path: Path) -> Path:
+    head = tiny_head(target)
+    head.save_pretrained(tmp_path / "head")
+    head.add_adapter(LoraConfig(r=2))
+    head.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def with_field(adapter: Path, **fields: Any) -> str:
+    file = adapter / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text(encoding="utf8")), **fields}), encoding="utf8")
+    return str(adapter)
+
+
+@pytest.mark.parametrize("field", HOSTILE)
+def test_adapters_that_ask_for_more_than_lora(target: Any, adapter: Path, field: str) -> None:
+    value = str(adapter) if HOSTILE[field] == "SELF" else HOSTILE[field]
+    path = with_field(adapter, **{field: value})
+    words = {"r": "the r of", "rank_pattern": "the r of", "base_model_name_or_path": "pass base="}.get(field, field)
+    refused_quickly(lambda: DartHead.from_pretrained(path, target=target), words)
+
+
+def test_patterns_of_adapters_are_not_run(target: Any, adapter: Path) -> None:
+    """The weights say which modules a pattern has found."""
+    path = with_field(adapter, target_modules=r"(([\w.])+)+!")
+    start = time.monotonic()
+    head = DartHead.from_pretrained(path, target=target)
+    assert time.monotonic() - start < 10
+    names = sorted(name for name, part in head.named_modules() if hasattr(part, "lora_A"))
+    assert any(name.endswith("q_proj") for name in names)
+    assert sorted(head.peft_config["default"].target_modules) == names
+
+
+@pytest.mark.parametrize("kind", ["eagle", "diffusion"])
+def test_adapters_beside_other_drafters(target: Any, tmp_path: Path, kind: str) -> None:
+    """transformers would load the model that an adapter names in place of this one."""
+    KINDS[kind](target).save_pretrained(tmp_path)
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "else/where"}))
+    refused_quickly(lambda: load_drafter(str(tmp_path), target=target), "holds an adapter")
 
 
 CONFIGS: dict[type, dict[str, Any]] = {

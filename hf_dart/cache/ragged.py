@@ -14,7 +14,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindo
 
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.slots import SlotSpec, SlotStore
-from hf_dart.cache.stock_layers import attention_layers, held_by, is_placeholder
+from hf_dart.cache.stock_layers import attention_layers, attention_places, held_by
 from hf_dart.cache.windows import LayerBuffers, outgrows
 
 
@@ -25,11 +25,20 @@ class _RaggedLayer(CacheLayerMixin):
     is_sliding = False
 
     def __init__(self, owner: RaggedCache, buffers: LayerBuffers, index: int) -> None:
-        super().__init__()
         self.owner = owner
         self.buffers = buffers
         self.index = index
         self.is_initialized = True
+
+    @property
+    def keys(self) -> Tensor:  # type: ignore[override]
+        """[B, heads, S, head_dim] what is shown of them; some targets look whether there are any."""
+        return self.buffers.held(2 * self.index, self.owner.longest)
+
+    @property
+    def values(self) -> Tensor:  # type: ignore[override]
+        """[B, heads, S, head_dim] likewise."""
+        return self.buffers.held(2 * self.index + 1, self.owner.longest)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         """The buffers exist from the start."""
@@ -80,8 +89,10 @@ class RaggedCache(TreeCache):
             buffers = self._buffers[window] = LayerBuffers(specs, self.lengths, capacity, most, window)
             for index, states in enumerate(states for layer in held for states in layer):
                 buffers.take_over(index, states, pads, self._prompt_slots)
-        own = iter([_RaggedLayer(self, self._buffers[its], seen[:place].count(its)) for place, its in enumerate(seen)])
-        self.cache = Cache(layers=[layer if is_placeholder(layer) else next(own) for layer in prefilled.layers])
+        slots = list(prefilled.layers)
+        for order, (place, its) in enumerate(zip(attention_places(prefilled), seen, strict=True)):
+            slots[place] = _RaggedLayer(self, self._buffers[its], seen[:order].count(its))
+        self.cache = Cache(layers=slots)
         self._release_stock()
 
     def _window(self, layer: Any, window: int | None, most: int | None) -> int | None:

@@ -28,14 +28,18 @@ SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSli
 """Layers of which keys and values are all there is."""
 
 
-def is_placeholder(layer: Any) -> bool:
-    """Layers that keep nothing themselves (they read another layer's keys and values)."""
-    return isinstance(layer, DummyLayer)
+def attention_places(cache: Cache) -> list[int]:
+    """Indices of the layers that keep keys and values; in a cache that is still empty, of those that may.
+
+    The others read another layer's, or attend to an image or a sound where there is text alone.
+    """
+    able = [index for index, layer in enumerate(cache.layers) if not isinstance(layer, DummyLayer)]
+    return [index for index in able if cache.layers[index].is_initialized] or able
 
 
 def attention_layers(cache: Cache) -> list[Any]:
     """The layers that keep keys and values."""
-    return [layer for layer in cache.layers if not is_placeholder(layer)]
+    return [cache.layers[index] for index in attention_places(cache)]
 
 
 def window_of(layer: Any) -> int | None:

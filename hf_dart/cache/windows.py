@@ -69,6 +69,10 @@ class LayerBuffers:
         slot = start - self.first
         return self.store.write(index, states, slot)[:, :, self.shown - self.first : slot + states.shape[2]]
 
+    def held(self, index: int, longest: int) -> Tensor:
+        """Entries [B, heads, S, head_dim] that are shown in front of new ones."""
+        return self.store.buffer(index)[:, :, self.shown - self.first : longest - self.first]
+
     def past_positions(self, lengths: Tensor, longest: int) -> Tensor:
         """[B, S] position of each entry that is shown in front of new ones; -1 where a row has none."""
         positions = torch.arange(self.shown, longest)

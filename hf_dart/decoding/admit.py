@@ -159,7 +159,8 @@ def admit(
     prompt = input_ids if embeddings is None else embeddings
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     most = total + max_length - width
-    prove(model, most, max(tree_config.nodes or 0, FILL))
+    padded = mask is not None and not bool(mask.all())
+    prove(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings
@@ -250,7 +251,6 @@ def refuse_options(
         if name not in _INPUTS and value is not None and not blank:
             raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
-    _refuse_activated_adapters(model)
     _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 
 
@@ -289,16 +289,6 @@ def _refuse_soft_prompts(model: Any) -> None:
             f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
             "without assistant=."
         )
-
-
-def _refuse_activated_adapters(model: Any) -> None:
-    """aLoRA adapts as many of the last tokens of a forward as its text would have, not the nodes of a tree."""
-    for config in getattr(model, "peft_config", {}).values():
-        if getattr(config, "alora_invocation_tokens", None) is not None:
-            raise ValueError(
-                "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
-                "generate without assistant=."
-            )
 
 
 def refuse_cache_length(
@@ -377,27 +367,6 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
         if not usual:
             raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
     return pads
-
-
-def refuse_positions(model: Any, position_ids: Tensor | None, pads: list[int], total: int) -> None:
-    """Raise unless a model that is told positions ends a text of `total` slots at those that padding leaves.
-
-    Args:
-        position_ids: [..., P] what stock hands to its forward; None if nothing, so that it counts slots.
-
-    Raises:
-        ValueError: the model's own `prepare_inputs_for_generation` says otherwise.
-    """
-    if position_ids is None and any(pads):
-        raise ValueError(
-            f"{type(model).__name__} counts padding as positions, which drafts do not; pass rows of one length, or "
-            "leave assistant= out."
-        )
-    if position_ids is not None and not _usual(position_ids, pads, total):
-        raise ValueError(
-            f"{type(model).__name__} prepares positions other than the usual ones, which drafts do not follow; leave "
-            "assistant= out."
-        )
 
 
 def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:

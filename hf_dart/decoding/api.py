@@ -24,7 +24,7 @@ from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
 from hf_dart.target.devices import host_by_default
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import forget, prove
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 
@@ -35,7 +35,9 @@ def attach(model: Any) -> Any:
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
     model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
     `generate` that the instance has of its own (a repository's, a partial) goes on serving calls without
-    `assistant=`. The target is first proved to verify trees exactly (`probe.prove`), unless it is being trained.
+    `assistant=`. The target is first proved to verify trees exactly (`target.trial.prove`), unless it is being
+    trained. A proof holds for its modules, their code and hooks, its attention and dtype. What that code reads (a
+    global, an attribute) is not looked at: after changing such a thing, attach again, and it is proved once more.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
@@ -46,6 +48,14 @@ def attach(model: Any) -> Any:
     Raises:
         ValueError: the model cannot verify trees.
     """
+    target = unwrapped(model)
+    if isinstance(vars(target).get("generate"), AttachedGenerate):
+        forget(target)
+    return attached(model)
+
+
+def attached(model: Any) -> Any:
+    """`model`, attached; what was proved of the target before need not be proved again."""
     target = unwrapped(model)
     if not target.training:
         prove(target)

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import GenerationMixin
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
-from hf_dart.decoding.admit import Request, refuse_positions
+from hf_dart.decoding.admit import Request
 from hf_dart.decoding.drafting import Drafting
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
@@ -28,8 +27,9 @@ from hf_dart.decoding.turns import Draft, resume_draft
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.stock_steps import next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
-from hf_dart.target.verify import MaskKind, Verifier, layer_windows, mask_kinds, takes_positions
+from hf_dart.target.verify import MaskKind, Verifier, layer_windows, mask_kinds
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512
@@ -96,13 +96,18 @@ class PrefillRecorder:
 
     `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent
     calls see; this proxy is neither.
+
+    Attributes:
+        width: how many positions the last chunk had.
+        shift: `position_shift` of stock's first step after the prompt.
     """
 
     def __init__(self, target: Any, feed: PromptFeed, feature_layers: list[int]) -> None:
         self._target = target
         self._feed = feed
         self._feature_layers = feature_layers
-        self._positions: Tensor | None = None  # of the last chunk
+        self.width = 0
+        self.shift: Tensor | None = None
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -113,8 +118,8 @@ class PrefillRecorder:
         with users_default():
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
+        self.width = ran.shape[1]
         self._feed(gather_features(outputs, self._feature_layers, ran))
-        self._positions = inputs.get("position_ids")
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
@@ -131,34 +136,13 @@ class PrefillRecorder:
             total: slots of prompt and cached prefix.
 
         Raises:
-            ValueError: stock's positions are not those that rounds go on from.
+            ValueError: stock's next step has positions that rounds cannot follow.
         """
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
-        if takes_positions(self._target):
-            refuse_positions(self._target, self._positions, pads, total)
-            if _prepares_itself(self._target):
-                positions = self._behind(input_ids, outputs, dict(model_kwargs))
-                refuse_positions(self._target, positions, pads, total + 1)
-        return outputs
-
-    def _behind(self, input_ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]) -> Tensor | None:
-        """The positions that stock would hand to its first step behind the prompt."""
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
-        # By the name that stock uses: some families want it.
-        model_kwargs = self._target._update_model_kwargs_for_generation(outputs, model_kwargs, is_encoder_decoder=False)
-        with users_default():
-            inputs = self._target.prepare_inputs_for_generation(grown, next_sequence_length=1, **model_kwargs)
-        return inputs.get("position_ids")
-
-
-def _prepares_itself(target: Any) -> bool:
-    """Does a family, a subclass or a wrapper say what goes into a step, in place of stock's own words?"""
-    names = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation")
-    return any(
-        getattr(method, "__func__", method) is not getattr(GenerationMixin, name)
-        for name in names
-        for method in [getattr(target, name)]
-    )
+        inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
+        self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
+        return outputs
 
 
 def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[Session, Tensor]:
@@ -194,11 +178,14 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             draft = draft or Draft(
                 request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
             )
-            logits, features, states, kinds, stock, cache = _run(request, rows, draft)
-        hidden_states = HiddenStates(states) if request.collects("output_hidden_states") else None
+            ran = _run(request, rows, draft)
+        hidden_states = None
+        if request.collects("output_hidden_states"):
+            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width)
         verify = Verifier(
-            request.model, cache, kinds, request.drafter.feature_layers, keep_hidden_states=hidden_states is not None
+            request.model, ran.cache, ran.kinds, request.drafter.feature_layers, hidden_states is not None, ran.shift
         )
+        logits = ran.outputs.logits[:, -1:].to(rows.device)
         if noise is not None:
             noise.vocab_size = logits.shape[-1]
         noise_ahead = _as_trees_see(noise, rows, request)
@@ -224,7 +211,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keeps=pace.ever_drafts or request.returns_cache,
         )
     # The prompt's last position waits for the token after it.
-    waiting = Verified(features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long))
+    waiting = Verified(ran.features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long))
     session = Session(
         request=request,
         rows=rows,
@@ -234,11 +221,11 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         draft=drafting,
         grower=grower,
         verify=verify,
-        cache=cache,
+        cache=ran.cache,
         walk=walk,
         noise=noise,
         noise_ahead=noise_ahead,
-        stock_cache=stock,
+        stock_cache=ran.stock,
         vocab_size=logits.shape[-1],
         hidden_states=hidden_states,
         seen=waiting,
@@ -246,20 +233,35 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
     return session, logits
 
 
-def _run(
-    request: Request, rows: Rows, draft: Draft
-) -> tuple[Tensor, Tensor, tuple[Tensor, ...], list[MaskKind], Cache, TreeCache]:
-    """Stock's prefill, and the cache that takes over from it.
+class _Prefilled(NamedTuple):
+    """What comes of stock's prefill.
 
-    Returns:
-        logits [B, 1, V] and features [B, 1, F] of the last position, hidden states of all layers as stock collects
-        them, kinds of masks, stock's cache, the rounds' cache.
+    Attributes:
+        outputs: of the last chunk, which had `width` positions.
+        features: [B, 1, F] of the last position.
+        shift: [B] how far positions that the target is told lie above a row's own; None if nowhere.
+        kinds: of masks.
+        stock: stock's cache.
+        cache: the one that takes over from it.
     """
+
+    outputs: Any
+    width: int
+    features: Tensor
+    shift: Tensor | None
+    kinds: list[MaskKind]
+    stock: Cache
+    cache: TreeCache
+
+
+def _run(request: Request, rows: Rows, draft: Draft) -> _Prefilled:
+    """Stock's prefill, and the cache that takes over from it."""
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
     feed = PromptFeed(request.drafter, draft.state, tail, [max(pad - request.cached, 0) for pad in request.pads])
     with undone_on_failure(request.stock_cache):
-        outputs = PrefillRecorder(model, feed, layers).prefill(
+        recorder = PrefillRecorder(model, feed, layers)
+        outputs = recorder.prefill(
             request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
         )
         # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
@@ -272,8 +274,7 @@ def _run(
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
     assert feed.last is not None
-    logits = outputs.logits[:, -1:].to(rows.device)
-    return logits, feed.last, outputs.hidden_states, kinds, stock, cache
+    return _Prefilled(outputs, recorder.width, feed.last, recorder.shift, kinds, stock, cache)
 
 
 def _as_trees_see(noise: NoiseStream | None, rows: Rows, request: Request) -> Noise:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
@@ -19,6 +18,7 @@ from hf_dart.decoding.proposer import Proposal, Verified
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker
+from hf_dart.target.features import row_axis, states_at
 from hf_dart.trees.tree import DraftTree
 
 Noise = Callable[[int, int], "Tensor | None"]
@@ -69,17 +69,15 @@ class Budget:
 class HiddenStates:
     """The hidden states that `output_hidden_states` asks for: of the prefill, then of one committed token at a time."""
 
-    def __init__(self, of_prefill: tuple[Tensor, ...]) -> None:
+    def __init__(self, of_prefill: tuple[Tensor, ...], rows: int, positions: int) -> None:
         self.steps = [of_prefill]
+        self._axes = [row_axis(layer, rows, positions) for layer in of_prefill]
 
     def add(self, states: Sequence[Tensor], path: Tensor) -> None:
-        """Keep those of the nodes `path` [B, A] from `states` of a tree, [..., B, N, H] of each layer.
-
-        Gemma 3n has several streams in front of the rows.
-        """
-        rows = torch.arange(len(path))
+        """Keep those of the nodes `path` [B, A] from `states` of a tree, [..., B, N, ..., H] of each layer."""
         for nodes in path.T:
-            self.steps.append(tuple(layer[..., rows, nodes, :].unsqueeze(-2) for layer in states))
+            layers = zip(states, self._axes, strict=True)
+            self.steps.append(tuple(states_at(layer, axis, nodes) for layer, axis in layers))
 
 
 @dataclass

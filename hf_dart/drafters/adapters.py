@@ -31,9 +31,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_dart.configuration import TreeConfig
+from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.target.devices import as_dtype
 
 if TYPE_CHECKING:
@@ -280,6 +281,7 @@ def head_of(
     """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json, `adapter`, says."""
     where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
     content = optional_json(path, "config.json", **where) or {}
+    refuse_fields(path, content, cls.config_class)
     if content.get("copied_layer") is not None:
         if target is None:
             raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
@@ -295,8 +297,9 @@ def head_of(
     where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
     if missing_folder(base):
         raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
-    if isinstance(revision, str):
-        where["revision"] = revision
+    where |= {"revision": revision} if isinstance(revision, str) else {}
+    if optional_file(base, ADAPTER_CONFIG, **where) is not None:
+        raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
     return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
 
 
@@ -309,11 +312,7 @@ def load(head: DartHead, path: str, name: str, **where: Any) -> None:
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     _check_base(head, path, **where)
     state = _state(path, **where)
-    try:
-        config = PeftConfig.from_peft_type(**content)
-    except (TypeError, KeyError, ValueError) as error:
-        raise ValueError(f"The {ADAPTER_CONFIG} in {path} is not one of PEFT ({error}); fetch it again.") from error
-    config.inference_mode = False
+    config = lora_of(head, path, content, state)
     active = head.active_adapters()[0] if peft_configs(head) else None
     with _undone(head, name, active):
         try:
@@ -353,6 +352,7 @@ def take_settings(head: DartHead, path: str, **where: Any) -> None:
     content = optional_json(path, "config.json", **where)
     if content is None:
         return  # PEFT alone wrote the adapter
+    refuse_fields(path, content, type(head.config))
     try:
         config = type(head.config).from_dict({**head.config.to_dict(), **content})
         head.tree_config = TreeConfig(**config.tree)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from typing import TYPE_CHECKING, Any
 
+from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
 
@@ -30,7 +31,7 @@ def check_compatible(config: DartConfig, target: Any, tokenizer: Any = None) -> 
         "hidden size": int(text.hidden_size),
         "embedding width": int(embeddings.embedding_dim),
         "LM head width": getattr(lm_head, "in_features", None),
-        "number of layers": int(text.num_hidden_layers),
+        "number of layers": layer_count(target),
     }
     for what, wanted in config.needs.items():
         found = has[what]

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.configuration import TreeConfig
-from hf_dart.decoding.api import attach
+from hf_dart.decoding.api import attached
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import HUB_OPTIONS, head_config
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
+from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.ngram.table import NgramTable
 from hf_dart.target.devices import as_dtype, device_of, host_by_default
 from hf_dart.trees.costs import DRAFT_COST
@@ -170,13 +171,26 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
             if content.get("model_type") != cls.config_class.model_type:
                 return cls._from_published(path, content, target, tokenizer, **kwargs)._with_table(ngram)
+            refuse_fields(path, content, cls.config_class)
+        for name in ("variant", "gguf_file"):
+            if kwargs.get(name) is not None:
+                raise ValueError(f"The weights of a drafter lie in model.safetensors; leave {name}= out.")
+        place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        if optional_file(path, ADAPTER_CONFIG, **place) is not None:
+            raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
+        missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
+        shapes = weight_shapes(path, missing, **place)
         where = {name: kwargs.get(name) for name in ("token", "revision")}
-        where["otherwise"] = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
-        # A weight of another shape is reported below, in our words.
-        options = {"output_loading_info": True, "use_safetensors": True, "ignore_mismatched_sizes": True}
         try:
             with torch.random.fork_rng(devices=[]), hub_errors(path, **where):
-                drafter, info = super().from_pretrained(path, **{**kwargs, **options})
+                config = kwargs["config"] if "config" in kwargs else cls.config_class.from_dict(content)
+                wrong = cls._misfits(config, shapes)
+                if wrong is not None:
+                    raise ValueError(
+                        f"The weights in {path} are not those of the {cls.described_as} that its config.json describes "
+                        f"(first difference: {wrong}); both files have to come from one save_pretrained."
+                    )
+                drafter = super().from_pretrained(path, **{**kwargs, "use_safetensors": True})
         except SafetensorError as error:
             raise ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.") from error
         except torch.OutOfMemoryError:
@@ -190,16 +204,22 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
                 f"The config.json in {path} describes no {cls.described_as} ({type(error).__name__}: {words}); both "
                 "files have to come from one save_pretrained."
             ) from error
-        mismatched = [name for name, *_ in info["mismatched_keys"]]
-        wrong = [*info["missing_keys"], *info["unexpected_keys"], *mismatched]
-        if wrong:
-            raise ValueError(
-                f"The weights in {path} are not those of the {cls.described_as} that its config.json describes (first "
-                f"difference: {wrong[0]}); both files have to come from one save_pretrained."
-            )
         if target is not None:
             drafter._fit(target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
         return drafter.eval()._with_table(ngram)
+
+    @classmethod
+    def _misfits(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> str | None:
+        """The first name of a weight that a file of these `shapes` lacks, has beyond, or in another shape."""
+        if config.num_layers > len(shapes):
+            return f"num_layers {config.num_layers}"
+        with torch.device("meta"):  # sizes are whatever a file says: no memory is taken for them
+            bare = cls(config)
+        wanted = {name: tuple(weight.shape) for name, weight in bare.state_dict().items()}
+        left_out = set(bare._keys_to_ignore_on_save or ())
+        names = sorted((wanted.keys() - left_out) ^ (shapes.keys() - left_out))
+        other = sorted(name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name])
+        return next(iter([*names, *other]), None)
 
     def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
         """As `from_pretrained` was told, whichever way it went."""
@@ -239,7 +259,7 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
         self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attach(target)
+        attached(target)
         return self.eval()
 
     def bind(self, target: Any, tokenizer: Any = None) -> Self:

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
-from hf_dart.cache.stock_layers import is_placeholder
+from hf_dart.cache.stock_layers import attention_places
 from hf_dart.drafters.state import SlotState
 from hf_dart.engine.memory import Memory
 
@@ -97,12 +97,10 @@ class FixedCache:
     def _show(self, like: RaggedCache, nodes: int) -> None:
         """Lay out the last slots for trees of so many nodes."""
         self.slots = self.store.capacity - nodes
-        layers: list[Any] = []
+        layers: list[Any] = list(like.cache.layers)
         buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
-        for layer in like.cache.layers:
-            if not is_placeholder(layer):
-                layer = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
-            layers.append(layer)
+        for place in attention_places(like.cache):
+            layers[place] = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
         self.cache = Cache(layers=layers)
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:

@@ -12,10 +12,9 @@ from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
 from hf_dart.engine.job import HeadJob, Job
-from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import matmul_precision
+from hf_dart.target.identity import identity
 from hf_dart.target.support import parts_of
-from hf_dart.target.trial import changes
 from hf_dart.target.verify import Verifier, rotary_moves
 
 
@@ -26,6 +25,7 @@ def job_of(session: Session) -> Job | str:
         return "the target's cache keeps more than keys and values"
     asked = [
         (session.hidden_states is not None, "it collects hidden states"),
+        (verify.shift is not None, "the target counts positions of its own"),
         (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),
         (any(hasattr(part, "_hf_hook") for part in target.modules()), "the target is offloaded by accelerate"),
@@ -67,10 +67,8 @@ def signature(job: Job) -> tuple[Any, ...]:
     target, head = job.model, job.drafter
     device = target.device.type
     autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [attention_of(target), autocast, *_precision()]
-    # Whole numbers are mostly counts, which every forward moves.
-    told = (tuple(one for one in change if type(one) is not int) for change in changes(target))
-    parts += [frozenset(told), *map(id, parts_of(target))]  # modules in place of others
+    parts: list[Any] = [identity(target), autocast, *_precision()]
+    parts += [*map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
     if isinstance(head, DraftingModel):
         models.append(head)

@@ -19,6 +19,34 @@ HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only"
 """Options of `from_pretrained` that say where on the Hub a file lies."""
 
 
+# What transformers notes in every config, and what says nothing about a drafter.
+_NOTES = {
+    "_name_or_path", "architectures", "chunk_size_feed_forward", "dtype", "is_encoder_decoder", "model_type",
+    "output_attentions", "output_hidden_states", "problem_type", "return_dict", "tie_word_embeddings", "torch_dtype",
+    "transformers_version", "use_cache",
+}  # fmt: skip
+
+
+def refuse_fields(path: str, content: dict[str, Any], config_class: type) -> None:
+    """Raise for a config.json with fields that are none of its drafter's.
+
+    transformers takes orders from many more: to load code or kernels, to quantize, to make labels, to read other files.
+
+    Raises:
+        ValueError: the message names the field.
+    """
+    own = {name for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart.") for name in _fields(kind)}
+    if unknown := sorted(content.keys() - own - _NOTES):
+        raise ValueError(
+            f"The config.json in {path} has the field {unknown[0]!r:.100}, which no drafter of this version of hf_dart "
+            "has; take it out, or use a newer version."
+        )
+
+
+def _fields(kind: type) -> set[str]:
+    return set(vars(kind).get("__annotations__", ()))
+
+
 def optional_file(path: str, name: str, **where: Any) -> Path | None:
     """File `name` of a folder or a Hub repository, None if there is none; `where` as for `head_config`.
 

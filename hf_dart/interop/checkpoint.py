@@ -110,6 +110,27 @@ def read_tensors(
             raise _damaged(path, error) from error
 
 
+def weight_shapes(path: str, missing: str, **where: Any) -> dict[str, tuple[int, ...]]:
+    """Name and shape of all tensors of a checkpoint, from the headers of its files.
+
+    Args:
+        path, where: as for `read_config`.
+        missing: what is said where there are no weights in safetensors.
+
+    Raises:
+        ValueError: a file is damaged, or an index names others than safetensors beside it.
+        OSError: there are no weights, or the Hub does not give them.
+    """
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in _weight_files(path, where, missing):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
+        except (SafetensorError, OSError) as error:
+            raise _damaged(path, error) from error
+    return shapes
+
+
 def _damaged(path: str, error: Exception) -> ValueError:
     return ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.")
 
@@ -126,13 +147,14 @@ def _check(path: str, name: str, tensor: Any, wanted: tuple[int, ...], dtype: to
         raise ValueError(f"{name} in {path} is saved as {kind}, which cannot be used; fetch the original weights.")
 
 
-def _weight_files(path: str, where: dict[str, Any]) -> list[str]:
+def _weight_files(path: str, where: dict[str, Any], missing: str | None = None) -> list[str]:
     single = _found(path, _WEIGHTS, where)
     if single is not None:
         return [single]
     index = _found(path, _INDEX, where)
     if index is None:
-        return [_located(path, _WEIGHTS, where, f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened.")]
+        missing = missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened."
+        return [_located(path, _WEIGHTS, where, missing)]
     names = _read_json(Path(index)).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
         raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")

@@ -9,11 +9,29 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.utils import output_capturing
 
 # Before this function existed, a list of layers was counted without the embedding output.
 _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
+
+
+def layer_count(target: Any) -> int:
+    """How many layers a target (a causal LM) has, the hidden states of which it returns.
+
+    The config of LongCat-Flash counts attentions, of which a layer has two.
+    """
+    named = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    inner = target.get_decoder() if hasattr(target, "get_decoder") else target
+    lists = [len(part) for part in (inner or target).children() if isinstance(part, nn.ModuleList)]
+    return named if named in lists else max(lists, default=named)
+
+
+def default_feature_layers(num_layers: int) -> list[int]:
+    """The paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
+    wanted = (2, num_layers // 2, num_layers - 3)
+    return sorted({min(max(index, 1), num_layers) for index in wanted})
+
 
 
 def features_request(layers: list[int]) -> dict[str, Any]:
@@ -26,27 +44,51 @@ def features_request(layers: list[int]) -> dict[str, Any]:
     return {"output_hidden_states": list(layers) if _TAKES_INDICES else True}
 
 
+def row_axis(states: Tensor, rows: int, positions: int) -> int:
+    """Which axis of hidden states [..., B, N, ..., H] is that of the rows; that of positions comes next.
+
+    Models with several streams of hidden states have their axis before both (Gemma 3n) or after them (HYV4).
+
+    Raises:
+        ValueError: no two axes are those.
+    """
+    shape = states.shape[:-1]
+    for axis in (0, *range(1, len(shape) - 1)):
+        if shape[axis : axis + 2] == (rows, positions):
+            return axis
+    raise ValueError(
+        f"This target's hidden states of {rows} x {positions} positions are shaped {list(states.shape)}, of which rows "
+        "and positions are not told; call generate without assistant=."
+    )
+
+
 def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
     """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
-    A model that keeps several streams of hidden states, [streams, B, N, width] (Gemma 3n), gives their mean.
+    A model that keeps several streams of hidden states gives their mean.
 
     Raises:
         ValueError: the model's hidden states are shaped otherwise.
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
-    states = [outputs.hidden_states[index] for index in layers]
-    states = [state.mean(0) if state.ndim == 4 and state.shape[1:3] == like.shape else state for state in states]
-    if any(state.ndim != 3 for state in states):
-        raise ValueError(
-            "This target's hidden states have more than one stream per position and cannot be fused into features; it "
-            "is not supported yet, call generate without assistant=."
-        )
+    states = [_one_stream(outputs.hidden_states[index], *like.shape) for index in layers]
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
-def default_feature_layers(num_layers: int) -> list[int]:
-    """The paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
-    wanted = (2, num_layers // 2, num_layers - 3)
-    return sorted({min(max(index, 1), num_layers) for index in wanted})
+def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
+    """Hidden states [..., B, 1, ..., H] of node `nodes[b]` [B] of each row, of [..., B, N, ..., H].
+
+    Args:
+        axis: that of the rows (`row_axis`).
+    """
+    rows = torch.arange(len(nodes), device=states.device)
+    there = states.movedim((axis, axis + 1), (0, 1))[rows, nodes.to(states.device)]
+    return there.unsqueeze(1).movedim((0, 1), (axis, axis + 1))
+
+
+def _one_stream(states: Tensor, rows: int, positions: int) -> Tensor:
+    """[B, N, H] of hidden states [..., B, N, ..., H]."""
+    axis = row_axis(states, rows, positions)
+    streams = [dim for dim in range(states.ndim - 1) if dim not in (axis, axis + 1)]
+    return states.mean(streams) if streams else states

@@ -14,6 +14,8 @@ from hf_dart.target.attention import attention_of
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
+# Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
+_INDEX_HEADS = 32
 # Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
 _OTHER_HEADS = ("classifier", "summary")
 
@@ -22,7 +24,7 @@ def refuse_model(model: PreTrainedModel) -> None:
     """Raise for targets that cannot verify a tree.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout, attention that takes no tree mask.
+        ValueError: encoder-decoder models, active dropout, aLoRA adapters, attention that takes no tree mask.
     """
     refuse_target(model)
     attention = attention_of(model)
@@ -37,17 +39,41 @@ def refuse_target(model: PreTrainedModel) -> None:
     """Raise for targets that no draft serves, tree or chain.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout.
+        ValueError: encoder-decoder models, active dropout, aLoRA adapters.
     """
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
+    _refuse_activated_adapters(model)
     if model.training or drops_out(model):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
             "first."
+        )
+
+
+def refuse_ties(model: PreTrainedModel, slots: int) -> None:
+    """Raise where a model may choose the entries that it attends to by their slots.
+
+    Indexers (DeepSeek V3.2, GLM-MoE-DSA, AXK2) score an entry by ReLUs of a few heads: it is exactly 0 where all of
+    them are, with a chance of about 2 ** -heads, and among equal scores `topk` goes by slots, which those of a tree are
+    not.
+
+    Args:
+        slots: of the longest text.
+
+    Raises:
+        ValueError: there are few heads, and texts longer than what all is chosen of.
+    """
+    text = model.config.get_text_config(decoder=True)
+    chosen, heads = getattr(text, "index_topk", None), getattr(text, "index_n_heads", None)
+    if chosen and heads and heads < _INDEX_HEADS and slots > chosen:
+        raise ValueError(
+            f"{type(model).__name__} chooses {chosen} of {slots} entries by scores of {heads} heads, which are often "
+            f"tied, and then by their slots, which differ in a token tree; set max_length to {chosen} or less, or call "
+            "generate without assistant=."
         )
 
 
@@ -75,6 +101,16 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
     return found
 
 
+def _refuse_activated_adapters(model: PreTrainedModel) -> None:
+    """aLoRA adapts as many of the last tokens of a forward as its text would have, not the nodes of a tree."""
+    for config in getattr(model, "peft_config", {}).values():
+        if getattr(config, "alora_invocation_tokens", None) is not None:
+            raise ValueError(
+                "An aLoRA adapter works from its invocation tokens on, which it does not find in a token tree; call "
+                "generate without assistant=."
+            )
+
+
 def refuse_cache(cache: Any) -> Cache:
     """Return the cache if it is one whose rounds can be undone, raise otherwise.
 
@@ -95,8 +131,8 @@ def refuse_cache(cache: Any) -> Cache:
             )
         if type(layer) not in _LAYERS:
             raise ValueError(
-                f"This model keeps a {type(layer).__name__}, a running state that a rejected draft would spoil; it is "
-                "not supported yet, call generate without assistant=."
+                f"This model keeps a {type(layer).__name__} of its past, from which rejected drafts cannot be taken "
+                "back; it is not supported yet, call generate without assistant=."
             )
     return cache
 
@@ -111,6 +147,6 @@ def refuse_compressed(cache: Cache, total: int) -> None:
     held = min([int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)])
     if held != total:
         raise ValueError(
-            f"The cache holds {held} entries behind a prompt of {total} slots: something compresses it, and drafts "
-            "would be verified at other positions; take its hooks off the model, or leave assistant= out."
+            f"The cache holds {held} entries after a prompt of {total} slots: the model, or a hook on it, adds or "
+            "drops some, and drafts would be verified at other positions; call generate without assistant=."
         )

@@ -1,34 +1,36 @@
-"""Proof by trial: a random tree through the target, held against its own plain forward.
+"""Proof by trial: a random tree through the target, held against stock's own steps over its paths.
 
 A rule that depends on length shows only behind that length: a window hides nothing from a short text. So the
 tree is run on 12 tokens and again on both sides of every length that the cache's layers or the config name
 (`_Trial.marks`). Those long texts are never computed: the target's own keys and values are repeated until the cache
-is that long, which costs what a few decoding steps on it cost, whatever the window. Ours and stock's forward
+is that long, which costs what a few decoding steps on it cost, whatever the window. Ours and stock's steps
 start from copies of the same cache, so the comparison is as sharp as on a real text; and because one entry
 among thousands would drown in rounding, the entries at the edge of each window are enlarged.
+
+One row, a batch and a padded batch are three facts: each is shown when it is first needed.
 """
 
 from __future__ import annotations
 
-import functools
+import inspect
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property
-from itertools import islice
-from types import FunctionType, MethodType, ModuleType
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import attention_layers, window_of
+from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
 from hf_dart.cache.tree_cache import keeps_only_states, tree_cache
-from hf_dart.target.attention import attention_of
 from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
-from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_model
+from hf_dart.target.identity import identity
+from hf_dart.target.stock_steps import StockSteps
+from hf_dart.target.support import refuse_cache, refuse_compressed, refuse_model, refuse_ties
 from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, position_limit
 from hf_dart.trees.tree import DraftTree
@@ -36,7 +38,8 @@ from hf_dart.trees.tree import DraftTree
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
 _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
-_KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed
+_KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed,
+_SHORTER = [0, 2]  # or this by a second row
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
 # behind, every node is past it.
 _AROUND = (-3, 5)
@@ -45,29 +48,24 @@ _AT_ATTACH = 8191
 # Entries at the edge of a window are made this much louder than the others, at most.
 _LOUDEST = 64.0
 
-# How far logits of a tree may lie apart from those of plain text, above what plain text itself is apart: roundings of
-# the largest one.
+# How far logits of a tree may lie apart from those of stock's steps, above what these themselves differ by in a batch:
+# roundings of the largest one.
 _ULPS = 8
 
 # Texts that may differ before a target is refused.
 _TRIES = 3
 
-# What a target's logits may differ by when several tokens are fed at once and not one by one: roundings of the largest
-# logit, but (some families compute parts in fp32 whatever their dtype) no less than this share of it.
+# What a target's logits may differ by between one row and a batch of the same: roundings of the largest logit, but
+# (some families compute parts in fp32 whatever their dtype) no less than this share of it.
 _ROUNDINGS = 16
 _SHARE = 2**-12
 
-# Code of these does to a tree what it does to a text.
-_TRUSTED = ("transformers.", "peft.", "accelerate.", "torch.nn.modules.", "torch.utils._contextlib.", "torch._dynamo.")
-# States of one target that are remembered as proved; hooks that count their calls make a new one for each.
+# Left padding of the rows of a trial: one row, a batch, a padded batch.
+_ONE, _LEVEL, _PADDED = (0,), (0, 0), (0, 3)
+# States of one target that are remembered as proved.
 _STATES = 64
-# What a module holds that is not told to its code: PyTorch's own books, what `generate` reads, and a config that
-# engines set for a while.
-_NOT_TOLD = {*vars(nn.Module()), "config", "generate", "generation_config"} - {"training"}
-# Values of one list, dict or object that are looked at.
-_SWITCHES = 64
 
-_Case = tuple[str, torch.dtype, frozenset[Any]]
+_Case = tuple[Any, ...]
 # Models, and up to how many slots each was proved right in this process, as it was then.
 _proved: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
 
@@ -77,54 +75,60 @@ class _RefusalError(ValueError):
 
 
 @contextmanager
-def _explained(model: Any) -> Iterator[None]:
-    """Unknown code may fail on a tree in any way at all."""
+def _explained(model: Any, what: str) -> Iterator[None]:
+    """Unknown code may fail in any way at all."""
     try:
         yield
     except (torch.OutOfMemoryError, _RefusalError):
         raise
     except Exception as failure:
-        raise ValueError(
-            f"{type(model).__name__} cannot run a token tree ({type(failure).__name__}: {failure}); call generate "
+        reason = " ".join(str(failure).split())
+        raise _RefusalError(
+            f"{type(model).__name__} cannot run {what} ({type(failure).__name__}: {reason}); call generate "
             "without assistant=."
         ) from failure
 
 
+def forget(model: Any) -> None:
+    """Prove the model again when that is next asked for."""
+    _proved.pop(model, None)
+
+
 @host_by_default
 @torch.no_grad()
-def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
-    """Check that tree verification is right for a model: once per attention, dtype, and what others made of it.
+def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False) -> None:
+    """Check that tree verification is right for a model: once per what it consists of (`identity`).
 
-    Runs an 8-node tree, commits one path, runs one more token, and compares all logits with plain forwards from
-    the same cache. What a plain forward itself differs by when it is fed token by token sets the tolerance, and
-    has to be rounding. The global generators are not moved.
+    Runs an 8-node tree, commits one path, runs one more token, and compares all logits with stock's own steps over
+    the same tokens, from the same cache. What those differ by in a batch of equal rows sets the tolerance, and has to
+    be rounding. The global generators are not moved.
 
     Args:
         model: the target.
         text: slots of the longest text of the coming call; by default as much of the target's position table as
             is cheap.
         nodes: slots behind them that trees may fill.
+        rows: of the coming call.
+        padded: are some of them padded?
 
     Raises:
-        ValueError: the target computes something else for a tree; it is not supported.
+        ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_model(model)
-    case = (attention_of(model), model.dtype, frozenset(changes(model)))
+    refuse_ties(model, text or _PROMPT + len(_PARENTS) + 1)
+    pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
+    case = (*identity(model), pads)
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if slots <= proved.get(case, 0):
         return
     with as_before(model):
-        with _explained(model):
-            trial = _Trial(model)
-        refuse_cache(trial.short)
-        refuse_compressed(trial.short, _PROMPT)
+        trial = _Trial(model, list(pads))
         longest = max(table, text or 0) - len(_PARENTS)
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
-        with _explained(model):
-            for length in sorted({_PROMPT} | {length for length in lengths if length > 0}):
-                trial.run(length)
+        for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
+            trial.run(length)
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     if len(proved) >= _STATES:
@@ -132,129 +136,67 @@ def prove(model: Any, text: int | None = None, nodes: int = 0) -> None:
     proved[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
-def changes(model: Any) -> Iterator[tuple[Any, ...]]:
-    """What others have made of a model: code of their own in it, with all that this is told, and adapters."""
-    parts = parts_of(model)
-    forwards = {kind: getattr(kind, "forward", kind) for kind in set(map(type, parts))}  # of TorchScript there is none
-    others = {kind: forward for kind, forward in forwards.items() if _is_others(forward)}
-    yield from map(_told, others.values())
-    for part in parts:
-        functions = []
-        if part._forward_pre_hooks or part._forward_hooks or "forward" in part.__dict__:
-            functions = [function for function in _hung_on(part) if _is_others(function)]
-            yield from map(_told, functions)
-        if functions or type(part) in others:
-            told = _settings(value for name, value in tuple(vars(part).items()) if name not in _NOT_TOLD)
-            yield type(part), *told
-    # LoRA adds the same to every position, whatever batch it is switched on in.
-    kinds = {config.peft_type for config in getattr(model, "peft_config", {}).values()}
-    yield from ((kind,) for kind in kinds - {"LORA"})
-
-
-def _told(function: Any) -> tuple[Any, ...]:
-    """The code of a function, and what this is told: closures that are made anew for every call are one."""
-    layers = _layers_of(function)
-    told = _settings(value for layer in layers for value in _held_by(layer))
-    return *(getattr(layer, "__code__", type(layer)) for layer in layers), *told
-
-
-def _hung_on(part: Any) -> Iterator[Any]:
-    """Hooks of a module, those of accelerate too, and what stands in place of its forward, or did when those came."""
-    yield from (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
-    for forward in (part.__dict__.get("forward"), part.__dict__.get("_old_forward")):
-        if forward is not None and getattr(forward, "__func__", None) is not getattr(type(part), "forward", None):
-            yield forward
-    hook = part.__dict__.get("_hf_hook")
-    for one in getattr(hook, "hooks", (hook,)):
-        if one is not None and not type(one).__module__.startswith("accelerate."):
-            yield from (one.pre_forward, one.post_forward)
-
-
-def _is_others(function: Any) -> bool:
-    # Not `__module__`, which functools.wraps takes from what is wrapped.
-    codes = (layer for layer in _layers_of(function) if not isinstance(layer, (functools.partial, MethodType)))
-    makers = (getattr(code, "__globals__", {}).get("__name__", type(code).__module__) for code in codes)
-    return not all(f"{maker}.".startswith(_TRUSTED) for maker in makers)
-
-
-def _layers_of(function: Any) -> list[Any]:
-    """A function, and what a partial, a method, a decorator or what `torch.compile` made of one runs in the end."""
-    for name in ("func", "__func__", "_torchdynamo_orig_callable", "__wrapped__"):
-        inner = getattr(function, name, None)
-        if inner is not None:
-            return [function, *_layers_of(inner)]
-    return [function]
-
-
-def _held_by(function: Any) -> Iterator[Any]:
-    """What a partial, a method, a closure, an instance or a module hands to its code."""
-    if isinstance(function, functools.partial):
-        yield from (*function.args, *function.keywords.values())
-    for holder in (function, getattr(function, "__self__", None)):
-        yield from tuple(getattr(holder, "__dict__", {}).values())
-    if not isinstance(function, FunctionType):
-        return
-    yield from function.__defaults__ or ()
-    yield from (function.__kwdefaults__ or {}).values()
-    yield from (function.__globals__[name] for name in function.__code__.co_names if name in function.__globals__)
-    for cell in function.__closure__ or ():
-        with suppress(ValueError):  # an empty one
-            yield cell.cell_contents
-
-
-def _settings(told: Iterable[Any]) -> Iterator[Any]:
-    """What of it is plain, or code; and the switches in the rest: numbers there are mostly records of what was seen."""
-    for value in told:
-        if value is None or isinstance(value, (bool, int, float, str)):
-            yield value
-        elif isinstance(value, FunctionType):
-            yield value.__code__
-        elif not isinstance(value, ModuleType):
-            inner = value.values() if isinstance(value, dict) else getattr(value, "__dict__", {}).values()
-            inner = value if isinstance(value, (list, tuple, set, frozenset)) else inner
-            few = tuple(islice(inner, _SWITCHES))
-            yield from (one for one in few if one is None or isinstance(one, (bool, str)))
-
-
 class _Trial:
-    """Trees against plain text behind prefixes of any length.
+    """Trees against stock's steps behind prefixes of any length.
+
+    Args:
+        pads: left padding of each row.
 
     Attributes:
-        short: a stock cache that holds 12 random tokens.
+        short: a stock cache that holds 12 random tokens per row.
         marks: lengths behind which the target may compute otherwise: windows, chunks, steps of attention scales.
             Those of the cache's layers and all that the config names, as some models slide without telling the
             cache.
     """
 
-    def __init__(self, model: Any) -> None:
-        self._model = model
+    def __init__(self, model: Any, pads: list[int]) -> None:
+        self._model, self._pads = model, pads
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
-        length = _PROMPT + _TRIES * (len(_PARENTS) + 1)
-        tokens = torch.randint(embeddings.weight.shape[0], (1, length), generator=generator)
+        size = (len(pads), _PROMPT + _TRIES * (len(_PARENTS) + 1))
+        tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        self.short = self._prefill(_PROMPT)
+        short = None
+        if "cache_params" not in inspect.signature(type(model).forward).parameters:  # stock's name for running states
+            with _explained(model, self._told("plain text")):
+                self._outputs = self._prefill(_PROMPT, pads)
+            short = getattr(self._outputs, "past_key_values", None)
+        if not isinstance(short, Cache):
+            raise _RefusalError(
+                f"{type(model).__name__} keeps no keys and values from which rejected drafts could be taken back; "
+                "call generate without assistant=."
+            )
+        self.short = refuse_cache(short)
+        refuse_compressed(self.short, _PROMPT)
+        with _explained(model, self._told("plain text")):
+            self._noise = self._noise_of_batches()
 
     def run(self, length: int) -> None:
-        """Raise if trees behind `length` tokens are not plain text.
+        """Raise if trees behind `length` tokens are not what stock's steps are.
 
         A right target may differ once, where rounding sends a token to another expert; a wrong one always does.
         """
-        name, steady = type(self._model).__name__, False
-        for nodes in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
-            error, allowed, noise, rounding = self._tree_against_plain(length, nodes)
-            if error <= allowed and noise <= rounding:
+        for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
+            error, allowed = self._tree_against_steps(length, tokens)
+            if error <= allowed:
                 return
-            steady = steady or noise <= rounding
-        if not steady:
+        name, text = type(self._model).__name__, f"behind {length} tokens logits differ by {error:.2g}"
+        if len(self._pads) > 1:
+            kind, instead = ("several rows", "pass one row at a time")
+            if any(self._pads):
+                kind, instead = ("padded rows", "pass rows of one length")
             raise _RefusalError(
-                f"{name} computes other logits when several tokens are fed at once (behind {length} tokens they differ "
-                f"by {noise:.2g}, which is no rounding); it is not supported, call generate without assistant=."
+                f"{name} computes something else for trees of {kind} than stock does step by step ({text}, allowed "
+                f"{allowed:.2g}); {instead}, or call generate without assistant=."
+            )
+        if self._feeds_otherwise(length, tokens, allowed):
+            raise _RefusalError(
+                f"{name} computes other logits when several tokens are fed at once ({text}, allowed {allowed:.2g}); it "
+                "is not supported, call generate without assistant=."
             )
         raise _RefusalError(
-            f"{name} computes something else for a token tree than for plain text (behind "
-            f"{length} tokens logits differ by {error:.2g}, allowed {allowed:.2g}); it is not supported, call "
-            "generate without assistant=."
+            f"{name} computes something else for a token tree than for plain text ({text}, allowed {allowed:.2g}); it "
+            "is not supported, call generate without assistant=."
         )
 
     @cached_property
@@ -267,79 +209,129 @@ class _Trial:
         numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
         return {int(value) for value in numbers if value > 0}
 
-    def _prefill(self, length: int) -> Any:
-        tokens = self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
-        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        return self._forward(tokens, cache).past_key_values
+    def _told(self, what: str) -> str:
+        rows = "" if len(self._pads) == 1 else " in a padded batch" if any(self._pads) else " in a batch"
+        return what + rows
 
-    def _forward(self, tokens: Tensor, cache: Any) -> Any:
-        with users_default():
-            return self._model(input_ids=tokens, past_key_values=cache, use_cache=True)
+    def _ids(self, length: int) -> Tensor:
+        """[B, length] tokens, whichever, in front of those that are looked at."""
+        return self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
 
-    def _prefix(self, length: int) -> DynamicCache:
+    def _empty(self) -> DynamicCache:
+        return DynamicCache(config=self._model.config.get_text_config(decoder=True))
+
+    def _prefill(self, length: int, pads: list[int]) -> Any:
+        """Outputs of stock's prefill over the first `len(pads)` rows, or those again and again."""
+        ids = self._ids(length)
+        ids = ids.repeat(-(-len(pads) // len(ids)), 1)[: len(pads)]
+        return StockSteps(self._model, ids, pads, self._empty()).prefill()
+
+    def _prefix(self, length: int) -> Any:
         """A cache of `length` entries: those of a short prompt, repeated.
 
         Layers that keep more than keys and values are filled by a prompt of that length.
         """
         if not keeps_only_states(self.short):
-            return self._prefill(length)
+            return self._prefill(length, self._pads).past_key_values
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
             loudness[max(edge - 4, 0) : max(edge + len(_PARENTS), 0)] = min(max(mark / 16, 1.0), _LOUDEST)
-        cache = DynamicCache(config=self._model.config.get_text_config(decoder=True))
-        for layer, filled in zip(attention_layers(cache), attention_layers(self.short), strict=True):
-            entries = torch.arange(length, device=filled.device) % filled.keys.shape[2]
+        cache, pads = self._empty(), torch.tensor(self._pads)[:, None]
+        slots = torch.arange(length)
+        entries = torch.where(slots < pads, slots, pads + (slots - pads) % (_PROMPT - pads))  # [B, length]
+        for layer, filled in zip(cache.layers, self.short.layers, strict=True):
+            if filled not in attention_layers(self.short):
+                continue
+            held = filled.keys.shape[2]  # a window may hold fewer
+            which = (entries % held).to(filled.device)
+            rows = torch.arange(len(pads), device=filled.device)[:, None]
             louder = loudness.to(filled.device, filled.dtype)[:, None]
-            layer.update(filled.keys[:, :, entries], filled.values[:, :, entries] * louder)
+            keys, values = (held_by(filled)[part].transpose(1, 2)[rows, which].transpose(1, 2) for part in range(2))
+            layer.update(keys, values * louder)
         return cache
 
-    def _tree_against_plain(self, length: int, tokens: Tensor) -> tuple[float, float, float, float]:
-        """Differences of logits between tree and plain text, and between plain text fed at once and one by one.
+    def _steps(self, length: int) -> StockSteps:
+        """Stock's loop behind a prefix."""
+        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).behind(self._outputs)
+
+    def _tree_against_steps(self, length: int, tokens: Tensor) -> tuple[float, float]:
+        """The largest difference of a logit between trees and stock's steps over their paths, and what is allowed.
 
         Args:
-            tokens: [1, 9], of which 8 are nodes, one comes after.
-
-        Returns:
-            The largest difference of the first kind and what is allowed; the largest of the second and what is.
+            tokens: [B, 9], of which 8 are nodes, one comes after.
         """
         nodes, after = tokens.split([len(_PARENTS), 1], dim=1)
-        prefix, room = self._prefix(length), length + 2 * len(_PARENTS)
-        trees = tree_cache(prefix, [0], room, keep=False, windows=layer_windows(self._model, prefix))
-        verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [])
-        parents = torch.tensor([_PARENTS], device=nodes.device)
-        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
-        trees.commit(torch.tensor([_KEPT]), [len(_KEPT)])
-        behind, _ = verify(DraftTree.chain(after))
-        error = noise = largest = 0.0
-        for text, drafted in (
-            (torch.cat([nodes[:, _KEPT], after], dim=1), torch.cat([logits[:, _KEPT], behind], dim=1)),
-            *((nodes[:, path], logits[:, path]) for path in _LEFT),
-        ):
-            whole, steps = self._plain(length, text)
-            error = max(error, _difference(drafted, whole))
-            noise = max(noise, _difference(steps, whole))
-            largest = max(largest, float(whole.abs().max()))
+        kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
+        # Rows of paths [B, n], a shorter one filled up by what is not looked at.
+        filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
+        committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
+        with _explained(self._model, self._told("plain text")):
+            steps = self._steps(length)
+            wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
+        with _explained(self._model, self._told("a token tree")):
+            logits, behind = self._trees(length, nodes, after, kept, steps.shift)
+        error = largest = 0.0
+        for row, path in enumerate(kept):
+            pairs = [(torch.cat([logits[row, path], behind[row]]), wanted[0][row, : len(path) + 1])]
+            pairs += [(logits[row, left], text[row]) for left, text in zip(_LEFT, wanted[1:], strict=True)]
+            error = max(error, *(_difference(*pair) for pair in pairs))
+            largest = max(largest, *(float(text.abs().max()) for _, text in pairs))
         # Some families compute parts in fp32 whatever their dtype.
-        least = max(_ULPS * torch.finfo(self._model.dtype).eps, 64 * torch.finfo(torch.float32).eps)
-        allowed = 8 * noise + least * largest
-        return error, allowed, noise, max(_ROUNDINGS * self._coarseness(whole), _SHARE) * largest
+        least = max(_ULPS * self._coarsest(logits), 64 * torch.finfo(torch.float32).eps)
+        return error, (8 * self._noise + least) * largest
 
-    def _coarseness(self, logits: Tensor) -> float:
+    def _trees(
+        self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
+        prefix, room = self._prefix(length), length + 2 * len(_PARENTS)
+        trees = tree_cache(prefix, self._pads, room, keep=False, windows=layer_windows(self._model, prefix))
+        verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
+        parents = torch.tensor([_PARENTS] * len(nodes), device=nodes.device)
+        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
+        width = max(map(len, kept))
+        trees.commit(torch.tensor([path + [0] * (width - len(path)) for path in kept]), [len(path) for path in kept])
+        return logits, verify(DraftTree.chain(after))[0]
+
+    def _noise_of_batches(self) -> float:
+        """What logits of stock's steps differ by when each row is run 8 times side by side; a share of the largest.
+
+        Raises:
+            ValueError: that is no rounding.
+        """
+        tokens, pads = self._tokens[:1, _PROMPT : _PROMPT + 2], [self._pads[0]]
+        logits = []
+        for rows in (1, 8):
+            steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, self._empty())
+            steps.prefill()
+            logits.append(steps(tokens.expand(rows, -1)))
+        one, many = logits
+        largest = float(one.abs().max())
+        noise = _difference(one.expand_as(many), many)
+        lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
+        coarsest = max(self._coarsest(one), 2**-10) if lowered else self._coarsest(one)  # TF32
+        if noise > max(_ROUNDINGS * coarsest, _SHARE) * largest:
+            raise _RefusalError(
+                f"{type(self._model).__name__} computes other logits when several rows are fed at once (they differ by "
+                f"{noise:.2g}, which is no rounding); it is not supported, call generate without assistant=."
+            )
+        return noise / largest if largest else 0.0
+
+    def _coarsest(self, logits: Tensor) -> float:
         """The relative rounding of what the target computes in: under autocast, its weights do not tell."""
         states = attention_layers(self.short)[0].values
-        coarsest = max(torch.finfo(part.dtype).eps for part in (logits, states))
-        coarsest = max(coarsest, torch.finfo(self._model.dtype).eps)
-        lowered = logits.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
-        return max(coarsest, 2**-10) if lowered else coarsest  # TF32
+        return max(torch.finfo(dtype).eps for dtype in (logits.dtype, states.dtype, self._model.dtype))
 
-    def _plain(self, length: int, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Stock's logits [1, n, V] of tokens behind a prefix, fed at once and one by one."""
-        cache = self._prefix(length)
-        whole = self._forward(tokens, cache).logits
-        cache = self._prefix(length)
-        steps = [self._forward(token, cache).logits for token in tokens.split(1, dim=1)]
-        return whole, torch.cat(steps, dim=1)
+    def _feeds_otherwise(self, length: int, tokens: Tensor, allowed: float) -> bool:
+        """Is plain text another one when it is fed at once?"""
+        steps, cache = self._steps(length)(tokens), self._prefix(length)
+        try:
+            with users_default():
+                whole = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+        except Exception:  # unknown code may fail in any way at all
+            return False
+        return whole.shape == steps.shape and _difference(steps, whole) > allowed
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -11,9 +10,10 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_dart.cache.stock_layers import is_placeholder, window_of
+from hf_dart.cache.stock_layers import attention_places, window_of
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.stock_steps import takes_positions
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 
@@ -48,9 +48,8 @@ def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
     """
     stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
     return [
-        window_of(stocks[index] if index < len(stocks) else layer)
-        for index, layer in enumerate(prefilled.layers)
-        if not is_placeholder(layer)
+        window_of(stocks[index] if index < len(stocks) else prefilled.layers[index])
+        for index in attention_places(prefilled)
     ]
 
 
@@ -58,8 +57,7 @@ def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
     """The kinds of attention layer of a prefilled cache, each once."""
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     kinds: dict[str, MaskKind] = {}
-    places = [index for index, layer in enumerate(prefilled.layers) if not is_placeholder(layer)]
-    for index, window in zip(places, layer_windows(target, prefilled), strict=True):
+    for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
         name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
@@ -106,12 +104,6 @@ def position_limit(target: Any) -> tuple[int, bool]:
         return rotary.trained - 1, rotary.grows
     table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
     return (int(table) - 1 if table else sys.maxsize), False
-
-
-def takes_positions(target: Any) -> bool:
-    """Is the target told positions, or does it count them itself?"""
-    # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
-    return "position_ids" in inspect.signature(type(target).forward).parameters
 
 
 def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
@@ -162,7 +154,9 @@ class Verifier:
         cache: its cache, after prefill.
         kinds: `mask_kinds` of the prefilled stock cache.
         feature_layers: indices of the `hidden_states` that the drafter reads.
-        keep_hidden_states: leave the last tree's hidden states of all layers, [B, N, H] each, in `hidden_states`.
+        keep_hidden_states: leave the last tree's hidden states of all layers, [..., B, N, ..., H] each, in
+            `hidden_states`.
+        shift: [B] how far positions that the target is told lie above a row's own (`position_shift`); None if nowhere.
     """
 
     def __init__(
@@ -172,12 +166,14 @@ class Verifier:
         kinds: list[MaskKind],
         feature_layers: list[int],
         keep_hidden_states: bool = False,
+        shift: Tensor | None = None,
     ) -> None:
         self.target = target
         self.cache = cache
         self.kinds = kinds
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
+        self.shift = shift
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions = takes_positions(target)
         self._device = device_of(target.get_input_embeddings())
@@ -192,9 +188,10 @@ class Verifier:
 
     def room(self, lengths: Tensor) -> Tensor:
         """As `depth_room`, of rows of `lengths` [B]."""
-        left = (self._last_position - lengths).clamp(min=0)
+        told = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
+        left = (self._last_position - told).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
-        return left if self._hard else left.masked_fill(lengths > self._last_position, MAX_DRAFT_LENGTH)
+        return left if self._hard else left.masked_fill(told > self._last_position, MAX_DRAFT_LENGTH)
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
@@ -235,9 +232,11 @@ class Verifier:
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
         positions = at = roots[:, None] + tree.depths
+        if self.shift is not None:
+            at = positions + self.shift[:, None].to(positions.device)
         tokens = tree.tokens
         if computed is not None:
-            tokens, at = tokens.flatten()[computed][None], positions.flatten()[computed][None]
+            tokens, at = tokens.flatten()[computed][None], at.flatten()[computed][None]
         masks: Any = self._no_masks
         inputs: dict[str, Any] = {}
         if masked:

@@ -15,6 +15,7 @@ from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.engine import compiled as module
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.compiled import Engine
+from hf_dart.engine.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 ENDED = tally("float64, rounds of fewer rows")
@@ -67,6 +68,29 @@ def test_ended_rows_leave(family: str, share: int, options: dict[str, Any]) -> N
     assert 5 in used[0]
     assert min(used[1]) < 4
     assert used[1] <= {1, 2, 4, 5}
+
+
+def test_what_seats_hold_is_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between tiers: each row's own features and counts, which the head has yet to take in; none of ended rows."""
+    unload, seats = Tier.unload, []
+
+    def watched(self: Tier, call: Any) -> Any:
+        features, accepted = unload(self, call)
+        held = dict(zip(self.seats, zip(self.state.features, self.state.counts.tolist(), strict=True), strict=True))
+        for row, count in enumerate(accepted.counts):
+            taken, wanted = held.get(row, (torch.zeros_like(features[row]), 0))
+            assert count == wanted
+            assert torch.equal(features[row], taken)
+        seats.append(self.seats)
+        return features, accepted
+
+    monkeypatch.setattr(Tier, "unload", watched)
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    engine(target, head)
+    for _ in range(2):
+        assert_identical(target, head, ROWS, tree_config=TREE, **GREEDY)
+    assert any(rows != [*range(len(rows))] for rows in seats)
 
 
 def test_what_is_left_is_shared_by_fewer() -> None:

@@ -19,6 +19,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.attention import packed
 from hf_dart.engine.fixed import FixedRound
+from hf_dart.engine.processing import sees_text
 from hf_dart.engine.tier import Tier
 from hf_dart.trees.tree import DraftTree
 
@@ -74,6 +75,10 @@ def verified(tier: Tier) -> Iterator[tuple[DraftTree, Tensor, Tensor]]:
                 parent = int(tree.parents[row, node])
                 if parent >= 0:  # of several children the likeliest, which stands first
                     logits[places[row, parent], tree.tokens[row, node]] += 4
+        if sees_text(tier.shape.processors):  # there each path comes true only if its tokens are known on the way
+            for row, node in (tree.parents >= 0).nonzero().tolist():
+                here = logits[places[row, node]]
+                here[tree.tokens[row, node]] = here.max() + 1
         yield tree, logits, places
 
 

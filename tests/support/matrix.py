@@ -169,8 +169,8 @@ def table() -> Iterator[str]:
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
     yield "tempered attention behind 8192 slots): `tests/test_probe.py`."
     yield ""
-    yield "Known: where scores of DeepSeek V3.2's indexer tie exactly (a token whose embedding is zero), its choice"
-    yield "follows slots, so that stock itself differs from batch to batch, and so may a drafted run."
+    yield "Indexers of few heads (DeepSeek V3.2 and kin) give many entries a score of exactly 0, and among equal ones"
+    yield "choose by slots: texts longer than what they choose are refused where there are less than 32 heads."
 
 
 if __name__ == "__main__":

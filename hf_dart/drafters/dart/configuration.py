@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from hf_dart.drafters.base_config import check_shape, check_tree
 from hf_dart.errors import check_types
 from hf_dart.hub.download import cached_commit
-from hf_dart.target.features import default_feature_layers
+from hf_dart.target.features import default_feature_layers, layer_count
 
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
@@ -210,7 +210,7 @@ class DartConfig(PreTrainedConfig):
                 "assistant=."
             )
         hidden = int(text.hidden_size)
-        layers = int(text.num_hidden_layers)
+        layers = layer_count(target)
         # A folder's path says nothing on another machine; its name may.
         name = target.config.name_or_path
         intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)

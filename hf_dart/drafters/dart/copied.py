@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.target.features import default_feature_layers
+from hf_dart.target.features import default_feature_layers, layer_count
 
 if TYPE_CHECKING:
     from hf_dart.drafters.dart.configuration import DartConfig
@@ -62,7 +62,7 @@ def copied_fields(target: Any, first: int | Literal["last"], **config: Any) -> d
         ValueError: the target has no such layers, the head is told not to read what the first of them reads, or they
             are built otherwise than the head's.
     """
-    count, depth = config.get("num_layers", 1), int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    count, depth = config.get("num_layers", 1), layer_count(target)
     first = depth - count if first == "last" else first
     states = [_weights(layer, target) for layer in _layers(target, first, count)]
     features = config.get("feature_layers", {*default_feature_layers(depth), first})

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwe
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.configuration import TreeConfig
-from hf_dart.decoding.api import attach
+from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.layers import attend
@@ -28,6 +28,7 @@ from hf_dart.drafters.pretrained import TargetModules
 from hf_dart.drafters.state import SlotDrafter, SlotState
 from hf_dart.interop.checkpoint import read_config, read_tensors
 from hf_dart.target.devices import as_dtype, device_of, weight_of
+from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -166,7 +167,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         lm_head = target.get_output_embeddings()
         floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
         self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attach(target)
+        attached(target)
         return self.eval()
 
     def bind(self, target: Any, tokenizer: Any = None) -> DFlashDrafter:
@@ -188,7 +189,7 @@ class DFlashDrafter(SlotDrafter, nn.Module):
                 "model that this DFlash drafter was made for."
             )
         text, config = target.config.get_text_config(decoder=True), self.config
-        layers, rows = int(text.num_hidden_layers), int(embeddings.num_embeddings)
+        layers, rows = layer_count(target), int(embeddings.num_embeddings)
         pairs = [
             ("hidden size", config.hidden_size, int(text.hidden_size)),
             ("embedding width", config.hidden_size, int(embeddings.embedding_dim)),

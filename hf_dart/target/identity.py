@@ -1,0 +1,37 @@
+"""What a target consists of, as cheaply as every call can look: its proofs hold while that is the same."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from hf_dart.target.attention import attention_of
+from hf_dart.target.support import parts_of
+
+
+def identity(model: nn.Module) -> tuple[Any, ...]:
+    """The kinds of a target's modules, the code of their forwards and hooks, its attention, dtype and adapters.
+
+    What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
+    """
+    parts = parts_of(model)
+    kinds = tuple(map(type, parts))
+    code = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
+    for part in parts:
+        members = part.__dict__
+        if part._forward_pre_hooks or part._forward_hooks or "forward" in members:
+            hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
+            # Those of transformers, which come with the first call that asks for hidden states, change nothing.
+            own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
+            code += map(_code_of, own)
+            if "forward" in members:
+                code.append(_code_of(members["forward"]))
+    adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
+    return attention_of(model), getattr(model, "dtype", None), kinds, tuple(code), adapters
+
+
+def _code_of(function: Any) -> Any:
+    """Code that does not change from call to call: a closure that is made anew for each is the same."""
+    function = getattr(function, "__func__", function)
+    return getattr(function, "__code__", type(function))

@@ -1,0 +1,118 @@
+"""Stock's own loop, a token at a time: what `generate` would hand to the target, and at which positions."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dart.target.devices import users_default
+
+
+def takes_positions(target: Any) -> bool:
+    """Can the target be told positions? Otherwise it counts them itself."""
+    # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
+    parameters = inspect.signature(type(target).forward).parameters
+    return "position_ids" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
+
+
+def next_inputs(
+    target: Any, ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What stock's loop hands to the forward for the last of `ids` [B, T], and its keyword arguments from then on.
+
+    Args:
+        outputs: of the forward over all tokens before.
+        model_kwargs: those that went into that forward; they are not changed.
+    """
+    # By the name that stock uses: some families want it.
+    model_kwargs = target._update_model_kwargs_for_generation(outputs, dict(model_kwargs), is_encoder_decoder=False)
+    with users_default():
+        return target.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs), model_kwargs
+
+
+def position_shift(target: Any, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
+    """How far the positions that stock tells the target lie above those of each row's own text, [B]; None if nowhere.
+
+    A target that is told none counts slots, so that padding counts too.
+
+    Args:
+        position_ids: [..., B or 1, 1] of a token behind `total` slots; None if stock hands on none.
+        pads: left padding of each row.
+
+    Raises:
+        ValueError: positions of several kinds differ, as those of images do.
+    """
+    if not takes_positions(target):
+        return None
+    if position_ids is None:
+        shift = torch.tensor(pads)
+    else:
+        kinds = position_ids[..., -1].cpu().flatten(0, -2) if position_ids.ndim > 2 else position_ids[None, :, -1].cpu()
+        if bool((kinds != kinds[:1]).any()):
+            raise ValueError(
+                f"{type(target).__name__} prepares positions of several kinds, which drafts do not follow; leave "
+                "assistant= out."
+            )
+        shift = kinds[0].long() - torch.tensor([total - pad for pad in pads])
+    return shift if bool(shift.any()) else None
+
+
+class StockSteps:
+    """Stock's greedy loop over known tokens.
+
+    Args:
+        target: the causal LM.
+        ids: [B, T] left-padded prompts.
+        pads: left padding of each row.
+        cache: an empty cache, or one that holds the prompt.
+
+    Attributes:
+        shift: `position_shift` of the last step.
+    """
+
+    def __init__(self, target: Any, ids: Tensor, pads: list[int], cache: Any) -> None:
+        self._target, self._ids, self._pads = target, ids, pads
+        mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long().to(ids.device)
+        kwargs: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        # As `generate` does, which looks at the instance's forward.
+        if "position_ids" in inspect.signature(target.forward).parameters:
+            asked = {**kwargs, "past_key_values": None}
+            kwargs["position_ids"] = target._prepare_position_ids_for_generation(ids, asked)
+        if not any(pads):
+            kwargs["attention_mask"] = None
+        if target._supports_logits_to_keep():
+            kwargs["logits_to_keep"] = 1
+        self._kwargs = kwargs
+        self.shift: Tensor | None = None
+
+    def prefill(self) -> Any:
+        """Run the prompt; the outputs."""
+        inputs = self._target.prepare_inputs_for_generation(self._ids, is_first_iteration=True, **self._kwargs)
+        self._outputs = self._run(inputs)
+        return self._outputs
+
+    def behind(self, outputs: Any) -> StockSteps:
+        """Go on from the cache, as if these outputs of a prefill were those of this prompt."""
+        self._outputs = copy.copy(outputs)
+        self._outputs["past_key_values"] = self._kwargs["past_key_values"]
+        return self
+
+    def __call__(self, tokens: Tensor) -> Tensor:
+        """Logits [B, n, V] of the next tokens [B, n], one by one."""
+        logits = []
+        for token in tokens.split(1, dim=1):
+            slots = self._ids.shape[1]
+            self._ids = torch.cat([self._ids, token], dim=1)
+            inputs, self._kwargs = next_inputs(self._target, self._ids, self._outputs, self._kwargs)
+            self.shift = position_shift(self._target, inputs.get("position_ids"), self._pads, slots)
+            self._outputs = self._run(inputs)
+            logits.append(self._outputs.logits[:, -1:])
+        return torch.cat(logits, dim=1)
+
+    def _run(self, inputs: dict[str, Any]) -> Any:
+        with users_default():
+            return self._target(**inputs, return_dict=True)

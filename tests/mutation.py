@@ -1,0 +1,196 @@
+"""Do the tests notice? Subtle bugs are put into a module one at a time, and its tests are run on each.
+
+    python tests/mutation.py --sample 40 --seed 0 --results mutants.jsonl
+
+In a copy of the repository, so that the working tree stays as it is. What was tried before, by the results file, is not
+tried again; a survivor is, with `--again`. Survivors are printed with their lines, and at the end the share that was
+noticed: by a test that fails, or by a run that takes longer than `--limit` (by default three times as long as without
+a bug, which is measured first). A survivor is worth a test or, where it changes nothing that anyone can see, simpler
+code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import difflib
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+_ENGINE = [
+    "engine/test_engine_walk.py", "engine/test_engine_reuse.py", "engine/test_engine_exact.py",
+    "engine/test_engine_ended.py", "engine/test_engine_budget.py",
+]
+_CACHES = ["test_caches.py", "test_turns.py", "test_interruption.py"]
+# The tests of each module's room, the quick ones first.
+ROOMS = {
+    "decoding/walk.py": ["test_walk.py", "test_rows.py", "test_exact.py", "test_options.py"],
+    "decoding/rows.py": ["test_rows.py", "test_walk.py", "test_exact.py", "test_options.py", "test_interruption.py"],
+    "target/verify.py": ["test_edges.py", "test_exact.py", "test_caches.py", "test_probe.py"],
+    "decoding/noise.py": ["test_noise.py", "test_edges.py", "test_interruption.py"],
+    "cache/ragged.py": _CACHES,
+    "cache/aligned.py": _CACHES,
+    "cache/windows.py": ["test_caches.py", "test_turns.py"],
+    "cache/slots.py": ["test_caches.py", "test_turns.py", "test_edges.py", "engine/test_engine_reuse.py"],
+    "engine/fixed.py": _ENGINE,
+    "engine/processing.py": _ENGINE,
+}
+COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
+    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+}
+NAMES = {
+    "min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "amin": "amax", "amax": "amin",
+    "any": "all", "all": "any", "argmax": "argmin", "zeros": "ones", "zeros_like": "ones_like",
+}
+
+
+def variants(node: ast.AST) -> Iterator[ast.AST]:
+    """What could stand in a node's place."""
+    if isinstance(node, ast.Compare):
+        for place, operator in enumerate(node.ops):
+            swapped = [*node.ops]
+            swapped[place] = COMPARISONS[type(operator)]()
+            yield ast.Compare(node.left, swapped, node.comparators)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, (ast.Not, ast.Invert)):
+        yield node.operand
+    elif isinstance(node, ast.Constant) and type(node.value) is bool:
+        yield ast.Constant(not node.value)
+    elif isinstance(node, ast.Constant) and type(node.value) is int:
+        yield ast.Constant(node.value + 1)
+        yield ast.Constant(node.value - 1)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in NAMES:
+        yield ast.Call(ast.Name(NAMES[node.func.id]), node.args, node.keywords)
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+        attribute = node.func
+        if attribute.attr in NAMES:
+            yield ast.Call(ast.Attribute(attribute.value, NAMES[attribute.attr]), node.args, node.keywords)
+        for word in node.keywords:
+            if attribute.attr == "clamp":
+                others = [one for one in node.keywords if one is not word]
+                yield ast.Call(attribute, node.args, others) if others else attribute.value
+    elif isinstance(node, (ast.AugAssign, ast.Raise)) or (
+        isinstance(node, ast.Expr) and not isinstance(node.value, (ast.Constant, ast.Yield, ast.YieldFrom))
+    ):
+        yield ast.Pass()
+
+
+def nodes_of(tree: ast.AST) -> Iterator[ast.AST]:
+    """Those that run when the module is used: no annotations, sentences, decorators and assertions."""
+    for name, value in ast.iter_fields(tree):
+        if isinstance(tree, ast.UnaryOp) and isinstance(tree.op, ast.USub):
+            continue
+        if name in ("annotation", "returns", "decorator_list") or isinstance(tree, (ast.Assert, ast.JoinedStr)):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            number = isinstance(child, (ast.Constant, ast.UnaryOp))
+            if number and name == "args" and isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute):
+                continue  # a dimension: another one is another shape, which any test notices
+            if isinstance(child, ast.If) and ast.unparse(child.test) == "TYPE_CHECKING":
+                continue
+            if isinstance(child, ast.AST):
+                yield child
+                yield from nodes_of(child)
+
+
+def mutants(source: str) -> Iterator[str]:
+    """The module with one bug each."""
+    lines = source.encode().splitlines(keepends=True)
+    starts = [0]
+    for line in lines:
+        starts.append(starts[-1] + len(line))
+    whole = source.encode()
+    for node in nodes_of(ast.parse(source)):
+        if not hasattr(node, "end_col_offset"):
+            continue
+        begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
+        for variant in variants(node):
+            text = ast.unparse(ast.fix_missing_locations(variant))
+            if isinstance(variant, ast.expr) and not isinstance(variant, ast.Constant):
+                text = f"({text})"
+            changed = (whole[:begin] + text.encode() + whole[end:]).decode()
+            ast.parse(changed)
+            yield changed
+
+
+def told(module: str, source: str, mutant: str) -> str:
+    """What was changed, as a diff of its lines."""
+    changes = difflib.unified_diff(source.splitlines(), mutant.splitlines(), n=0, lineterm="")
+    header, *lines = list(changes)[2:]
+    return "\n".join([f"hf_dart/{module}:{header.split()[1].lstrip('-').split(',')[0]}", *lines])
+
+
+def passes(copy: Path, tests: list[str], limit: float | None) -> bool:
+    """Do the tests pass within so many seconds?"""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *(f"tests/{one}" for one in tests)]
+    environment = {**os.environ, "PYTHONPATH": str(copy), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=copy, env=environment, capture_output=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return False
+    return done.returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(ROOMS)}; all by default")
+    parser.add_argument("--sample", type=int, help="so many of all bugs, drawn at random; all by default")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--results", type=Path, default=Path("mutants.jsonl"), help="what was tried; goes on there")
+    parser.add_argument("--again", action="store_true", help="try survivors of earlier runs again")
+    parser.add_argument("--limit", type=float, help="seconds that the tests of a module may take")
+    parser.add_argument("--list", action="store_true", help="print the bugs, and run nothing")
+    given = parser.parse_args()
+    sources = {module: (ROOT / "hf_dart" / module).read_text() for module in given.modules or ROOMS}
+    chosen = [(module, mutant) for module, source in sources.items() for mutant in mutants(source)]
+    random.Random(given.seed).shuffle(chosen)
+    chosen = chosen[: given.sample]
+    if given.list:
+        print(*(told(module, sources[module], mutant) for module, mutant in chosen), sep="\n")
+        return
+    known: dict[str, bool] = {}
+    if given.results.exists():
+        known = dict(json.loads(line) for line in given.results.read_text().splitlines())
+    limits: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        for part in ("hf_dart", "tests"):
+            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copy(ROOT / "pyproject.toml", copy)
+        for module, mutant in chosen:
+            what, place = told(module, sources[module], mutant), copy / "hf_dart" / module
+            if what not in known or (given.again and known[what]):
+                if module not in limits:
+                    began = time.monotonic()
+                    if given.limit is None and not passes(copy, ROOMS[module], None):
+                        sys.exit(f"The tests of {module} fail without a bug.")
+                    limits[module] = given.limit or 3 * (time.monotonic() - began) + 60
+                place.write_text(mutant)
+                known[what] = passes(copy, ROOMS[module], limits[module])
+                place.write_text(sources[module])
+                with given.results.open("a") as results:
+                    results.write(json.dumps([what, known[what]]) + "\n")
+            if known[what]:
+                print(what, flush=True)
+    tried = [known[told(module, sources[module], mutant)] for module, mutant in chosen]
+    print(f"{tried.count(False)} of {len(tried)} bugs were noticed.")
+
+
+if __name__ == "__main__":
+    main()

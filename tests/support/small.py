@@ -1,0 +1,258 @@
+"""Any class that transformers maps, built from its config class with small fields: no list of ours.
+
+What a class is called, which fields its config has and what they hold by default comes from transformers; the rules
+here are for names of sizes (`_RULES`), whichever config has them. A new class of a new release needs nothing here
+unless its config has a new kind of size.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, PreTrainedConfig
+from transformers.models.auto import modeling_auto
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from support.families import PAD, VOCABULARY
+
+_MAPPINGS = (
+    "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES",
+)
+# Ids below it are plain text; those of images, sounds and the like stand above.
+WORDS = VOCABULARY
+_IDS = 2 * WORDS
+_WINDOW = 10
+_MOST_WEIGHTS = 40_000_000
+
+# The first rule whose pattern is in a field's name sets it, if it is a whole number by default (or not set at all).
+_RULES: list[tuple[str, int]] = [
+    (r"^pad_token_id$", PAD),
+    (r"^bos_token_id$|^decoder_start_token_id$", 1),
+    (r"vocab_size|num_embeddings$|_vocab$", _IDS),
+    (r"max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions|max_context|seq_length", 256),
+    (r"sliding_window$|^window_size$|attention_window|chunk_size|local_window", _WINDOW),
+    (r"mamba_(n|num)_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim", 8),
+    (r"mamba_d_ssm", 64),
+    (r"^qk_head_dim", 16),
+    (r"n_group$|topk_group|n_groups$|ngroups|num_groups$|n_shared_experts|num_shared_experts", 1),
+    (r"experts_per_tok|top_k_experts|moe_topk|moe_top_k|num_selected_experts|moe_k$", 2),
+    (r"num_.*experts|n_routed_experts|n_experts|moe_num_experts|experts$", 4),
+    (r"first_k_dense|moe_layer_start|dense_layers", 1),
+    (r"num_.*(key_value|kv)_heads|n_kv_heads|multi_query_group_num|num_kv_heads|n_head_kv|kv_heads", 2),
+    (r"(num|n)_.*heads?$|attention_heads|^num_heads|n_heads?$|heads$", 4),
+    (r"index_topk", 256),
+    (r"head_dim|head_size|d_kv|d_head|headdim|rotary_dim|kv_channels", 8),
+    (r"^(base|z|latent|quant)_?channels$", 32),
+    (r"_rank$|_lora_dim|lora_r$", 8),
+    (r"num_nextn|num_mtp|num_kv_shared", 0),
+    (r"layers?$|depth$|n_layers?$|num_blocks$|_depth_", 2),
+    (r"intermediate_size|ffn_dim|ffn_hidden|n_inner|d_ff$|mlp_dim|ffn_size|inner_dim|mlp_hidden|intermediate_dim", 64),
+    (r"hidden_size_per_layer_input", 8),
+    (r"hidden_size|d_model|n_embd|embed_dim$|^width$|^dim$|hidden_dim|embedding_size|embedding_dim|_width$|model_dim"
+     r"|word_embed_proj_dim|projection_dim|embed_size|_dim$|proj_dim|out_hidden|output_dim|proj_size", 32),
+    (r"ssm_state_size|state_size|d_state|d_conv|conv_kernel", 4),
+    (r"image_size$", 16),
+    (r"patch_size$", 8),
+    (r"num_mel|n_mels|num_mel_bins", 16),
+    (r"max_source_positions", 32),
+]  # fmt: skip
+# Sizes that have to be named where they are not by default.
+_UNSET = re.compile(
+    r"head_dim$|kv_heads|key_value_heads|per_tok|top_k_experts|experts$|intermediate_size$|_rank$|head_num"
+)
+# Tried one after another until a model is built and runs.
+_VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"kv": 4},
+    {"kv": 4, "none": True},
+    {"mrope": [2, 1, 1]},
+    {"mrope": [1, 1, 2]},
+    {"mrope": [2, 1, 1], "kv": 4, "none": True},
+    {"mrope": [1, 1, 0], "kv": 4},
+    {"mrope": [2, 1, 1], "head": 16},
+    {"mrope": [4, 2, 2], "hidden": 64, "head": 16},
+    {"patch": 4, "kv": 4},
+    {"patch": 4, "kv": 4, "none": True},
+    {"hidden": 64, "kv": 4, "head": 16},
+    {"kv": 1, "topk": 1},
+    {"layers": 4},
+    {"layers": 4, "kv": 4, "none": True},
+    {"whole": True, "kv": 4},
+]
+
+
+def class_names() -> list[str]:
+    """Every class that generates text from text, also with images or sounds beside it, in transformers' own order."""
+    names: dict[str, None] = {}
+    for mapping in _MAPPINGS:
+        for mapped in getattr(modeling_auto, mapping, {}).values():
+            names.update(dict.fromkeys([mapped] if isinstance(mapped, str) else mapped))
+    return list(names)
+
+
+def config_class_of(name: str) -> Any:
+    """The config that a class of that name is built from."""
+    return getattr(transformers, name).config_class
+
+
+class CannotBuild(Exception):
+    """No variant of small fields makes a model of the class."""
+
+
+_FOUND: dict[str, dict[str, Any]] = {}
+
+
+def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
+    """A small random model of a class, in eval mode; the global generators are not moved.
+
+    Raises:
+        CannotBuild: with the reasons.
+    """
+    reasons = []
+    for variant in [_FOUND[name]] if name in _FOUND else _VARIANTS:
+        try:
+            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                torch.manual_seed(seed)
+                model = _build(name, attention, dtype, variant)
+                model(input_ids=torch.tensor([[2, 3, 4]]), use_cache=False)
+            _FOUND[name] = variant
+            return model
+        except Exception as reason:  # unknown code may fail in any way
+            reasons.append(f"{type(reason).__name__}: {str(reason)[:300]}")
+    raise CannotBuild("; ".join(dict.fromkeys(reasons)))
+
+
+def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any]) -> Any:
+    kind = getattr(transformers, name)
+    config = config_class_of(name)(**small_fields(config_class_of(name), variant))
+    for part in _configs(config):
+        for field, value in (("is_decoder", True), ("add_cross_attention", False), ("is_encoder_decoder", False)):
+            if getattr(part, field, value) != value and (field != "is_encoder_decoder"):
+                setattr(part, field, value)
+    if name not in _FOUND:
+        with torch.device("meta"):
+            weights = sum(weight.numel() for weight in kind._from_config(config).parameters())
+        if weights > _MOST_WEIGHTS:
+            raise ValueError(f"{weights:,} weights are not small")
+    # Stock's grouped and batched expert kernels take no float64.
+    model = kind._from_config(config, attn_implementation=attention, experts_implementation="eager", dtype=dtype)
+    with torch.no_grad():
+        for weight_name, weight in model.named_parameters():
+            if weight.ndim >= 2 and not any(part in weight_name for part in ("embed", "wte", "wpe")):
+                weight.mul_(10.0)
+    if model.generation_config is not None:
+        model.generation_config.eos_token_id = None
+        model.generation_config.use_cache = True
+        model.generation_config.pad_token_id = PAD
+        model.generation_config.bos_token_id = 1
+    return model.eval()
+
+
+def _configs(config: Any) -> Iterator[Any]:
+    yield config
+    for name in config.sub_configs:
+        if isinstance(getattr(config, name, None), PreTrainedConfig):
+            yield from _configs(getattr(config, name))
+
+
+def small_fields(kind: Any, variant: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a config class: its defaults, those that are sizes made small, in its parts too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        default = kind()
+    fields: dict[str, Any] = {}
+    special = iter(range(_IDS - 1, WORDS, -1))
+    layers = _size("num_hidden_layers", variant)
+    length = next((n for n in (default.__dict__.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers"))
+                   if isinstance(n, int)), None)
+    for name, value in default.to_dict().items():
+        if name in kind.sub_configs:
+            part = getattr(default, name, None)
+            sub = type(part) if isinstance(part, PreTrainedConfig) else kind.sub_configs[name]
+            if sub is AutoConfig or not isinstance(sub, type):
+                model_type = (value or {}).get("model_type") if isinstance(value, dict) else None
+                if model_type is None:
+                    continue
+                sub = CONFIG_MAPPING[model_type]
+            fields[name] = {"model_type": sub.model_type, **small_fields(sub, variant)}
+            if kind.sub_configs[name] is not AutoConfig:
+                fields[name].pop("model_type")
+            continue
+        if name in ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype"):
+            continue
+        if isinstance(value, list) and length and len(value) == length:
+            fields[name] = _cut(value, layers)
+            continue
+        if name == "eos_token_id" and not variant.get("whole"):
+            fields[name] = None
+            continue
+        if name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            fields[name] = _rope(value, variant.get("mrope"))
+            continue
+        if name.startswith("default_") and value is None and getattr(default, name[8:] + "s", None):
+            fields[name] = next(iter(getattr(default, name[8:] + "s")))
+            continue
+        if re.search(r"(token|_id)_?(id|index|idx|ids)?$", name) and _is_id(name, value):
+            ruled = _size(name, variant)
+            fields[name] = ruled if ruled is not None else next(special)
+            continue
+        if isinstance(value, bool) or not (isinstance(value, int) or value is None):
+            continue
+        ruled = _size(name, variant)
+        if ruled is not None and (value > 0 if value is not None else variant.get("none") and _UNSET.search(name)):
+            fields[name] = ruled
+    return fields
+
+
+def _rope(rope: dict[str, Any], sections: list[int] | None) -> dict[str, Any]:
+    """Rotary parameters with sections for heads of 8; where a class needs some that its config does not name, too."""
+    inner = {name: _rope(part, sections) if isinstance(part, dict) else part for name, part in rope.items()}
+    named = "mrope_section" in rope or (sections and "rope_theta" in rope)
+    return {**inner, "mrope_section": sections or [2, 1, 1]} if named else inner
+
+
+def _is_id(name: str, value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and ("token" in name or name.endswith("_id"))
+
+
+def _cut(values: list[Any], count: int) -> list[Any]:
+    """`count` of per-layer values, of every kind one where there is room."""
+    with suppress(TypeError):
+        kinds = list(dict.fromkeys(values))
+        if 1 < len(kinds) <= count:
+            return kinds + values[: count - len(kinds)]
+    return values[:count]
+
+
+def _size(name: str, variant: dict[str, Any]) -> int | None:
+    ruled = next((size for pattern, size in _RULES if re.search(pattern, name)), None)
+    if ruled is None:
+        return None
+    pattern = next(pattern for pattern, _ in _RULES if re.search(pattern, name))
+    if "kv" in variant and "kv_heads" in pattern:
+        return variant["kv"]
+    if "hidden" in variant and ruled == 32 and "hidden_size" in pattern:
+        return variant["hidden"]
+    if "topk" in variant and "per_tok" in pattern:
+        return variant["topk"]
+    if "head" in variant and pattern.startswith("head_dim"):
+        return variant["head"]
+    if "layers" in variant and pattern.startswith("layers"):
+        return variant["layers"]
+    if "patch" in variant and pattern.startswith("patch"):
+        return variant["patch"]
+    return ruled
+
+
+def vocabulary_of(model: Any) -> int:
+    """How many tokens a model knows."""
+    return int(model.get_input_embeddings().weight.shape[0])
