@@ -3,7 +3,6 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dart.configuration import TreeConfig
     from hf_dart.decoding.api import attach, detach
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.drafters.dart.configuration import DartConfig
@@ -13,7 +12,8 @@ if TYPE_CHECKING:
     from hf_dart.drafters.eagle.drafter import EagleDrafter
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.engine.compiled import compile
-    from hf_dart.ngram import NgramTable
+    from hf_dart.trees.config import TreeConfig
+    from hf_dart.trees.ngram import NgramTable
 
 __version__ = "0.1.0"
 
@@ -36,13 +36,13 @@ __all__ = [
 _HOMES = {
     "DartCandidateGenerator": "decoding.candidate_generator",
     "DartConfig": "drafters.dart.configuration",
-    "TreeConfig": "configuration",
+    "TreeConfig": "trees.config",
     "DartHead": "drafters.dart.drafter",
     "DFlashDrafter": "drafters.dflash.drafter",
     "DiffusionDrafter": "drafters.diffusion.drafter",
     "EagleDrafter": "drafters.eagle.drafter",
     "LookupDrafter": "drafters.lookup",
-    "NgramTable": "ngram",
+    "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",
     "detach": "decoding.api",

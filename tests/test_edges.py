@@ -18,6 +18,7 @@ from support.tiny import (
     tiny_head,
     tiny_target,
 )
+from support.trees import let_trees_grow_in_tensors
 from test_fit import letters
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
@@ -26,11 +27,9 @@ from hf_dart import TreeConfig, attach
 from hf_dart.decoding import prefill
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.walk import Walker
-from hf_dart.trees.tree import DraftTree, grow_tree
 
 
 class SecondBest(ReplayDrafter):
@@ -47,7 +46,7 @@ class SecondBest(ReplayDrafter):
 @pytest.mark.parametrize("temperature", [0.7, 1e-3, 1e-5])
 def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth and walk as on an accelerator, where sums of scores reach many thousands."""
-    monkeypatch.setattr(TreeGrower, "_on_host", TreeGrower._on_device)
+    let_trees_grow_in_tensors(monkeypatch)
     plain_call = Walker.__call__
 
     def call(self: Walker, *args: Any) -> Any:
@@ -65,17 +64,6 @@ def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: py
         assert torch.equal(ours.sequences, stock)
         assert drafter.last_stats is not None
         assert drafter.last_stats.tau > 3
-
-
-def test_paths_stay_whole_however_low_their_scores() -> None:
-    scores = torch.tensor([0.0, -5000.0, -1e7, torch.nan]).repeat(1, 9, 1)
-    candidates = torch.arange(4).repeat(1, 9, 1)
-    tree = grow_tree(torch.tensor([[7]]), candidates, scores, nodes=200, beam=40)
-    parents = tree.parents[0]
-    assert (parents < torch.arange(tree.size)).all()
-    assert 3 not in tree.tokens[0, 1:]
-    again = DraftTree.from_parents(tree.tokens, tree.parents, 9)
-    assert torch.equal(again.depths, tree.depths)
 
 
 def test_top_k_alone_keeps_its_tokens() -> None:

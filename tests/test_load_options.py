@@ -17,7 +17,7 @@ from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
 from hf_dart.interop.original_dart import write_original
-from hf_dart.ngram.build import build
+from hf_dart.trees.ngram.build import build
 
 
 @pytest.fixture(scope="module")

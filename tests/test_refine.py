@@ -11,11 +11,11 @@ import torch
 from support.cases import GREEDY, MODES, SAMPLED
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, ReplayDrafter, prompts, tiny_head, tiny_target
+from support.trees import let_trees_grow_in_tensors
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.drafters.layers import rotation_at
@@ -213,13 +213,14 @@ def test_best_chain() -> None:
     second = [[[1.0, 0]] * 2, [[2, 1], [0, 3]], [[4, 5], [0, 1]]]
     table = torch.tensor([first, second])
     assert best_chain(candidates, table).tolist() == [[2, 4, 5], [7, 9, 12]]
-    assert best_chain(candidates, None).tolist() == [[1, 3, 5], [7, 9, 11]]
+    alone = torch.tensor([[[[0.0, 1]], [[1, 0]], [[1, 0]]], [[[1.0, 0]], [[0, 1]], [[1, 0]]]])
+    assert best_chain(candidates, alone).tolist() == [[2, 3, 5], [7, 10, 11]]
 
 
-def test_refined_scores_stand_behind_the_draft_only() -> None:
+def test_refined_scores_stand_after_the_draft_only() -> None:
     tokens = torch.tensor([[1, 4, 5]])
-    candidates = torch.tensor([[[1, 2, 1], [3, 4, 9], [5, 6, -1], [8, -1, -1]]])  # copied ones at the end
-    table = torch.full((1, 4, 3, 3), -1.0)
+    candidates = torch.tensor([[[1, 2, 1], [3, 4, 9], [5, 6, -1]]])  # copied ones at the end
+    table = torch.full((1, 3, 3, 3), -1.0)
     scores = -2.0 - torch.arange(6.0).view(1, 3, 2)
     changed = Refined(tokens, scores).replace(candidates, table)
     expected = table.clone()
@@ -266,7 +267,7 @@ def test_exact_matrix(target: Any, mode: str, shape: dict[str, Any], lengths: li
 
 def test_exact_on_the_device_path(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Trees grown in tensors, as on accelerators."""
-    monkeypatch.setattr(TreeGrower, "_on_host", TreeGrower._on_device)
+    let_trees_grow_in_tensors(monkeypatch)
     model = attach(target)
     options = {**SAMPLED, "max_new_tokens": 14}
     check_exact(model, selecting_head(model), prompts([9, 3]), (2,), **options)

@@ -14,9 +14,9 @@ from support.memory import traced_peak
 from test_fit import letters
 
 from hf_dart.interop.trie import read_trie, write_trie
-from hf_dart.ngram import NgramTable
-from hf_dart.ngram import build as ngram_build
-from hf_dart.ngram.build import build
+from hf_dart.trees.ngram import NgramTable
+from hf_dart.trees.ngram import build as ngram_build
+from hf_dart.trees.ngram.build import build
 
 VOCABULARY = 12
 

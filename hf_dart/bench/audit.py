@@ -23,7 +23,7 @@ from hf_dart.bench.exact import (
 )
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
-from hf_dart.configuration import TreeConfig
+from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import Verdict, headline
 
 _MODES = ("greedy", "sampled, T=1")

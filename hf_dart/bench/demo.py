@@ -14,10 +14,10 @@ from torch import Tensor
 
 from hf_dart.bench.exact import Run, compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import DraftTree
 from hf_dart.view.tables import Verdict
 from hf_dart.view.terminal import (

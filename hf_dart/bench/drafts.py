@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.profile import Profile
-from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK, UNREADABLE, Verdict, headline
 
 
@@ -61,13 +61,11 @@ def ways(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, Way]:
     if head.ngram is not None:
         found["+ n-gram (paper)"] = replace(TreeConfig.paper(), nodes=nodes)
         found["+ n-gram (paper), noise shared"] = replace(TreeConfig.paper(), nodes=nodes, shared_noise=True)
-        found["+ n-gram (survival)"] = replace(marginal, ngram_weight=weight)
-        best = "+ n-gram (calibrated)"
-        found[best] = replace(marginal, ngram_weight=weight, calibrate=True)
+        best = "+ n-gram (survival)"
+        found[best] = replace(marginal, ngram_weight=weight)
     if getattr(head, "selector", None) is not None:
         best = selector = "+ Markov selector" if head.config.selector_kind == "markov" else "+ selector"
         refined[selector] = found[selector] = replace(marginal, selector=True)
-        found[f"{selector}, calibrated"] = replace(marginal, selector=True, calibrate=True)
         if head.ngram is not None:
             best = f"{selector} + n-gram (survival)"
             found[best] = replace(marginal, selector=True, ngram_weight=weight)
@@ -83,7 +81,6 @@ def ways(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, Way]:
     found[f"{stack} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
     found[f"{stack} + copies, size by cost".strip()] = replace(found[best], lookup=TreeConfig.lookup, **by_cost)
     found["the head's own"] = own
-    found["the head's own, calibrated"] = replace(own, calibrate=own.scores == "survival")
     return {name: Way(head, tree) for name, tree in found.items()}
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -16,7 +16,6 @@ from transformers import StaticCache
 
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
@@ -25,6 +24,7 @@ from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.trees.config import TreeConfig
 
 STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
     "stock generate",
@@ -165,8 +165,8 @@ def _methods(head: SimulatedHead, static: StaticCache, settings: Settings) -> li
         Measurement(STATIC, {"past_key_values": static}),  # which transformers compiles on a GPU
         Measurement(PLAIN, {"assistant": head, "tree_config": TreeConfig(nodes=1, lookup=0)}),
         Measurement(EAGER, {"assistant": head, "tree_config": tree}),
-        # Calibration is the host's work; it changes nothing here, where the head is as sure as it is right.
-        Measurement(FORWARD, {"assistant": head, "tree_config": replace(tree, calibrate=True)}),
+        # No captured round has this processor, which changes nothing here.
+        Measurement(FORWARD, {"assistant": head, "tree_config": tree, "remove_invalid_values": True}),
         Measurement(CAPTURED, {"assistant": head, "tree_config": tree}),
         # The text is the same, since the target is sure of every token.
         Measurement(SAMPLED, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0}),

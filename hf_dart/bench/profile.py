@@ -11,7 +11,7 @@ import torch
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
-from hf_dart.configuration import TreeConfig
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)

@@ -12,8 +12,8 @@ import torch
 
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Measurement, Settings, spread
-from hf_dart.configuration import TreeConfig
 from hf_dart.hub.machine import hardware, versions
+from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK
 
 

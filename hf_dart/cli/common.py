@@ -49,7 +49,7 @@ def load(arguments: argparse.Namespace) -> Pair:
     """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded."""
     pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
     if arguments.ngram is not None:
-        from hf_dart.ngram import NgramTable
+        from hf_dart.trees.ngram import NgramTable
 
         try:
             pair.head.ngram = NgramTable.load(arguments.ngram)

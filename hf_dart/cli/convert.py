@@ -78,7 +78,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
 
 def _convert_ngrams(arguments: argparse.Namespace) -> None:
     from hf_dart.interop.trie import CHUNK, read_trie, write_trie
-    from hf_dart.ngram import NgramTable
+    from hf_dart.trees.ngram import NgramTable
 
     options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": _tell}
     if arguments.to == "trie":

@@ -14,7 +14,7 @@ from hf_dart.errors import INSTALLED_FROM, UserError, sentence
 from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
 
 if TYPE_CHECKING:
-    from hf_dart.ngram import NgramTable
+    from hf_dart.trees.ngram import NgramTable
 
 _TOKEN_TYPES = ("uint16", "uint32", "int32", "int64")
 
@@ -67,7 +67,7 @@ def _add_min_counts(parser: argparse.ArgumentParser) -> None:
 def _build(arguments: argparse.Namespace) -> int:
     from concurrent.futures.process import BrokenProcessPool
 
-    from hf_dart.ngram import build as ngram_build
+    from hf_dart.trees.ngram import build as ngram_build
 
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     begun = perf_counter()
@@ -99,7 +99,7 @@ def _build(arguments: argparse.Namespace) -> int:
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from hf_dart.ngram import build as ngram_build
+    from hf_dart.trees.ngram import build as ngram_build
 
     files = [part.resolve() for part in arguments.parts]
     for part, file in zip(arguments.parts, files, strict=True):
@@ -116,7 +116,7 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from hf_dart.ngram import NgramTable
+    from hf_dart.trees.ngram import NgramTable
     from hf_dart.trees.vocabulary import vocabulary_hash
 
     try:

@@ -16,7 +16,6 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.admit import admit
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.noise import NoiseStream
@@ -25,6 +24,7 @@ from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.trial import forget, prove
+from hf_dart.trees.config import TreeConfig
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 

@@ -11,8 +11,8 @@ from dataclasses import replace
 from math import exp, log, sqrt
 from typing import Any
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.proposer import Proposer
+from hf_dart.trees.config import TreeConfig
 
 _TRIAL, _RETRIAL = 8, 4  # rounds before a way to draft is judged: at first, and when it is tried again
 _STAKE = 3.0  # stock's steps that a trial in one row may lose; means over more rows scatter less

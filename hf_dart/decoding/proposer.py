@@ -10,10 +10,10 @@ from typing import Any, Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.ngram.table import NgramTable
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import DRAFT_COST
+from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import columns_of
 
 State = TypeVar("State")

@@ -1,4 +1,4 @@
-"""The draft that a drafter looks at again, and what the second look says about its tree.
+"""Edit passes: the draft that a drafter has looked at again, and the scores that come of it.
 
 Nothing here can change the output: a refined draft is verified like any other.
 """
@@ -14,45 +14,46 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Refined:
-    """Scores behind the tokens of one draft per row; behind any other token the first draft's still stand.
+    """Scores of candidates after the tokens of one draft per row.
 
     Attributes:
         tokens: [B, d] that draft.
-        scores: [B, d, K] log-scores of the candidates, each behind the draft's tokens in front of it.
+        scores: [B, d, K] log-scores of the candidates, each after the draft's tokens before it.
     """
 
     tokens: Tensor
     scores: Tensor
 
-    def replace(self, candidates: Tensor, table: Tensor) -> Tensor:
-        """Transitions, of which those from the draft's own tokens are the refined ones.
+    def replace(self, candidates: Tensor, steps: Tensor) -> Tensor:
+        """Put these scores in the place of those after the draft's own tokens; the others stay.
 
         Args:
-            candidates: [B, D, W] the candidates that were scored, and perhaps more behind them: copied tokens.
-            table: [B, D, W, W] transitions, or a view that broadcasts to them.
+            candidates: [B, d, W] the candidates that were scored, and perhaps more after them: copied tokens.
+            steps: [B, d, W, W] scores of candidates after each candidate of the depth before; [B, d, 1, W] where they
+                do not depend on it.
 
         Returns:
-            [B, D, W, W]
+            [B, d, W, W]
         """
-        depth, width = self.scores.shape[1:]
-        scores = self.scores.new_full(candidates.shape, -inf)
-        scores[:, :depth, :width] = self.scores
-        drafted = torch.zeros_like(candidates, dtype=torch.bool)  # the candidate in front is the draft's
-        drafted[:, 1:depth] = candidates[:, : depth - 1] == self.tokens[:, : depth - 1, None]
-        return torch.where(drafted[..., None], scores[:, :, None], table)
+        more = candidates.shape[-1] - self.scores.shape[-1]
+        scores = torch.nn.functional.pad(self.scores, (0, more), value=-inf)
+        drafted = torch.zeros_like(candidates, dtype=torch.bool)  # the candidate before is the draft's
+        drafted[:, 1:] = candidates[:, :-1] == self.tokens[:, :-1, None]
+        return torch.where(drafted[..., None], scores[:, :, None], steps)
 
 
-def best_chain(candidates: Tensor, table: Tensor | None) -> Tensor:
+def best_chain(candidates: Tensor, steps: Tensor) -> Tensor:
     """The tokens [B, d] of the path that takes the best step at every depth.
 
     Args:
-        candidates: [B, d, K] token ids, best first.
-        table: [B, d, K, K] transitions; None where they do not depend on the token in front.
+        candidates: [B, d, K] token ids.
+        steps: [B, d, J, K] scores of candidate k after candidate j of the depth before; J is 1 where they do not
+            depend on it.
     """
-    if table is None:
-        return candidates[..., 0]
-    columns = [table[:, 0, 0].argmax(-1)]  # [B] each
-    for steps in table[:, 1:].unbind(1):
-        row = columns[-1][:, None, None].expand(-1, 1, steps.shape[-1])
-        columns.append(steps.gather(1, row)[:, 0].argmax(-1))
-    return candidates.gather(2, torch.stack(columns, dim=1)[..., None])[..., 0]
+    columns = steps[:, 0, 0].argmax(-1)  # [B]
+    path = [columns]
+    for after in steps[:, 1:].unbind(1):
+        row = columns if after.shape[1] > 1 else torch.zeros_like(columns)
+        columns = after.gather(1, row[:, None, None].expand(-1, 1, after.shape[-1]))[:, 0].argmax(-1)
+        path.append(columns)
+    return candidates.gather(2, torch.stack(path, dim=1)[..., None])[..., 0]

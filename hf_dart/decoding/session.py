@@ -154,7 +154,6 @@ class Session:
         """Note what came of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
-        self.grower.learn(tree, accepted)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
         self.pace.count(accepted.counts, budget.limits, tree.size)
         if self.stats.trace is not None:

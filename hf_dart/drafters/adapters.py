@@ -30,12 +30,12 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.target.devices import as_dtype
+from hf_dart.trees.config import TreeConfig
 
 if TYPE_CHECKING:
     from hf_dart.drafters.dart.drafter import DartHead

@@ -7,9 +7,9 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.api import speculative_generate
 from hf_dart.decoding.proposer import Proposer, State
+from hf_dart.trees.config import TreeConfig
 
 
 class Drafter(Proposer[State]):

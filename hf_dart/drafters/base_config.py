@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 _SIZES = (
@@ -41,11 +39,3 @@ def check_shape(config: Any) -> None:
             f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
             f"({config.num_key_value_heads})."
         )
-
-
-def check_tree(fields_of_tree: dict[str, Any]) -> None:
-    """Raise a `ValueError` if a config's `tree` does not make a [`TreeConfig`]."""
-    known = [one.name for one in dataclasses.fields(TreeConfig)]
-    if unknown := sorted(fields_of_tree.keys() - set(known)):
-        raise ValueError(f"tree has the field {unknown[0]!r}; TreeConfig has {', '.join(known)}.")
-    TreeConfig(**fields_of_tree)

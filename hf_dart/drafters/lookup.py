@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.base import Drafter
+from hf_dart.trees.config import TreeConfig
 
 
 class LookupDrafter(Drafter[None]):

@@ -13,7 +13,6 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.api import attached
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter
@@ -22,9 +21,10 @@ from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optio
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.mixin import PushWithCard
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.ngram.table import NgramTable
 from hf_dart.target.devices import as_dtype, device_of, host_by_default
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import DRAFT_COST
+from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
 
 # What growing and walking a tree costs, relative to a forward of the target over one token.

@@ -27,11 +27,11 @@ processors that read scores, or tokens and lengths that the device knows, are pa
 The host (`loop`) launches a round and meanwhile reads the tokens of the round before from the ring; so it learns one
 round late that all rows have ended, and that last round changes nothing, as ended rows stand still on the device.
 
-Trees grow as on any device, n-grams included; the texts lie on the device for that (`text.FixedText`), where copies of
-earlier text are looked up too, as deep as the head drafts.
+Trees grow as on any device, n-grams included; the texts lie on the device for that, where copies of earlier text are
+looked up too, as deep as the head drafts (`trees.copies.BatchLookup`).
 
-What only the host can do (other processors, stopping criteria, calibration, edit passes, other drafters) is done in
-eager rounds around a captured forward of the target (`forward.Forward`) and a captured pass of the head (`draft`).
+What only the host can do (other processors, stopping criteria, edit passes, other drafters) is done in eager rounds
+around a captured forward of the target (`forward.Forward`) and a captured pass of the head (`draft`).
 
 `compile` turns it on for a pair of target and head; `compiled.Engine` says what each call takes, and leaves it to the
 eager round where the target cannot run on fixed shapes, or a round fails. All give the same tokens.

@@ -24,7 +24,7 @@ def shared(tree: DraftTree, running: Tensor, budget: int) -> DraftTree:
     """The likeliest `budget` nodes of all rows; what else the trees hold becomes empty.
 
     Args:
-        tree: [B, N] nodes by falling score in each row, as `grow_tree` leaves them.
+        tree: [B, N] nodes by falling score in each row, as `grow_in_tensors` leaves them.
         running: [B] rows that take part. Their roots are kept; there are no more of them than the budget.
         budget: M.
     """

@@ -53,7 +53,6 @@ def head_job(job: Job) -> HeadJob | str:
         (unknown, f"it has logits processors ({_names(processors)})"),
         (rows.in_step or rows.end_tokens is None, "it has stopping criteria of its own, or collects every step"),
         (drafts and config.refine > 0, "its drafts are refined (TreeConfig.refine)"),
-        (drafts and config.calibrate, "its scores are calibrated (TreeConfig.calibrate)"),
     ]
     refused = next((reason for holds, reason in asked if holds), None)
     return refused or HeadJob(job.session, job.cache, job.verify, job.head)

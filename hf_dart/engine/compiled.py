@@ -317,7 +317,7 @@ def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | Non
     As rows of a batch end, rounds of fewer rows take over: 4, 2 or 1 of them in the place of 8. A call that has to do
     without goes on in those that there are, and the next one that wants them makes them.
 
-    Of other calls, also those of other drafters, edit passes (`TreeConfig.refine`) and calibration, the forward of the
+    Of other calls, also those of other drafters and those with edit passes (`TreeConfig.refine`), the forward of the
     target alone is captured, and a head's pass. Where that cannot be (caches of more than keys and values, rotary
     frequencies that follow the text, several devices, forward hooks, collected hidden states), they run as if nothing
     had been compiled. The first of each kind warns and says why.

@@ -15,12 +15,14 @@ from hf_dart.engine.cache import FixedCache, FixedDraft
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
-from hf_dart.engine.text import FixedText
 from hf_dart.engine.topk import largest
-from hf_dart.ngram.table import NgramTable
 from hf_dart.target.verify import Verifier
-from hf_dart.trees.scoring import BeamScores, PathScores
-from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
+from hf_dart.trees.candidates import Candidates
+from hf_dart.trees.copies import BatchLookup, with_copies
+from hf_dart.trees.in_tensors import grow_in_tensors
+from hf_dart.trees.ngram.table import NgramTable
+from hf_dart.trees.scores import DraftScores
+from hf_dart.trees.tree import DraftTree
 from hf_dart.trees.vocabulary import token_ids
 
 
@@ -48,13 +50,13 @@ class FixedRound:
         state: State,
         processors: FixedProcessors,
         backend: str | None = None,
-        text: FixedText | None = None,
+        text: BatchLookup | None = None,
         ngram: NgramTable | None = None,
     ) -> None:
         self.shape, self.head, self.verifier = shape, head, verifier
         self.cache, self.draft, self.state = cache, draft, state
         self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
-        self._scores, self.text = PathScores(shape.tree, ngram), text
+        self._formula, self.text = DraftScores(shape.tree, ngram), text
         self._guess, self._check = compiled(self.guess, backend), compiled(self.check, backend)
 
     def __call__(self) -> None:
@@ -79,28 +81,26 @@ class FixedRound:
         draft = self.draft.ahead()
         proposal = self.head.propose(draft, state.features, state.next_tokens, state.counts, shape.depth)
         proposal = proposal.within(shape.vocab_size)
-        candidates, scores = self._candidates(proposal)
-        graft = None
+        tokens, scores = self._candidates(proposal)
+        none = tokens.new_zeros(shape.batch, 0)
+        copied, chances = none, none.float()
         if self.text is not None and shape.tree.lookup:
-            graft = self.text.copies()
-            candidates, scores = graft.extend(candidates, scores)
+            copied, chances = self.text.suggest()
+            tokens, scores = with_copies(tokens, scores, copied)
         table = None
         if shape.tree.selector:
-            table = self.head.transitions(proposal, state.roots, candidates, scores)
-        scorer = None
-        if table is not None or graft is not None or not self._scores.plain:
-            scorer = BeamScores(self._scores, shape.depth, None if table is None else Transitions(table), graft)
-        # A path of k drafts emits k + 1 tokens.
-        deepest = (self._left() - 1).minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0)
-        tree = grow_tree(
-            state.roots[:, None] if self.text is None else self.text.last(max(self._scores.context, 1)),
-            candidates,
-            scores,
-            nodes=shape.tree.nodes or 1,
-            beam=shape.tree.beam,
-            depth_limit=deepest,
-            scorer=scorer,
+            table = self.head.transitions(proposal, state.roots, tokens, scores)
+        candidates = Candidates(
+            state.roots[:, None] if self.text is None else self.text.last(max(self._formula.context, 1)),
+            tokens,
+            (scores[:, :, None] if table is None else table).float(),
+            self._formula,
+            copied,
+            chances,
+            # A path of k drafts emits k + 1 tokens.
+            (self._left() - 1).minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0),
         )
+        tree = grow_in_tensors(candidates, nodes=shape.tree.nodes or 1, beam=shape.tree.beam)
         tree = tree.padded(shape.bucket)
         return tree if shape.budget is None else shared(tree, self._left() > 0, shape.budget)
 

@@ -1,6 +1,6 @@
 """The forwards of target and head on fixed shapes, for calls whose rounds ask the host: all else is eager.
 
-What a call asks of the host (processors that may do anything, n-gram tables, drafters of every kind) runs as in the
+What a call asks of the host (processors that may do anything, edit passes, drafters of every kind) runs as in the
 eager round. Of a round that is bound by launches the target's forward is by far the most, and the head's pass the next:
 those two stand in for a session's own here (`Forward.stand_in`).
 """

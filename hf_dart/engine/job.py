@@ -8,12 +8,12 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.dart.drafting import DraftingModel
 from hf_dart.target.verify import Verifier
+from hf_dart.trees.config import TreeConfig
 
 
 @dataclass(frozen=True)

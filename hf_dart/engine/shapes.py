@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.engine import processing
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.job import HeadJob
 from hf_dart.engine.state import Shape, filled_up, most_nodes
+from hf_dart.trees.config import TreeConfig
 
 
 def shapes_of(job: HeadJob, running: list[tuple[int, int]], first_tier: int, share: int) -> list[Shape]:

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.noise import MAX_LEAD
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.processing import sees_text
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 RING = 4
@@ -83,7 +83,7 @@ def filled_up(nodes: int) -> int:
 
 
 def most_nodes(depth: int, config: TreeConfig, vocab_size: int) -> int:
-    """How many nodes, the root included, `grow_tree` finds at most for so many drafts."""
+    """How many nodes, the root included, `grow_in_tensors` finds at most for so many drafts."""
     if depth == 0:
         return 1
     width = min(config.top_k, vocab_size) + (config.lookup > 0)

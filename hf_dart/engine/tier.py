@@ -18,7 +18,7 @@ from hf_dart.engine.job import HeadJob
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
-from hf_dart.engine.text import FixedText
+from hf_dart.trees.copies import BatchLookup
 from hf_dart.trees.tree import DraftTree
 
 
@@ -53,7 +53,7 @@ class Tier:
         ngram = job.head.ngram if shape.tree.ngram_weight else None
         self.text = None
         if shape.tree.lookup or ngram is not None:
-            self.text = FixedText(shape.batch, shape.slots + shape.path + 1, shape.tree.lookup, device)
+            self.text = BatchLookup(shape.batch, shape.slots + shape.path + 1, shape.tree.lookup, device)
         self.round = FixedRound(
             shape, job.head, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
         )

@@ -20,11 +20,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.interop.checkpoint import Fields, read_tensors
 from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
 from hf_dart.target.features import default_feature_layers
+from hf_dart.trees.config import checked_tree
 from hf_dart.trees.vocabulary import vocabulary_hash
 
 if TYPE_CHECKING:
@@ -170,8 +170,8 @@ def _read_kept(kept: Fields) -> dict[str, Any]:
         if name != "tree" and not isinstance(value, bool if name == "enable_thinking" else str):
             raise kept.wrong(name, value, "as write_original writes it")
     try:
-        TreeConfig(**known.get("tree", {}))
-    except TypeError as error:
+        checked_tree(known.get("tree", {}))
+    except (TypeError, AttributeError) as error:
         raise kept.wrong("tree", known["tree"], "the fields of a TreeConfig") from error
     return known
 

@@ -13,7 +13,6 @@ from huggingface_hub import constants
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
@@ -26,6 +25,7 @@ from hf_dart.training.recipe import Recipe
 from hf_dart.training.trainers.arguments import DrafterArguments, TargetArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.kinds import trainer_of
+from hf_dart.trees.config import TreeConfig
 
 FINAL = "final"
 """Folder of a run that holds the trained head."""

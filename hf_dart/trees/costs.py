@@ -87,16 +87,3 @@ class RoundCost:
         nodes = np.arange(1, most + 1)
         beyond = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) * np.maximum(nodes - sizes[-1], 0)
         return self.draft + np.interp(nodes, sizes, costs) + beyond
-
-    def pays_to_grow(self, nodes: int, most: int, expected: float, gain: float, best: float) -> bool:
-        """May a tree of more than `nodes` nodes bring more per cost than `best`?
-
-        Between two points the rate rises or falls all the way, so that only points need a look.
-
-        Args:
-            most: nodes that it may have.
-            expected: tokens expected of the tree so far.
-            gain: tokens that one more node brings; later ones bring no more.
-        """
-        sizes = [size for size, _ in self.points if nodes < size < most]
-        return any(expected + gain * (size - nodes) > best * self.of(size) for size in (*sizes, most))

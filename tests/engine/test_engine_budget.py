@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from support.cases import batch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
+from support.trees import candidates_of
 
 import hf_dart
 from hf_dart import TreeConfig
@@ -19,7 +20,8 @@ from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.engine.attention import MASKS, NODES
 from hf_dart.engine.budget import computed, shared
-from hf_dart.trees.tree import DraftTree, grow_tree
+from hf_dart.trees.in_tensors import grow_in_tensors
+from hf_dart.trees.tree import DraftTree
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 GREEDY = {"do_sample": False, "max_new_tokens": 30}
@@ -49,7 +51,8 @@ def test_the_likeliest_nodes_of_all_rows(rows: int, budget: int, seed: int) -> N
     tokens = torch.arange(12).view(1, 3, 4).expand(rows, -1, -1)
     roots = torch.arange(rows)[:, None] + 100
     deepest = torch.randint(0, 4, (rows,), generator=generator)
-    tree = grow_tree(roots, tokens, scores, nodes=13, beam=4, depth_limit=deepest).padded(16)
+    candidates = candidates_of(tokens, scores, history=roots, deepest=deepest.tolist())
+    tree = grow_in_tensors(candidates, nodes=13, beam=4).padded(16)
     running = torch.rand(rows, generator=generator) < 0.7
     running[0] = True
     assert tree.scores is not None

@@ -51,7 +51,7 @@ def used(made: Engine) -> bool:
     [
         ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor"),
         ({"return_dict_in_generate": True, "output_scores": True}, "collects every step"),
-        ({"tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
+        ({"remove_invalid_values": True}, "InfNanRemoveLogitsProcessor"),
     ],
     ids=str,
 )

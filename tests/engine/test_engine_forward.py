@@ -57,7 +57,7 @@ class Every(LogitsProcessor):
         ({**SAMPLED, "typical_p": 0.9}, "TypicalLogitsWarper"),
         ({**SAMPLED, "logits_processor": LogitsProcessorList([Every()]), **ENDS}, "Every"),
         ({**GREEDY, "return_dict_in_generate": True, "output_scores": True}, "collects every step"),
-        ({**GREEDY, "tree_config": TreeConfig(nodes=8, calibrate=True)}, "calibrated"),
+        ({**GREEDY, "remove_invalid_values": True}, "InfNanRemoveLogitsProcessor"),
     ],
     ids=lambda part: part if isinstance(part, str) else "",
 )
@@ -88,7 +88,7 @@ def test_a_cache_that_is_kept() -> None:
     head = tiny_head(target)
     engine(target, head)
     kept = []
-    for drafting in ({}, {"assistant": head, "tree_config": TreeConfig(nodes=8, calibrate=True)}):
+    for drafting in ({}, {"assistant": head, "remove_invalid_values": True}):
         cache = DynamicCache(config=target.config)
         first = run(target, prompts([9]), 0, past_key_values=cache, **GREEDY, **drafting).sequences
         longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)

@@ -9,8 +9,8 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical_up_to_near_ties, tally
+from support.ngrams import random_table
 from support.tiny import prompts, tiny_head, tiny_target
-from test_ngram_scorer import random_table
 
 import hf_dart
 from hf_dart import TreeConfig

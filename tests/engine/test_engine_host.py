@@ -11,8 +11,8 @@ from unittest.mock import MagicMock, Mock
 import pytest
 import torch
 from support.cases import batch
+from support.ngrams import random_table
 from support.tiny import tiny_head, tiny_target
-from test_ngram_scorer import random_table
 from torch import Tensor
 
 import hf_dart

@@ -1,57 +1,24 @@
-"""Texts on the device: copies as `RowLookup` finds them on the host, contexts of n-grams, and rounds that use both."""
+"""Rounds on fixed shapes whose trees follow the text: copies of it, and n-grams after it."""
 
 from __future__ import annotations
 
-import random
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from support.cases import batch
 from support.compare import assert_identical
+from support.ngrams import random_table
 from support.tiny import prompts, tiny_head, tiny_target
-from test_ngram_scorer import random_table
 from torch._dynamo.utils import counters
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine.text import FixedText
-from hf_dart.lookup import RowLookup
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), vocabulary=st.sampled_from([1, 2, 3, 6]), length=st.integers(1, 12))
-def test_copies_are_those_of_the_host(seed: int, vocabulary: int, length: int) -> None:
-    """Round by round, with what both have learned of their copies; rows that stand still ask again."""
-    numbers = random.Random(seed)
-    texts = [[numbers.randrange(vocabulary) for _ in range(numbers.randrange(1, 40))] for _ in range(3)]
-    text = FixedText(3, 120, length, torch.device("cpu"))
-    text.load(texts)
-    lookups = [RowLookup(row) for row in texts]
-    for _ in range(6):
-        graft = text.copies()
-        for row, lookup in enumerate(lookups):
-            copied, chance = lookup.suggest(length)
-            real = graft.log_chances[row] > -torch.inf
-            assert graft.tokens[row][real].tolist() == copied
-            assert graft.log_chances[row][real].tolist() == pytest.approx([chance] * len(copied))
-            assert real.tolist() == sorted(real.tolist(), reverse=True)
-        counts = torch.tensor([numbers.randrange(6) for _ in texts])
-        # Now and then what was copied comes true.
-        tokens = torch.randint(vocabulary, (3, 5), generator=torch.Generator().manual_seed(numbers.randrange(2**31)))
-        if numbers.random() < 0.5:
-            tokens[:, : min(length, 5)] = graft.tokens[:, :5]
-        text.append(tokens, counts)
-        for row, count in enumerate(counts.tolist()):
-            texts[row].extend(tokens[row, :count].tolist())
-        assert text.last(4).tolist() == [[-1] * (4 - len(row)) + row[-4:] for row in texts]
 
 
 @pytest.mark.parametrize("size", [1, 4])

@@ -9,10 +9,11 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.drafters.base_config import check_shape, check_tree
+from hf_dart.drafters.base_config import check_shape
 from hf_dart.errors import check_types
 from hf_dart.hub.download import cached_commit
 from hf_dart.target.features import default_feature_layers, layer_count
+from hf_dart.trees.config import checked_tree
 
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
@@ -120,7 +121,7 @@ class DartConfig(PreTrainedConfig):
         check_types(self, DartConfig)
         self.feature_layers = sorted(set(self.feature_layers))
         check_shape(self)
-        check_tree(self.tree)
+        self.tree = checked_tree(self.tree)
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
         if self.block_attention not in ("causal", "bidirectional"):

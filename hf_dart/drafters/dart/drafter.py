@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from typing import Self
 
     from hf_dart.drafters.dart.configuration import DartConfig
-    from hf_dart.ngram.table import NgramTable
+    from hf_dart.trees.ngram.table import NgramTable
 
 Part = TypeVar("Part", bound=nn.Module)
 

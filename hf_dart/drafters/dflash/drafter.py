@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.dflash.configuration import DFlashConfig
@@ -30,6 +29,7 @@ from hf_dart.interop.checkpoint import read_config, read_tensors
 from hf_dart.target.devices import as_dtype, device_of, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
+from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 Rotation = tuple[Tensor, Tensor]

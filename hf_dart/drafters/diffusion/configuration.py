@@ -7,9 +7,10 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from hf_dart.drafters.base_config import check_shape, check_tree
+from hf_dart.drafters.base_config import check_shape
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_types
+from hf_dart.trees.config import checked_tree
 
 UNMASKING = ("confidence", "left_to_right")
 
@@ -73,7 +74,7 @@ class DiffusionConfig(PreTrainedConfig):
         check_types(self, DiffusionConfig)
         self.feature_layers = sorted(set(self.feature_layers))
         check_shape(self)
-        check_tree(self.tree)
+        self.tree = checked_tree(self.tree)
         for name in ("denoise_steps", "num_layers", "lm_head_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")

@@ -221,7 +221,7 @@ class DartTrainer(DrafterTrainer):
         width = min(self.head.tree_config.top_k, logits.shape[-1])
         scores, candidates = logits.log_softmax(-1).topk(width)
         table = self.head.transitions(Proposal(logits, hidden), roots, candidates, scores)
-        return best_chain(candidates, table)
+        return best_chain(candidates, scores[:, :, None] if table is None else table)
 
     @torch.no_grad()
     def _acceptance(self, hidden: Tensor, target_logits: Tensor, goals: Tensor) -> Tensor:

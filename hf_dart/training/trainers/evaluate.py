@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_dart.configuration import TreeConfig
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
+from hf_dart.trees.config import TreeConfig
 
 
 class DraftQuality:

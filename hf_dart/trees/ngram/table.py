@@ -10,24 +10,20 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+import torch
 from safetensors import SafetensorError, safe_open
 
-if TYPE_CHECKING:
-    import torch
-
-    from hf_dart.ngram.lookup import DeviceNgrams, HostNgrams
+from hf_dart.trees.arrays import Array
+from hf_dart.trees.ngram.lookup import Ngrams
 
 FORMAT, VERSION = "hf_dart.ngram", "1"
 MOST_COUNTED = 2**32 - 1
 """Counts of bigrams and longer stop here."""
 _CHECKED_AT_ONCE = 2**20  # n-grams
 _LARGEST_VOCABULARY = 2**31
-
-Array = NDArray[Any]
 
 
 @dataclass(frozen=True)
@@ -67,8 +63,8 @@ class NgramSpec:
 class NgramTable:
     """Counts of the n-grams of a corpus, read from a file as they are needed.
 
-    `NgramTable.load(path)` opens one, `hf_dart.ngram.build.build` counts one. A table is never changed; copies and
-    pickles of it share the file.
+    `NgramTable.load(path)` opens one, `hf_dart.trees.ngram.build.build` counts one. A table is never changed; copies
+    and pickles of it share the file.
 
     Attributes:
         path: of the file.
@@ -82,8 +78,8 @@ class NgramTable:
 
     def __init__(self, path: Path, check: bool = True) -> None:
         self.path = path
-        self._host: HostNgrams | None = None
-        self._devices: dict[torch.device, DeviceNgrams] = {}
+        self._host: Ngrams | None = None
+        self._devices: dict[torch.device, Ngrams] = {}
         try:
             # As torch tensors, since these are views of the mapped file; safetensors' NumPy arrays are copies.
             with safe_open(path, framework="pt") as file:
@@ -140,20 +136,21 @@ class NgramTable:
         return self.unigrams.nbytes + sum(array.nbytes for array in (*self.keys, *self.counts))
 
     @property
-    def on_host(self) -> HostNgrams:
-        """The table as it lies in the file, for many lookups at once."""
-        from hf_dart.ngram.lookup import HostNgrams
-
+    def on_host(self) -> Ngrams:
+        """The table as it lies in the file, for many lookups at once in NumPy."""
         if self._host is None:
-            self._host = HostNgrams(self)
+            self._host = Ngrams(self.spec.bits, self.tokens, self.unigrams, self.keys, self.counts)
         return self._host
 
-    def on(self, device: torch.device) -> DeviceNgrams:
+    def on(self, device: torch.device) -> Ngrams:
         """The table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
-        from hf_dart.ngram.lookup import DeviceNgrams
-
         if device not in self._devices:
-            self._devices[device] = DeviceNgrams(self, device)
+            with safe_open(self.path, framework="pt", device=str(device)) as file:
+                orders = range(2, self.spec.order + 1)
+                unigrams, keys = file.get_tensor("counts.1"), [file.get_tensor(f"keys.{order}") for order in orders]
+                # Few operations take uint32.
+                counts = [file.get_tensor(f"counts.{order}").view(torch.int32) for order in orders]
+            self._devices[device] = Ngrams(self.spec.bits, self.tokens, unigrams, keys, counts)
         return self._devices[device]
 
     def check_fit(self, tokenizer_hash: str | None, rows: int) -> None:
@@ -181,14 +178,14 @@ class NgramTable:
         return int(self.counts[order - 2][place]) if place < len(keys) and keys[place] == key else 0
 
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
-        """What the corpus says of each candidate behind each context.
+        """What the corpus says of each candidate after each context: the rule, one n-gram at a time.
 
         As in DART's trie: count(context + candidate) / count(context) for the longest context, of up to order - 1
-        tokens, behind which the corpus has the candidate; at last the candidate's share of all tokens. One n-gram at a
-        time: the plain form of what `on_host` and `on` look up.
+        tokens, after which the corpus has the candidate; without one, the candidate's share of all tokens. `on_host`
+        and `on` look up many at once by the same rule.
 
         Args:
-            contexts: [R, C] the tokens in front, the last one last; a negative one ends the context.
+            contexts: [R, C] the tokens before, the last one last; a negative one ends the context.
             candidates: [R, K] token ids; negative is no candidate.
 
         Returns:

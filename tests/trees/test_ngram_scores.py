@@ -13,27 +13,17 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical, run
+from support.ngrams import random_table
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from test_growth import paths
+from support.trees import WAYS, paths
 from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart import DartHead, NgramTable, TreeConfig
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.proposer import Proposal
-from hf_dart.ngram.build import build
-from hf_dart.ngram.lookup import HostNgrams
-
-
-def random_table(path: Path, order: int = 3, vocabulary: int = VOCABULARY, seed: int = 0) -> NgramTable:
-    """Counts of a text in which few tokens follow each other."""
-    random = Random(seed)
-    text = [0]
-    for _ in range(4000):
-        text.append((text[-1] * 5 + min(int(random.expovariate(0.4)), 9)) % vocabulary)
-    return build([text[start : start + 50] for start in range(0, 4000, 50)], path, order=order, vocab_size=vocabulary)
+from hf_dart.trees.ngram.build import build
 
 
 @pytest.fixture(scope="module")
@@ -50,35 +40,20 @@ def questions(vocabulary: int, width: int, seed: int) -> tuple[np.ndarray, np.nd
     return generator.integers(-1, vocabulary + 2, (200, width)), generator.integers(-1, vocabulary + 3, (200, 7))
 
 
+@pytest.mark.parametrize("way", ["arrays", "tensors"])
 @pytest.mark.parametrize("order", [2, 3, 4])
-def test_devices_give_the_same_probabilities(tmp_path: Path, order: int) -> None:
+def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: int, way: str) -> None:
     table = random_table(tmp_path / "table", order)
     pruned = build([[1, 2, 3]], tmp_path / "pruned", order=order, vocab_size=VOCABULARY, min_counts=(9,))
     for one in (table, pruned):
-        device = one.on(torch.device("cpu"))
-        assert one.on(torch.device("cpu")) is device, "copied once"
+        many = one.on_host if way == "arrays" else one.on(torch.device("cpu"))
+        assert many is (one.on_host if way == "arrays" else one.on(torch.device("cpu"))), "made once"
         for width in range(order + 2):
-            contexts, candidates = questions(VOCABULARY, width, width)
-            found = device.probabilities(torch.tensor(contexts), torch.tensor(candidates))
-            assert found.tolist() == one.probabilities(contexts, candidates).tolist()
-
-
-@pytest.mark.parametrize("machine_code", [False, True])
-@pytest.mark.parametrize("order", [2, 3, 4])
-def test_many_at_once_give_the_same_probabilities(tmp_path: Path, order: int, machine_code: bool) -> None:
-    """In NumPy, and compiled where numba is installed."""
-    if machine_code:
-        pytest.importorskip("numba")
-    table = random_table(tmp_path / "table", order)
-    reduced = build([[1, 2, 3]], tmp_path / "reduced", order=order, vocab_size=VOCABULARY, min_counts=(9,))
-    for one in (table, reduced):
-        host = HostNgrams(one, machine_code)
-        for width in range(order + 2):
-            contexts, candidates = questions(VOCABULARY, width, width)
-            found = host.probabilities(contexts, candidates)
-            assert found.tolist() == one.probabilities(contexts, candidates).tolist()
-            same = np.tile(candidates[0], (len(contexts), 1))
-            assert host.probabilities(contexts, candidates[0]).tolist() == one.probabilities(contexts, same).tolist()
+            given = questions(VOCABULARY, width, width)
+            contexts, candidates = given if way == "arrays" else tuple(map(torch.from_numpy, given))
+            assert many.probabilities(contexts, candidates).tolist() == one.probabilities(*given).tolist()
+            same = np.tile(given[1][0], (len(contexts), 1))
+            assert many.probabilities(contexts, candidates[0]).tolist() == one.probabilities(given[0], same).tolist()
 
 
 @pytest.mark.gpu
@@ -107,9 +82,7 @@ def trees(head: Any, config: TreeConfig, way: str, noisy: bool, deepest: list[in
     )
     proposal = Proposal(proposal.logits[:, :depth], proposal.hidden[:, :depth])
     gumbel = -torch.empty(3, 4, VOCABULARY).exponential_(1, generator=generator).log() if noisy else None
-    grower = TreeGrower(head, config, LogitsProcessorList(), texts, torch.device("cpu"))
-    for other in {"_on_host", "_on_device"} - {way}:
-        setattr(grower, other, getattr(grower, way))
+    grower = WAYS[way](head, config, LogitsProcessorList(), texts, torch.device("cpu"))
     tree = grower(proposal, gumbel, deepest)
     return [paths(tree, row) for row in range(3)]
 
@@ -140,18 +113,18 @@ def test_host_and_device_grow_the_same_trees(
 ) -> None:
     """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
     head = head_with(random_table(tmp_path / "table", order), rank)
-    for nodes, beam in ((25, 10**6), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies behind
+    for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies behind
         config = TreeConfig(nodes=nodes, depth=4, top_k=5, beam=beam, lookup=7, scores=scores)
-        found = [trees(head, config, way, noisy, [9, 3, 9]) for way in ("_on_host", "_on_device")]
+        found = [trees(head, config, way, noisy, [9, 3, 9]) for way in WAYS]
         assert found[0] == found[1]
-    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=10**6, lookup=7, scores=scores)
-    found = [trees(head, config, "_on_host", noisy, [9, 3, 9])]
-    alone = trees(head, TreeConfig(nodes=25, depth=4, top_k=5, lookup=7, ngram_weight=0), "_on_host", noisy, [9, 3, 9])
+    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=1000, lookup=7, scores=scores)
+    found = [trees(head, config, "host", noisy, [9, 3, 9])]
+    alone = trees(head, TreeConfig(nodes=25, depth=4, top_k=5, lookup=7, ngram_weight=0), "host", noisy, [9, 3, 9])
     assert alone != found[0], "the table counts"
 
 
 @pytest.mark.parametrize("scores", ["survival", "paper"])
-@pytest.mark.parametrize("way", ["_on_host", "_on_device"])
+@pytest.mark.parametrize("way", WAYS)
 def test_scores_are_those_of_the_formula(
     table: NgramTable, way: str, scores: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +132,7 @@ def test_scores_are_those_of_the_formula(
     head = head_with(table)
     nodes, depth, width, weight = 20, 3, 4, 0.7
     config = TreeConfig(
-        nodes=nodes, depth=depth, top_k=width, beam=10**6, lookup=0, scores=scores, ngram_weight=weight
+        nodes=nodes, depth=depth, top_k=width, beam=1000, lookup=0, scores=scores, ngram_weight=weight
     )
     drafts: list[Tensor] = []
 
@@ -205,12 +178,10 @@ def test_what_is_no_candidate_stays_none(table: NgramTable) -> None:
     """All but one candidate cut off by a nucleus: nothing grows from the others, in either way."""
     head = head_with(table)
     for config in (TreeConfig.paper(), TreeConfig(nodes=30, top_k=4, lookup=0)):
-        for way in ("_on_host", "_on_device"):
-            grower = TreeGrower(head, config, LogitsProcessorList(), [[1, 2, 3]], torch.device("cpu"))
+        for way in WAYS:
+            grower = WAYS[way](head, config, LogitsProcessorList(), [[1, 2, 3]], torch.device("cpu"))
             logits = torch.full((1, 4, VOCABULARY), -inf)
             logits[:, :, 7] = 0
-            for other in {"_on_host", "_on_device"} - {way}:
-                setattr(grower, other, getattr(grower, way))
             tree = grower(Proposal(logits, torch.zeros(1, 4, 1)), None, [9])
             assert paths(tree, 0) == {(7,), (7, 7), (7, 7, 7), (7, 7, 7, 7)}
 
@@ -301,7 +272,7 @@ def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     assert main(words) == 0
     shown = capsys.readouterr().out
-    names = ("chain", "marginal tree", "+ n-gram (paper)", "+ n-gram (calibrated)", "+ selector + n-gram (survival)")
+    names = ("chain", "marginal tree", "+ n-gram (paper)", "+ n-gram (survival)", "+ selector + n-gram (survival)")
     for name in (*names, "+ selector + n-gram (survival) + copies, size by cost", "the head's own", "head: + selector"):
         assert f"| {name} | " in shown
     assert "| yes |" in shown

@@ -1,144 +1,20 @@
-"""Trees grown on the host: the same nodes as the tensor path's, no more than are worth it, and pauses."""
+"""Pauses and chains where drafts bring less than they cost: when they come, and that they change no token."""
 
 from __future__ import annotations
 
 from itertools import groupby
-from math import exp, inf
-from random import Random
 
-import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
-from torch import Tensor
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.drafting import joined
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, headway, shares
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposer import Verified
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.pretrained import _CALL
-from hf_dart.trees.best_first import RowDraft, best_first
-from hf_dart.trees.by_depth import Drafts, by_depth
-from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.tree import DraftTree, Transitions, grow_tree
-
-Path = tuple[int, ...]
-
-
-def paths(tree: DraftTree, row: int) -> set[Path]:
-    """The drafted tokens from the root to each real node, by the ancestor masks."""
-    real = (tree.parents[row] >= 0).nonzero().flatten().tolist()
-    return {tuple(tree.tokens[row][tree.ancestors[row, node]].tolist()[1:]) for node in real}
-
-
-def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Candidates [B, d, K], distinct within a depth, and transitions [B, d, K, K]."""
-    generator = torch.Generator().manual_seed(seed)
-    candidates = torch.rand(batch, depth, 50, generator=generator).argsort(-1)[..., :width]
-    table = (2 * torch.randn(batch, depth, width, width, generator=generator)).log_softmax(-1)
-    table[:, 0] = table[:, 0, :1]  # the root is in front of the first
-    return candidates, table
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize(("depth", "width", "nodes"), [(1, 6, 4), (3, 4, 12), (4, 3, 30), (5, 2, 9), (3, 3, 200)])
-def test_grows_the_nodes_of_the_tensor_path(depth: int, width: int, nodes: int, seed: int) -> None:
-    candidates, table = random_draft(3, depth, width, seed)
-    limits = [depth, max(1, depth - 1), 0]
-    roots = [7, 8, 9]
-    drafts = [
-        RowDraft(root, tokens, pairs, limit)
-        for root, tokens, pairs, limit in zip(roots, candidates.tolist(), table.tolist(), limits, strict=True)
-    ]
-    found = best_first(drafts, nodes=nodes)
-    wanted = grow_tree(
-        torch.tensor(roots)[:, None],
-        candidates,
-        table[:, :, 0],
-        nodes=nodes,
-        beam=width**depth,  # no beam at all
-        depth_limit=torch.tensor(limits),
-        scorer=Transitions(table),
-    )
-    for row in range(3):
-        assert paths(found, row) == paths(wanted, row)
-    again = DraftTree.from_parents(found.tokens, found.parents, depth)
-    assert torch.equal(found.depths, again.depths)
-    assert torch.equal(found.ancestors, again.ancestors)
-    assert found.max_depth == int(found.depths.max())
-
-
-@pytest.mark.parametrize("penalty", [None, 1.3])
-@pytest.mark.parametrize("noisy", [False, True])
-@pytest.mark.parametrize("rank", [0, 4])
-def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None) -> None:
-    """Copies, selector, noise and penalty reach the host's trees as they reach the device's."""
-    target = tiny_target("qwen3")
-    head = tiny_head(target, selector_rank=rank)
-    generator = torch.Generator().manual_seed(3)
-    if rank:
-        with torch.no_grad():
-            for weight in head.selector.parameters():
-                weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
-    random = Random(1)
-    text = [random.randrange(3, 40) for _ in range(9)]
-    texts = [[*text, *text[:4]], [random.randrange(3, 40) for _ in range(6)], [5, 6, 5, 6, 5, 6, 5]]
-    proposal = Proposal(
-        torch.randn(3, 4, 48, dtype=torch.float64, generator=generator),
-        torch.randn(3, 4, head.config.hidden_size, dtype=torch.float64, generator=generator),
-    )
-    gumbel = -torch.empty(3, 4, 48).exponential_(1, generator=generator).log() if noisy else None
-    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
-    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=10**6, lookup=7)
-    found = []
-    for way in ("_on_host", "_on_device"):
-        grower = TreeGrower(head, config, processors, texts, torch.device("cpu"))
-        for other in {"_on_host", "_on_device"} - {way}:
-            setattr(grower, other, getattr(grower, way))
-        tree = grower(proposal, gumbel, [9, 3, 9])
-        found.append([paths(tree, row) for row in range(3)])
-    assert found[0] == found[1]
-    assert max(map(len, found[0][0])) > 4, "a copy goes deeper than the drafter"
-    assert max(map(len, found[0][1])) <= 3
-
-
-def test_no_node_that_costs_more_than_it_brings() -> None:
-    """The size is the one that maximises expected tokens per cost, found here by trying every size."""
-    shrunk = 0
-    for seed in range(20):
-        candidates, table = random_draft(2, 3, 4, seed)
-        lists = zip(candidates.tolist(), table.tolist(), strict=True)
-        drafts = [RowDraft(1, tokens, pairs, 3) for tokens, pairs in lists]
-        cost, draft_cost = 0.02 + 0.01 * seed, 0.1 * (seed % 5)
-        rates = []
-        for nodes in range(1, 21):
-            tree = best_first(drafts, nodes=nodes)
-            expected = 2.0
-            for row, draft in enumerate(drafts):
-                for path in paths(tree, row):
-                    columns = [draft.candidates[depth].index(token) for depth, token in enumerate(path)]
-                    steps = zip(draft.table, [0, *columns], columns, strict=False)
-                    expected += exp(sum(min(pairs[front][column], -1e-4) for pairs, front, column in steps))
-            rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
-        size = best_first(drafts, nodes=20, cost=RoundCost.linear(draft_cost, cost, 2)).size
-        assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
-        shrunk += size < 20
-    assert shrunk > 10
-
-
-def test_nothing_to_grow() -> None:
-    tree = best_first([RowDraft(5, [[1, 2]], [[[-1.0, -2.0]]], -1), RowDraft(6, [[-1]], [[[-1.0]]], 1)], nodes=8)
-    assert tree.tokens.tolist() == [[5], [6]]
-    assert tree.max_depth == 0
-    copied = best_first([RowDraft(5, [[1]], [[[-inf]]], 4, copied=[1, 2, 3], log_chance=-0.1)], nodes=8)
-    assert paths(copied, 0) == {(1,), (1, 2), (1, 2, 3)}
-
-
-# ---- pauses -----------------------------------------------------------------------------------------------
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
@@ -219,23 +95,6 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
         turns.count([1, 3] if number % 2 else [3, 1], [50, 50], 4)
 
 
-@pytest.mark.parametrize("context", [False, True], ids=["best first", "by depth"])
-def test_trees_grow_for_the_rows_that_count(context: bool) -> None:
-    """One row's draft is sure, the other's is not: nodes are worth their cost if the sure row is not far ahead."""
-    sure, unsure = [[-0.05, -5.0]], [[-5.0, -6.0]]
-    cost = RoundCost.linear(0.0, 0.05, 2)
-    for parts, size in (([0.5, 0.5], 2), ([1.0, 0.0], 2), ([0.02, 0.98], 1), (None, 2)):
-        if context:
-            history, tokens = np.array([[1], [2]]), np.array([[[3, 4]], [[3, 4]]])
-            none = np.empty((2, 0))
-            drafts = Drafts(history, tokens, lambda *_: np.array([sure, unsure]), [1, 1], none, none)
-            tree = by_depth(drafts, nodes=4, beam=4, cost=cost, shares=parts)
-        else:
-            rows = [RowDraft(1, [[3, 4]], [sure], 1), RowDraft(2, [[3, 4]], [unsure], 1)]
-            tree = best_first(rows, nodes=4, cost=cost, shares=parts)
-        assert tree.size == size
-
-
 def test_what_a_draft_is_taken_to_cost() -> None:
     """By weights and by their number: a head beside which the target is small is charged for it."""
     target = tiny_target("llama")
@@ -277,23 +136,6 @@ def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> N
     assert len(said(caplog)) == 1
     for cause in ("chat template", "language", "thinking", "another target"):
         assert cause in said(caplog)[0]
-
-
-@pytest.mark.parametrize("way", ["_on_host", "_on_device"])
-def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
-    head = tiny_head(tiny_target("llama"), selector_rank=4)
-    logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
-    proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
-    config = TreeConfig(nodes=25, depth=4, top_k=5, lookup=0)
-    grower = TreeGrower(head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
-    for other in {"_on_host", "_on_device"} - {way}:
-        setattr(grower, other, getattr(grower, way))
-    with torch.no_grad():
-        tree = grower(proposal, None, [9, 2], chain=True)
-    best = logits.argmax(-1).tolist()
-    assert tree.size == 5
-    for row, deepest in enumerate((4, 2)):
-        assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}
 
 
 def test_drafts_that_pay_go_on() -> None:
@@ -339,7 +181,7 @@ def test_positions_that_waited_are_taken_in_as_they_came() -> None:
                 number += 1
                 tokens[row, place] = number
                 came[row].append(number)
-        chunks.append((tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
+        chunks.append(Verified(tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
     features, tokens, counts = joined(chunks)
     assert counts.tolist() == [len(row) for row in came]
     for row, wanted in enumerate(came):

@@ -12,8 +12,8 @@ import pytest
 import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
+from support.trees import candidates_of, paths, random_draft
 from support.users import Clock
-from test_growth import paths, random_draft
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact
@@ -23,8 +23,8 @@ from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.target.loading import PACKAGED_TARGET
-from hf_dart.trees.best_first import RowDraft, best_first
 from hf_dart.trees.costs import RoundCost, checked_points, interpolated
+from hf_dart.trees.on_host import grow_on_host
 
 POINTS = ((1.0, 1.0), (4.0, 1.3), (8.0, 1.3), (16.0, 2.1))
 
@@ -55,8 +55,7 @@ def test_the_size_is_that_of_most_tokens_per_cost() -> None:
     random = Random(0)
     sizes = set()
     for seed in range(25):
-        candidates, table = random_draft(2, 3, 4, seed)
-        drafts = [RowDraft(1, *lists, 3) for lists in zip(candidates.tolist(), table.tolist(), strict=True)]
+        candidates = candidates_of(*random_draft(2, 3, 4, seed)).on_host()
         costs = [1.0]
         for _ in range(4):
             costs.append(costs[-1] + random.choice([0.0, 0.1, 0.6]))
@@ -64,14 +63,14 @@ def test_the_size_is_that_of_most_tokens_per_cost() -> None:
         cost = RoundCost.measured(random.choice([0.0, 0.5]), points, 2)
         rates = []
         for nodes in range(1, 24):
-            tree = best_first(drafts, nodes=nodes)
+            tree = grow_on_host(candidates, nodes=nodes)
             assert tree.scores is not None
             expected = sum(exp(score) for row in tree.scores.tolist() for score in row)
             rates.append(expected / cost.of(nodes))
-        best = best_first(drafts, nodes=23, cost=cost)
+        best = grow_on_host(candidates, nodes=23, cost=cost)
         sizes.add(best.size)
         assert rates[best.size - 1] == pytest.approx(max(rates), rel=1e-9)
-        assert all(paths(best, row) == paths(best_first(drafts, nodes=best.size), row) for row in range(2))
+        assert all(paths(best, row) == paths(grow_on_host(candidates, nodes=best.size), row) for row in range(2))
     assert len(sizes) > 4
 
 

@@ -1,8 +1,11 @@
-"""How a drafter's guesses become a tree: `TreeConfig`."""
+"""`TreeConfig`: how the guesses of a drafter become a tree of draft tokens."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any
 
 from hf_dart.errors import check_types
 from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
@@ -10,6 +13,9 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 MAX_NODES = 1024
 """Most nodes of a tree per row, and candidates and paths per depth: memory and time of masks grow with the square."""
+
+_RETIRED = {"calibrate"}
+"""Fields of earlier versions that saved configs may hold."""
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class TreeConfig:
         top_k: K, candidates per depth, at most 1024.
         beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
             nodes of all paths are found on a CPU without it. At most 1024; 1 with `top_k=1` is a chain.
-        lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.lookup`); 0 for none.
+        lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
         node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
         verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
@@ -35,11 +41,9 @@ class TreeConfig:
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
         scores: how a node's score is put together: "survival", an estimate of its chance, or "paper", DART's
-            weighted sum (`hf_dart.trees.scoring`), which cannot tell a node's worth: give `nodes` with it.
+            weighted sum (`hf_dart.trees.scores`), which cannot tell a node's worth: give `nodes` with it.
         refine: how often the drafter looks at its draft again before the tree grows; 0 takes the first draft, and 31
             looks settle any. Each costs about as much as the draft itself, which pays where the target is much slower.
-        calibrate: correct the scores of each depth by what the target accepts, as the call goes on
-            (`hf_dart.decoding.calibration`).
         shared_noise: when sampling, rank candidates with the noise that the target will draw its tokens
             with. The output is the same either way; more drafts are accepted with it.
 
@@ -59,7 +63,6 @@ class TreeConfig:
     ngram_weight: float = 0.5
     scores: str = "survival"
     refine: int = 0
-    calibrate: bool = False
     shared_noise: bool = True
 
     def __post_init__(self) -> None:
@@ -83,8 +86,6 @@ class TreeConfig:
             raise ValueError(f"TreeConfig.scores is {self.scores!r}; give 'survival' or 'paper'.")
         if self.scores == "paper" and self.nodes is None:
             raise ValueError("TreeConfig.scores 'paper' does not say what a node is worth; give nodes, such as 60.")
-        if self.scores == "paper" and self.calibrate:
-            raise ValueError("TreeConfig.scores 'paper' is no chance that could be calibrated; leave calibrate=False.")
 
     @classmethod
     def paper(cls) -> TreeConfig:
@@ -123,3 +124,23 @@ class TreeConfig:
         if counts and self.node_cost:
             return RoundCost.linear(draft, self.node_cost, batch_size, ANY_TREE)
         return RoundCost.linear(draft, 0.0, batch_size)
+
+
+def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a [`TreeConfig`] that were saved with a drafter, without those that earlier versions had.
+
+    Raises:
+        ValueError: they do not make a `TreeConfig`.
+    """
+    known = [one.name for one in fields(TreeConfig)]
+    if unknown := sorted(saved.keys() - set(known) - _RETIRED):
+        raise ValueError(f"tree has the field {unknown[0]!r}; TreeConfig has {', '.join(known)}.")
+    if saved.get("calibrate"):
+        warnings.warn(
+            "This drafter's tree was saved with calibrate=True, which is no longer there: its scores are used as they "
+            "are, and the output is the same.",
+            stacklevel=2,
+        )
+    kept = {name: value for name, value in saved.items() if name in known}
+    TreeConfig(**kept)
+    return kept

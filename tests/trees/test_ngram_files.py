@@ -13,10 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 from support.memory import traced_peak
-from test_ngram import VOCABULARY, corpus
+from support.ngrams import VOCABULARY, corpus
 
 from hf_dart import NgramTable
-from hf_dart.ngram.build import build
+from hf_dart.trees.ngram.build import build
 
 
 @pytest.fixture

@@ -15,28 +15,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from support.ngrams import VOCABULARY, Documents, corpus
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from hf_dart import NgramTable
 from hf_dart.cli import main
-from hf_dart.ngram import build as ngram_build
-from hf_dart.ngram.build import build, merge
-from hf_dart.ngram.table import MOST_COUNTED, NgramSpec
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.trees.ngram import build as ngram_build
+from hf_dart.trees.ngram.build import build, merge
+from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec
 from hf_dart.trees.vocabulary import vocabulary_hash
-
-VOCABULARY = 13
-
-Documents = list[list[int]]
-
-
-def corpus(seed: int = 0, documents: int = 9, longest: int = 60, vocabulary: int = VOCABULARY) -> Documents:
-    random = Random(seed)
-    return [
-        [min(int(random.expovariate(0.4)), vocabulary - 1) for _ in range(random.randrange(longest))]
-        for _ in range(documents)
-    ]
 
 
 def by_hand(documents: Documents, order: int) -> Counter[tuple[int, ...]]:

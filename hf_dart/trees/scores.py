@@ -1,0 +1,127 @@
+"""Scores of draft tokens: the drafter's probability and an n-gram table's, put together in one formula.
+
+A score is the log-probability that a token comes next, so that the scores of a path add up to that of the whole path.
+Scores decide which nodes a tree has, never what the target makes of them: whatever they are, the output is the same.
+`TreeConfig.scores` names the formula. With the drafter's probability p(t) of a candidate t, the table's probability
+q(t) of t after the tokens before it, and its weight w = `TreeConfig.ngram_weight`:
+
+- "survival": p(t) · (q(t) + 1e-4)^w, scaled so that all candidates of a depth together keep the probability that the
+  drafter gave them. It estimates how likely the target's own token is t.
+- "paper": DART's weighted sum of log p(t) and log q(t) (arXiv 2601.19278, section 3.3), which ranks tokens but is no
+  probability.
+
+The same code runs on NumPy arrays, for trees grown on the host, and on tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+from typing import Protocol
+
+from torch import Tensor
+
+from hf_dart.trees.arrays import Values, log_sum, namespace, take
+from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.ngram.lookup import Ngrams
+from hf_dart.trees.ngram.table import NgramTable
+
+# A child's score lies this much below its parent's, so that the best N nodes always hold whole paths. No step is
+# deeper than the floor: on sums beyond a thousand, float32 could not tell such small steps.
+STEP, FLOOR = 1e-4, -30.0
+_UNSEEN = 1e-4
+"""Added to every probability of a table; small enough to tell apart, and a draft of unseen text survives it."""
+# DART, section 3.3 and released code: weight of depth i, of the draft's part at depth i, and what a logarithm is kept
+# away from 0 by. The first token, whose context the head has read, is scored without the n-grams.
+_LEVEL, _FADING, _EPSILON = -0.7, 0.9, 1e-10
+
+PathScorer = Callable[[int, Values, Values], Values]
+"""Scores [B, W, K] of a depth's K candidates after each of W paths; [B, 1, K] where they do not depend on the path.
+
+Called with the depth, counted from 0; [B, W], which candidate of the depth before each path ends in (0 for the root);
+and [B, W, C], the last tokens of each path. Scores lie between `FLOOR` and -`STEP`, or are -inf for no candidate.
+"""
+
+
+class Formula(Protocol):
+    """How scores come about."""
+
+    @property
+    def context(self) -> int:
+        """How many tokens before a candidate its score depends on, beyond the drafter's part."""
+        ...
+
+    def scorer(self, tokens: Values, steps: Values) -> PathScorer:
+        """The scores of one round.
+
+        Args:
+            tokens: [B, d, K] candidates; -1 is no candidate.
+            steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J
+                is 1 where it does not depend on that. -inf where there is no candidate.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class DraftScores:
+    """The [`Formula`] that a [`TreeConfig`] names.
+
+    Attributes:
+        config: its `scores` and `ngram_weight` count.
+        table: n-grams of a corpus; None for the drafter's scores alone.
+    """
+
+    config: TreeConfig
+    table: NgramTable | None = None
+
+    @property
+    def context(self) -> int:
+        return self.table.spec.order - 1 if self.table is not None and self.config.ngram_weight else 0
+
+    def scorer(self, tokens: Values, steps: Values) -> PathScorer:
+        return _OneRound(self, tokens, steps)
+
+
+class _OneRound:
+    """The `PathScorer` of one round of `DraftScores`."""
+
+    def __init__(self, formula: DraftScores, tokens: Values, steps: Values) -> None:
+        self._paper, self._weight = formula.config.scores == "paper", formula.config.ngram_weight
+        self._ngrams: Ngrams | None = None
+        if formula.context:
+            assert formula.table is not None
+            self._ngrams = formula.table.on(steps.device) if isinstance(steps, Tensor) else formula.table.on_host
+            self._tokens = self._ngrams.known(tokens)[:, :, None]  # [B, d, 1, K]
+            self._alone = self._ngrams.alone(self._tokens)
+        if self._paper:
+            xp = namespace(steps)
+            # The epsilon would make a candidate of what is none.
+            self._steps = xp.where(steps > -inf, xp.log(xp.exp(steps - log_sum(steps)) + _EPSILON), -inf)
+        else:
+            self._steps = steps if self._ngrams is not None else bounded(steps)
+
+    def __call__(self, depth: int, columns: Values, paths: Values) -> Values:
+        steps = self._steps[:, depth]
+        if steps.shape[1] > 1:
+            steps = take(steps, columns)
+        if self._paper:
+            steps = _FADING**depth * steps
+            if self._ngrams is not None and depth > 0:
+                steps = steps + self._log_share(self._ngrams, depth, paths, _EPSILON)
+            return bounded((depth + 1) ** _LEVEL * steps)
+        if self._ngrams is None:
+            return steps
+        joined = steps + self._log_share(self._ngrams, depth, paths, _UNSEEN)
+        return bounded(joined + (log_sum(steps) - log_sum(joined)))
+
+    def _log_share(self, ngrams: Ngrams, depth: int, paths: Values, added: float) -> Values:
+        """w · log(q + `added`) of the candidates after each path, [B, W, K]."""
+        shares = ngrams.after(ngrams.known(paths), self._tokens[:, depth], self._alone[:, depth]) + added
+        logs = self._weight * namespace(shares).log(shares)
+        return logs.to(self._steps.dtype) if isinstance(logs, Tensor) else logs
+
+
+def bounded(steps: Values) -> Values:
+    """Log-scores as steps down a tree: between the floor and -STEP, or -inf where there is no node (also for nan)."""
+    return namespace(steps).where(steps > -inf, steps.clip(FLOOR, -STEP), -inf)

@@ -1,0 +1,61 @@
+"""From a proposal to a tree: copies, selector, noise and penalties reach the trees of host and device alike."""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+import torch
+from support.tiny import tiny_head, tiny_target
+from support.trees import WAYS, paths
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+
+from hf_dart import TreeConfig
+from hf_dart.decoding.proposer import Proposal
+
+
+@pytest.mark.parametrize("penalty", [None, 1.3])
+@pytest.mark.parametrize("noisy", [False, True])
+@pytest.mark.parametrize("rank", [0, 4])
+def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None) -> None:
+    """Copies, selector, noise and penalty reach the host's trees as they reach the device's."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target, selector_rank=rank)
+    generator = torch.Generator().manual_seed(3)
+    if rank:
+        with torch.no_grad():
+            for weight in head.selector.parameters():
+                weight.add_(torch.randn(weight.shape, dtype=weight.dtype, generator=generator))
+    random = Random(1)
+    text = [random.randrange(3, 40) for _ in range(9)]
+    texts = [[*text, *text[:4]], [random.randrange(3, 40) for _ in range(6)], [5, 6, 5, 6, 5, 6, 5]]
+    proposal = Proposal(
+        torch.randn(3, 4, 48, dtype=torch.float64, generator=generator),
+        torch.randn(3, 4, head.config.hidden_size, dtype=torch.float64, generator=generator),
+    )
+    gumbel = -torch.empty(3, 4, 48).exponential_(1, generator=generator).log() if noisy else None
+    processors = LogitsProcessorList([RepetitionPenaltyLogitsProcessor(penalty)] if penalty else [])
+    config = TreeConfig(nodes=25, depth=4, top_k=5, beam=1000, lookup=7)
+    found = []
+    for kind in WAYS.values():
+        grower = kind(head, config, processors, texts, torch.device("cpu"))
+        tree = grower(proposal, gumbel, [9, 3, 9])
+        found.append([paths(tree, row) for row in range(3)])
+    assert found[0] == found[1]
+    assert max(map(len, found[0][0])) > 4, "a copy goes deeper than the drafter"
+    assert max(map(len, found[0][1])) <= 3
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
+    head = tiny_head(tiny_target("llama"), selector_rank=4)
+    logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))
+    proposal = Proposal(logits, torch.zeros(2, 4, head.config.hidden_size, dtype=torch.float64))
+    config = TreeConfig(nodes=25, depth=4, top_k=5, lookup=0)
+    grower = WAYS[way](head, config, LogitsProcessorList(), [[7], [8]], torch.device("cpu"))
+    with torch.no_grad():
+        tree = grower(proposal, None, [9, 2], chain=True)
+    best = logits.argmax(-1).tolist()
+    assert tree.size == 5
+    for row, deepest in enumerate((4, 2)):
+        assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}

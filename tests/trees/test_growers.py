@@ -1,0 +1,254 @@
+"""Growing trees: the best nodes by a naive search, in NumPy on the host and in tensors, and the same in both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp, inf
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.trees import candidates_of, paths, random_draft
+from torch import Tensor
+
+from hf_dart.trees.candidates import Candidates
+from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.in_tensors import grow_in_tensors
+from hf_dart.trees.on_host import grow_on_host
+from hf_dart.trees.tree import DraftTree
+
+Path = tuple[int, ...]
+Score = Callable[[int, list[int], int], float]
+
+
+def grown(candidates: Candidates, way: str, nodes: int, beam: int) -> DraftTree:
+    if way == "host":
+        return grow_on_host(candidates.on_host(), nodes=nodes, beam=beam)
+    return grow_in_tensors(candidates.on(torch.device("cpu")), nodes=nodes, beam=beam)
+
+
+def best_paths(
+    lists: list[list[int]], history: list[int], score: Score, *, nodes: int, beam: int, deepest: int
+) -> dict[Path, float]:
+    """The best paths, found by writing all of them down: every path of the beam times every candidate.
+
+    Args:
+        score: of a depth, the tokens before and a candidate.
+    """
+    pool: dict[Path, float] = {}
+    frontier: dict[Path, float] = {(): 0.0}
+    for depth, tokens in enumerate(lists[:deepest]):
+        extended = {
+            (*path, token): total + max(-30.0, min(score(depth, [*history, *path], token), -1e-4))
+            for path, total in frontier.items()
+            for token in tokens
+        }
+        pool.update(extended)
+        frontier = dict(sorted(extended.items(), key=lambda item: -item[1])[:beam])
+    return dict(sorted(pool.items(), key=lambda item: -item[1])[: nodes - 1])
+
+
+SIZES = [(1, 1, 2, 1), (1, 8, 5, 3), (3, 4, 12, 2), (5, 6, 30, 5), (4, 3, 200, 50), (7, 8, 16, 12), (6, 2, 7, 1)]
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(("depth", "width", "nodes", "beam"), SIZES)
+def test_the_best_paths_of_a_beam(depth: int, width: int, nodes: int, beam: int, seed: int, way: str) -> None:
+    tokens, table = random_draft(3, depth, width, seed)
+    scores = table[:, :, 0]
+    limits = [depth, max(1, depth - 2), 1 + seed % depth]
+    tree = grown(candidates_of(tokens, scores, deepest=limits), way, nodes, beam)
+    assert tree.tokens[:, 0].tolist() == [100, 101, 102]
+    for row, (lists, limit) in enumerate(zip(tokens.tolist(), limits, strict=True)):
+
+        def score(at: int, before: list[int], token: int, row: int = row, lists: Any = lists) -> float:
+            return float(scores[row, at, lists[at].index(token)])
+
+        wanted = best_paths(lists, [], score, nodes=nodes, beam=beam, deepest=limit)
+        assert paths(tree, row) == set(wanted)
+
+
+class OfTheWholePath:
+    """Scores that depend on all drafted tokens and on the three before them."""
+
+    context = 8
+
+    def scorer(self, tokens: Any, steps: Any) -> Any:
+        def score(depth: int, columns: Any, paths: Any) -> Any:
+            found = [
+                [[self.one(path, t, float(s)) for t, s in zip(row, alone, strict=True)] for path in ends]
+                for ends, row, alone in zip(paths.tolist(), tokens[:, depth].tolist(), steps[:, depth, 0], strict=True)
+            ]
+            return torch.tensor(found) if isinstance(paths, Tensor) else np.array(found)
+
+        return score
+
+    @staticmethod
+    def one(path: list[int], token: int, alone: float) -> float:
+        return alone - 1e-3 - ((sum((i + 1) * t for i, t in enumerate(path[-8:])) * 7 + token * 3) % 11) / 4
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+@pytest.mark.parametrize("limit", [None, [5, 2]])
+def test_a_score_sees_the_path(limit: list[int] | None, way: str) -> None:
+    depth, width, nodes, beam = 5, 4, 24, 6
+    tokens, table = random_draft(2, depth, width, 7)
+    scores, history = table[:, :, 0], torch.tensor([[0, 0, 0, 0, 0, 3, 5, 8], [0, 0, 0, 0, 0, 13, 21, 34]])
+    candidates = candidates_of(tokens, scores, history=history, formula=OfTheWholePath(), deepest=limit)
+    tree = grown(candidates, way, nodes, beam)
+    for row, lists in enumerate(tokens.tolist()):
+
+        def score(at: int, before: list[int], token: int, row: int = row, lists: Any = lists) -> float:
+            return OfTheWholePath.one(before, token, float(scores[row, at, lists[at].index(token)]))
+
+        deepest = depth if limit is None else limit[row]
+        wanted = best_paths(lists, history[row].tolist(), score, nodes=nodes, beam=beam, deepest=deepest)
+        assert paths(tree, row) == set(wanted)
+
+
+@settings(max_examples=120, deadline=None)
+@given(
+    seed=st.integers(0, 2**31), depth=st.integers(0, 5), width=st.integers(1, 5), nodes=st.integers(1, 40),
+    pairs=st.booleans(), lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
+    limits=st.none() | st.lists(st.integers(-1, 9), min_size=3, max_size=3), narrow=st.booleans(),
+)  # fmt: skip
+def test_the_host_and_tensors_grow_the_same_trees(
+    seed: int, depth: int, width: int, nodes: int, pairs: bool, lengths: list[int], limits: Any, narrow: bool
+) -> None:
+    """Nodes, scores and masks; with scores of neighbours, copies that go deeper than the drafter, and limits."""
+    tokens, steps = random_draft(3, max(depth, 1), width, seed)
+    tokens, steps = tokens[:, :depth], (steps if pairs else steps[:, :, 0])[:, :depth]
+    generator = torch.Generator().manual_seed(seed)
+    copies = []
+    for row, length in enumerate(lengths):
+        copied = torch.randint(50, (length,), generator=generator).tolist()
+        if depth and length and seed % 2:
+            copied[0] = int(tokens[row, 0, 0])  # which the drafter has found, too
+        copies.append((copied, -0.01 - float(torch.rand((), generator=generator))))
+    candidates = candidates_of(tokens, steps, copies=copies, deepest=limits)
+    # A beam that is no limit: the host leaves out paths of which no node can be among the best.
+    beam = 3 if narrow else 10**6
+    host, tensors = grown(candidates, "host", nodes, beam), grown(candidates, "tensors", nodes, beam)
+    assert (host.parents[:, 0] == -1).all()
+    for row in range(3):
+        assert paths(host, row) == paths(tensors, row)
+        scores = [sorted(tree.scores[row][tree.parents[row] >= 0].tolist()) for tree in (host, tensors)]
+        assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+    again = DraftTree.from_parents(host.tokens, host.parents, max(host.max_depth, 1))
+    assert torch.equal(host.depths, again.depths)
+    assert torch.equal(host.ancestors, again.ancestors)
+    assert host.max_depth == int(host.depths.max())
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_copied_text_goes_deeper_than_the_drafter(way: str) -> None:
+    """Row 0 copies five tokens, three deeper than the drafter goes; row 1 has nothing to copy."""
+    tokens = torch.tensor([[[1, 2], [3, 4]]] * 2)
+    scores = torch.tensor([[[-3.0, -4.0]] * 2] * 2)
+    copies = [([11, 12, 13, 14, 15], -0.2), ([], -inf)]
+    tree = grown(candidates_of(tokens, scores, copies=copies), way, 9, 4)
+    copied = [tuple(copies[0][0][:length]) for length in range(1, 6)]
+    assert set(copied) < paths(tree, 0)
+    assert (11, 3) in paths(tree, 0), "what is drafted for a depth may follow what is copied"
+    assert paths(tree, 1) == {(1,), (2,), (1, 3), (1, 4), (2, 3), (2, 4)}
+    for row in range(2):
+        assert (tree.tokens[row][tree.parents[row] >= 0] >= 0).all(), "a place without a candidate became a node"
+    assert tree.scores is not None
+    deepest = int(tree.depths[0].argmax())
+    assert float(tree.scores[0, deepest]) == pytest.approx(-1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_a_path_that_meets_the_copy_goes_on_with_it(way: str) -> None:
+    tokens, scores = torch.tensor([[[1, 2], [3, 12]]]), torch.tensor([[[-1.0, -2.0], [-9.0, -9.0]]])
+    tree = grown(candidates_of(tokens, scores, copies=[([1, 12, 13], -0.1)]), way, 4, 9)
+    assert paths(tree, 0) == {(1,), (1, 12), (1, 12, 13)}
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_nothing_to_grow(way: str) -> None:
+    tokens, scores = torch.tensor([[[1, 2]], [[-1, -1]]]), torch.tensor([[[-1.0, -2.0]], [[-inf, -inf]]])
+    none = candidates_of(tokens, scores, deepest=[-1, 1])
+    tree = grown(none, way, 3, 4)
+    assert tree.tokens[:, 0].tolist() == [100, 101]
+    assert paths(tree, 0) == paths(tree, 1) == set()
+    copied = candidates_of(torch.empty(1, 0, 1).long(), torch.empty(1, 0, 1), copies=[([1, 2, 3], -0.1)])
+    assert paths(grown(copied, way, 8, 4), 0) == {(1,), (1, 2), (1, 2, 3)}
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_width_one_is_a_chain(way: str) -> None:
+    tokens, table = random_draft(2, 6, 1, 4)
+    tree = grown(candidates_of(tokens, table), way, 7, 1)
+    assert tree.parents.tolist() == [[-1, 0, 1, 2, 3, 4, 5]] * 2
+    assert torch.equal(tree.tokens[:, 1:], tokens[..., 0])
+    chain = DraftTree.chain(tree.tokens)
+    for name in ("tokens", "parents", "depths", "ancestors"):
+        assert torch.equal(getattr(chain, name), getattr(tree, name))
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_certain_tokens_keep_their_parents(way: str) -> None:
+    """Scores of 0 (probability 1) at every depth: children must not crowd out their own parents."""
+    tokens, _ = random_draft(1, 6, 3, 2)
+    scores = torch.zeros(1, 6, 3)
+    scores[..., 1:] = -inf
+    tree = grown(candidates_of(tokens, scores), way, 4, 3)
+    assert paths(tree, 0) == {tuple(tokens[0, : i + 1, 0].tolist()) for i in range(3)}
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_paths_stay_whole_however_low_their_scores(way: str) -> None:
+    scores = torch.tensor([0.0, -5000.0, -1e7, torch.nan]).repeat(1, 9, 1)
+    tree = grown(candidates_of(torch.arange(4).repeat(1, 9, 1), scores), way, 200, 40)
+    assert (tree.parents[0] < torch.arange(tree.size)).all()
+    assert 3 not in tree.tokens[0, 1:]
+    again = DraftTree.from_parents(tree.tokens, tree.parents, 9)
+    assert torch.equal(again.depths, tree.depths)
+
+
+def test_tensors_give_one_size_whatever_the_limits() -> None:
+    tokens, table = random_draft(2, 5, 4, 1)
+    sizes = {
+        grown(candidates_of(tokens, table, deepest=limit), "tensors", 9, 3).size
+        for limit in (None, [5, 5], [0, 1], [-3, 4])
+    }
+    assert sizes == {9}
+
+
+# ---- the size ---------------------------------------------------------------------------------------------
+
+
+def test_no_node_that_costs_more_than_it_brings() -> None:
+    """The size is the one of most expected tokens per cost, found here by trying every size."""
+    shrunk = 0
+    for seed in range(20):
+        tokens, table = random_draft(2, 3, 4, seed)
+        candidates = candidates_of(tokens, table).on_host()
+        cost, draft_cost = 0.02 + 0.01 * seed, 0.1 * (seed % 5)
+        rates = []
+        for nodes in range(1, 21):
+            tree = grow_on_host(candidates, nodes=nodes)
+            expected = 2.0
+            for row, (lists, steps) in enumerate(zip(tokens.tolist(), table.tolist(), strict=True)):
+                for path in paths(tree, row):
+                    columns = [lists[depth].index(token) for depth, token in enumerate(path)]
+                    of_path = zip(steps, [0, *columns], columns, strict=False)
+                    expected += exp(sum(min(pairs[before][column], -1e-4) for pairs, before, column in of_path))
+            rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
+        size = grow_on_host(candidates, nodes=20, cost=RoundCost.linear(draft_cost, cost, 2)).size
+        assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
+        shrunk += size < 20
+    assert shrunk > 10
+
+
+def test_trees_grow_for_the_rows_that_count() -> None:
+    """One row's draft is sure, the other's is not: nodes are worth their cost if the sure row is not far ahead."""
+    candidates = candidates_of(torch.tensor([[[3, 4]]] * 2), torch.tensor([[[-0.05, -5.0]], [[-5.0, -6.0]]])).on_host()
+    cost = RoundCost.linear(0.0, 0.05, 2)
+    for parts, size in (([0.5, 0.5], 2), ([1.0, 0.0], 2), ([0.02, 0.98], 1), (None, 2)):
+        assert grow_on_host(candidates, nodes=4, cost=cost, shares=parts).size == size
