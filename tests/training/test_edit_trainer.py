@@ -15,6 +15,7 @@ from hf_dart.training import EditTrainer, EditTrainingArguments
 from hf_dart.training.objective.blocks import build_blocks, labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.edit import coupled_draft
+from hf_dart.training.trainers.evaluate import DraftQuality
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [
@@ -106,7 +107,10 @@ def test_what_slots_hold(tmp_path: Path) -> None:
             positions=blocks.positions,
             attention_mask=blocks.mask,
         )
-        found = trainer._slots(inputs, target_logits.flatten(0, 1), 1, states).unflatten(1, (-1, count))[present]
+        found, after = (
+            trainer._slots(inputs, target_logits.flatten(0, 1), number, states).unflatten(1, (-1, count))[present]
+            for number in (1, 2)
+        )
         greedy = states[:, features.shape[1] - 1 :].unflatten(1, (-1, count))[present]
         anchor = states[:, : features.shape[1] - 1].gather(
             1, inputs["anchors"].clamp(min=0)[..., None].expand(-1, -1, states.shape[-1])
@@ -114,6 +118,7 @@ def test_what_slots_hold(tmp_path: Path) -> None:
         drafted = head.logits(torch.cat([anchor[:, None], greedy], dim=1)[:, :-1]).argmax(-1)
         rows = present.nonzero()[:, :1]
         truth = inputs["input_ids"][rows, target_positions(inputs["anchors"][present], count + 1)[:, 1:]]
+        assert torch.equal(after, truth)  # the pass after all edit passes, of evaluations
         return found, drafted, truth, inputs
 
     found, drafted, truth, _ = slots(true_share=0, sampled_share=0, revealed_share=0)
@@ -176,6 +181,22 @@ def test_training(options: dict[str, Any], tmp_path: Path) -> None:
     assert "editor.correction.weight" in moved
     assert "editor.fc.weight" in moved
     assert all(name.startswith("editor") for name in moved) == bool(options.get("editor_only"))
+
+
+def test_metrics_are_those_of_their_passes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first drafts, of each pass, and of the one over true tokens."""
+    target = tiny_target()
+    trainer = trainer_of(tmp_path, editing_head(target), target, edit_passes=2)
+    taus = iter((1.5, 2.5, 3.5, 4.5))
+
+    def metrics(quality: DraftQuality) -> dict[str, float]:
+        tau = next(taus)
+        return {"tau": tau, "tau_sampled": tau + 10}
+
+    monkeypatch.setattr(DraftQuality, "metrics", metrics)
+    found = {name: value for name, value in trainer.evaluate().items() if "tau" in name}
+    expected = {"tau": 1.5, "tau_sampled": 11.5, "tau_pass_1": 2.5, "tau_pass_2": 3.5, "tau_sampled_edited": 14.5}
+    assert found == {f"eval_{name}": value for name, value in expected.items()}
 
 
 def test_revealed_blocks_learn_what_is_masked(tmp_path: Path) -> None:
