@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -99,6 +100,11 @@ def tiny(make: Callable[[], Any]) -> Any:
     return model
 
 
+def encodes_first(model: Any) -> bool:
+    """Does generate encode images before the prefill? Up to 5.17 it does not, and marks of tokens are refused."""
+    return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_text_alone(family: str) -> None:
     target = tiny(FAMILIES[family])
@@ -107,7 +113,7 @@ def test_text_alone(family: str) -> None:
     assert_identical(target, head, inputs, **SAMPLED)
     assert head.last_stats is not None
     assert head.last_stats.tau > 1
-    if family in MARKS:
+    if family in MARKS and encodes_first(target):
         inputs[MARKS[family]] = torch.zeros_like(inputs["input_ids"])
     assert_identical(target, head, inputs, **GREEDY)
     first, second = (
@@ -127,7 +133,8 @@ def test_images_are_refused() -> None:
     ids = torch.tensor([[5, 47, 47, 47, 47, 6]])
     seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(1, 3, 8, 8).double()}
     target.generate(**seen, **GREEDY)
-    with pytest.raises(ValueError, match=r"images.*leave assistant= out\.$"):
+    named = "images" if encodes_first(target) else "pixel_values"
+    with pytest.raises(ValueError, match=rf"{named}.*leave assistant= out\.$"):
         target.generate(**seen, **GREEDY, assistant=head)
 
 
