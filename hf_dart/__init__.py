@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
     from hf_dart.drafters.eagle.drafter import EagleDrafter
     from hf_dart.drafters.lookup import LookupDrafter
+    from hf_dart.drafters.registry import load_drafter
     from hf_dart.engine.compiled import compile
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
@@ -31,6 +32,7 @@ __all__ = [
     "attach",
     "compile",
     "detach",
+    "load_drafter",
 ]
 
 _HOMES = {
@@ -45,17 +47,23 @@ _HOMES = {
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",
+    "load_drafter": "drafters.registry",
     "detach": "decoding.api",
 }
 
 
 def __getattr__(name: str) -> Any:
     # Imported on first use: `hf-dart --help` does not wait for torch.
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 
-    return getattr(import_module(f"hf_dart.{_HOMES[name]}"), name)
+    if name in _HOMES:
+        return getattr(import_module(f"hf_dart.{_HOMES[name]}"), name)
+    if not name.startswith("_"):
+        kinds = import_module("hf_dart.drafters.registry").registered().values()
+        for kind in kinds:  # each class of drafters that was registered
+            if kind.drafter.__name__ == name:
+                return kind.drafter
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:

@@ -17,15 +17,16 @@ from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, t
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
+from hf_dart.drafters.registry import registered, trainers
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training.recipe import parser
-from hf_dart.training.trainers.kinds import TRAINERS
 from hf_dart.view.tables import as_table
 
+registered()  # fills KINDS
 DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
 BENCH = DEMO_CARD / "bench.json"
 
@@ -45,7 +46,7 @@ def test_what_cards_import_is_exported_and_trained(kind: Kind) -> None:
     assert kind.class_name in hf_dart.__all__
     drafter = getattr(hf_dart, kind.class_name)
     assert drafter.config_class is kind.config_class
-    assert TRAINERS[kind.trained_as].drafter_class is drafter
+    assert trainers()[kind.trained_as][0] is drafter
     assert kind.trained_as in parser(kind.trained_as).format_help()
 
 

@@ -311,7 +311,7 @@ def test_nothing_is_left_behind_and_copies_share_the_target(target: Any, tmp_pat
     drafter = load(tmp_path, target)
     assert torch.equal(torch.get_rng_state(), state)
     other = copy.deepcopy(drafter)
-    assert other._lent is drafter._lent
+    assert other.shared is drafter.shared
     weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert_identical(target, other, prompts([7]), **MODES["greedy"], max_new_tokens=20)
     assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())

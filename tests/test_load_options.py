@@ -16,7 +16,7 @@ from test_fit import one_sentence
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
-from hf_dart.interop.original_dart import write_original
+from hf_dart.drafters.dart.export import write_original
 from hf_dart.trees.ngram.build import build
 
 

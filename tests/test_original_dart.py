@@ -20,7 +20,7 @@ from test_fit import letters
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.interop.original_dart import write_original
+from hf_dart.drafters.dart.export import write_original
 from hf_dart.target.features import features_request, gather_features
 
 TALLY = tally("heads of DART's code in float64")

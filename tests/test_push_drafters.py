@@ -59,9 +59,9 @@ def test_up_and_back_by_name(name: str, alice: Hub, target: Any) -> None:
     assert {"config.json", "model.safetensors", "custom_generate/generate.py"} <= stored.files().keys()
     card = card_of(alice, "alice/mine")
     assert f'{type(drafter).__name__}.from_pretrained("alice/mine", target=model)' in card
-    assert kind.introduced in card
+    assert kind.texts.introduced in card
     data = ModelCard(card).data
-    assert data.tags[:2] == ["hf-dart", kind.tag]
+    assert data.tags[:2] == ["hf-dart", kind.texts.tag]
     assert data.base_model_relation == "adapter"
 
     inputs = prompts([7, 4])

@@ -29,7 +29,7 @@ def write(folder: Path) -> None:
     from support.tiny import prompts, tiny_target
     from test_export import peagle_head
 
-    from hf_dart.interop.vllm import write_vllm
+    from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.target.features import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench import drafts, plots, train
+from hf_dart.drafters.registry import registered
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.view import tables
@@ -103,6 +104,7 @@ def render_file(file: Path, head: Path) -> bool:
     before = file.read_text(encoding="utf8")
     after = render_tables(before, file.parent)
     if has_markers(after):
+        registered()  # so that cards of all kinds can be written
         after = render_card(HeadFacts.read(head, bench=file.parent / "bench.json"), after)
     texts = {file: after}
     for found in _BEGINS.finditer(after):

@@ -52,8 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
 def _convert_head(arguments: argparse.Namespace) -> None:
     pair = load_pair(arguments.target or str(PACKAGED_TARGET), arguments.source, arguments.dtype)
     from hf_dart.drafters.dart.drafter import DartHead
-    from hf_dart.interop.original_dart import write_original
-    from hf_dart.interop.vllm import write_vllm
+    from hf_dart.drafters.dart.export import write_original, write_vllm
 
     head = pair.head
     if not isinstance(head, DartHead):

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from peft import (
@@ -31,26 +31,20 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from hf_dart.drafters.dart.adapter_file import lora_of
-from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
+from hf_dart.drafters.dart.copied import fingerprint, same_fingerprint
+from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
-from hf_dart.target.devices import as_dtype
-from hf_dart.trees.config import TreeConfig
-
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA stands on, besides `fc`, unless told otherwise."""
 _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
 _WEIGHTS = "adapter_model.safetensors"
-_VOCABULARY = "draft_vocabulary.safetensors"
+VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
-# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
-_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 # What PEFT raises for fields that are not what it writes.
-_NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
+NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
 
 
 @dataclass
@@ -82,7 +76,7 @@ class LoraArguments:
         return {"copy_layer": self.copy_layer if self.copy_layer == "last" else int(self.copy_layer)}
 
 
-def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
+def apply_lora(head: PretrainedDrafter, arguments: LoraArguments) -> PretrainedDrafter:
     """Put LoRA on a head as `arguments` say; without a rank the head stays as it is.
 
     Raises:
@@ -111,7 +105,7 @@ def apply_lora(head: DartHead, arguments: LoraArguments) -> DartHead:
 # ---- putting them on ---------------------------------------------------------------------------------------
 
 
-def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
+def add(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
     copied = head.config.copied_layer is not None
     base, revision = (None, None) if copied else _base_of(head)
@@ -134,7 +128,7 @@ def add(head: DartHead, config: PeftConfig, name: str, seed: int) -> None:
     head.set_adapter(name)
 
 
-def _base_of(head: DartHead) -> tuple[str, str | None]:
+def _base_of(head: PretrainedDrafter) -> tuple[str, str | None]:
     """Where the head lies, as its adapters will name it, and in which revision.
 
     Raises:
@@ -164,7 +158,7 @@ def _base_of(head: DartHead) -> tuple[str, str | None]:
     return str(folder.resolve()), None
 
 
-def _fingerprint_in(folder: Path, head: DartHead) -> list[float]:
+def _fingerprint_in(folder: Path, head: PretrainedDrafter) -> list[float]:
     """As `base_fingerprint(head)`, of the weights in a folder; of a part of them, should others be missing."""
     names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
     found: dict[str, Tensor] = {}
@@ -174,11 +168,11 @@ def _fingerprint_in(folder: Path, head: DartHead) -> list[float]:
     return fingerprint(found[name] for name in names if name in found)
 
 
-def _matches(head: DartHead, name: str) -> bool:
+def _matches(head: PretrainedDrafter, name: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for module, _ in head.named_modules())
 
 
-def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> None:
+def _inject(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int = 0) -> None:
     _refuse_clash(head, config)
     if not peft_configs(head):
         head._base_fingerprint = base_fingerprint(head)
@@ -194,7 +188,7 @@ def _inject(head: DartHead, config: PeftConfig, name: str, seed: int = 0) -> Non
     head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
 
 
-def _refuse_clash(head: DartHead, config: PeftConfig) -> None:
+def _refuse_clash(head: PretrainedDrafter, config: PeftConfig) -> None:
     """PEFT wraps a module either for LoRA or as a whole."""
     targets = [] if isinstance(config.target_modules, str) else list(config.target_modules or ())
     whole = list(config.modules_to_save or ())
@@ -209,19 +203,19 @@ def _refuse_clash(head: DartHead, config: PeftConfig) -> None:
                 )
 
 
-def peft_configs(head: DartHead) -> dict[str, PeftConfig]:
+def peft_configs(head: PretrainedDrafter) -> dict[str, PeftConfig]:
     """The head's adapters by name."""
     return head.peft_config if head._hf_peft_config_loaded else {}
 
 
-def base_fingerprint(head: DartHead) -> list[float]:
+def base_fingerprint(head: PretrainedDrafter) -> list[float]:
     """Of the weights that adapters stand on; for copied layers that is known already."""
     if head.config.fingerprint is not None:
         return list(head.config.fingerprint)
     return fingerprint([head.fc.weight, *head.layers.parameters()])
 
 
-def activate(head: DartHead, name: str) -> None:
+def activate(head: PretrainedDrafter, name: str) -> None:
     """Adapter `name` alone works; it may train other whole modules than the one before, or none."""
     if name not in peft_configs(head):
         known = ", ".join(map(repr, peft_configs(head))) or "none"
@@ -233,14 +227,14 @@ def activate(head: DartHead, name: str) -> None:
             module.set_adapter(name)
 
 
-def enable(head: DartHead, enabled: bool) -> None:
+def enable(head: PretrainedDrafter, enabled: bool) -> None:
     """Turn adapters on or off, whole modules too."""
     for module in head.modules():
         if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
             module.enable_adapters(enabled)
 
 
-def unwrap(head: DartHead, merge: str | None) -> None:
+def unwrap(head: PretrainedDrafter, merge: str | None) -> None:
     """Take all adapters off, adapter `merge` being folded into the weights first."""
     for path, module in list(head.named_modules()):
         if isinstance(module, BaseTunerLayer):
@@ -260,50 +254,16 @@ def unwrap(head: DartHead, merge: str | None) -> None:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def save(head: DartHead, folder: Path) -> None:
+def save(head: PretrainedDrafter, folder: Path) -> None:
     """What makes an adapter's folder whole, beside what transformers writes: the head's config and draft vocabulary."""
     config = copy.deepcopy(head.config)
     config.fingerprint = head._base_fingerprint
     config.save_pretrained(folder)
     if head.draft_vocabulary is not None:
-        save_file({"draft_vocabulary": head.draft_vocabulary}, folder / _VOCABULARY, metadata={"format": "pt"})
+        save_file({"draft_vocabulary": head.draft_vocabulary}, folder / VOCABULARY, metadata={"format": "pt"})
 
 
-def head_of(
-    cls: type[DartHead],
-    path: str,
-    base: str | None,
-    adapter: dict[str, Any],
-    target: Any,
-    tokenizer: Any,
-    **kwargs: Any,
-) -> DartHead:
-    """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json, `adapter`, says."""
-    where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-    content = optional_json(path, "config.json", **where) or {}
-    refuse_fields(path, content, cls.config_class)
-    if content.get("copied_layer") is not None:
-        if target is None:
-            raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
-        with torch.random.fork_rng(devices=[]):
-            head = cls(cls.config_class.from_dict(content))
-        dtype = as_dtype(kwargs.get("dtype"))
-        head._fit(target, tokenizer, dtype=None if dtype == "auto" else dtype)
-        initialise(head, target)
-        return head
-    base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
-    if not base or not isinstance(base, str):
-        raise ValueError(f"The adapter in {path} does not say which head it stands on; pass base=, the head's path.")
-    where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
-    if missing_folder(base):
-        raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
-    where |= {"revision": revision} if isinstance(revision, str) else {}
-    if optional_file(base, ADAPTER_CONFIG, **where) is not None:
-        raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
-    return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
-
-
-def load(head: DartHead, path: str, name: str, **where: Any) -> None:
+def load(head: PretrainedDrafter, path: str, name: str, **where: Any) -> None:
     """`DartHead.load_adapter`: all of it or nothing."""
     content = optional_json(path, ADAPTER_CONFIG, **where)
     if content is None:
@@ -311,20 +271,20 @@ def load(head: DartHead, path: str, name: str, **where: Any) -> None:
     if name in peft_configs(head):
         raise ValueError(f"This head has an adapter {name!r} already; give another name.")
     _check_base(head, path, **where)
-    state = _state(path, **where)
+    state = read_state(path, **where)
     config = lora_of(head, path, content, state)
     active = head.active_adapters()[0] if peft_configs(head) else None
     with _undone(head, name, active):
         try:
             _inject(head, config, name)
-        except _NO_ADAPTER as error:
+        except NO_ADAPTER as error:
             words = " ".join(str(error).split())
             raise ValueError(f"The {ADAPTER_CONFIG} in {path} fits no head ({words}); fetch it again.") from error
         read(head, state, path, name)
     head.set_adapter(name)
 
 
-def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None:
+def read(head: PretrainedDrafter, state: dict[str, Tensor], path: str, name: str) -> None:
     """Fill adapter `name` with `state`, whose every weight has to fit."""
     wanted = get_peft_model_state_dict(head, adapter_name=name, save_embedding_layers=False)
     wrong = sorted(wanted.keys() ^ state.keys())
@@ -337,35 +297,13 @@ def read(head: DartHead, state: dict[str, Tensor], path: str, name: str) -> None
     set_peft_model_state_dict(head, state, adapter_name=name)
 
 
-def reread(head: DartHead, folder: str) -> None:
+def reread(head: PretrainedDrafter, folder: str) -> None:
     """Fill the active adapter from a checkpoint of it."""
     _check_base(head, folder)
-    read(head, _state(folder), folder, head.active_adapters()[0])
+    read(head, read_state(folder), folder, head.active_adapters()[0])
 
 
-def take_settings(head: DartHead, path: str, **where: Any) -> None:
-    """Draft what the adapter in `path` was trained to draft, and as its config.json says.
-
-    Raises:
-        ValueError: the file is none of a head.
-    """
-    content = optional_json(path, "config.json", **where)
-    if content is None:
-        return  # PEFT alone wrote the adapter
-    refuse_fields(path, content, type(head.config))
-    try:
-        config = type(head.config).from_dict({**head.config.to_dict(), **content})
-        head.tree_config = TreeConfig(**config.tree)
-    except (ValueError, *_NO_ADAPTER) as error:
-        words = " ".join(str(error).split()).rstrip(".")
-        raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
-    for name in _SETTINGS:
-        setattr(head.config, name, getattr(config, name))
-    if config.draft_vocab_size is not None:
-        head.reduce_vocabulary(_state(path, _VOCABULARY, **where)["draft_vocabulary"])
-
-
-def _state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
+def read_state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
     file = optional_file(path, name, **where)
     if file is None:
         raise ValueError(f"{path} holds an {ADAPTER_CONFIG} and no {name}; fetch the adapter as a whole.")
@@ -375,7 +313,7 @@ def _state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tensor]:
         raise ValueError(f"The {name} in {path} is truncated or damaged ({error}); fetch it again.") from error
 
 
-def _check_base(head: DartHead, path: str, **where: Any) -> None:
+def _check_base(head: PretrainedDrafter, path: str, **where: Any) -> None:
     """An adapter that we wrote says what it stands on; one that PEFT alone wrote does not."""
     known = (optional_json(path, "config.json", **where) or {}).get("fingerprint")
     own = head._base_fingerprint if peft_configs(head) else base_fingerprint(head)
@@ -386,7 +324,7 @@ def _check_base(head: DartHead, path: str, **where: Any) -> None:
 
 
 @contextmanager
-def _undone(head: DartHead, name: str, active: str | None) -> Iterator[None]:
+def _undone(head: PretrainedDrafter, name: str, active: str | None) -> Iterator[None]:
     """On failure the head has no trace of adapter `name`."""
     try:
         yield

@@ -1,9 +1,18 @@
-"""What the configs of all drafters have in common."""
+"""`DrafterConfig`: what the configs of all drafters that are made for a target have in common."""
 
 from __future__ import annotations
 
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hf_dart.errors import check_types
+from hf_dart.hub.download import cached_commit
+from hf_dart.target.features import default_feature_layers, layer_count
+from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 _SIZES = (
@@ -12,30 +21,178 @@ _SIZES = (
 )  # fmt: skip
 
 
+class DrafterConfig(PreTrainedConfig):
+    """The part of a drafter's shape that its target decides, and what every drafter has.
+
+    Args:
+        draft_length: d, how many tokens are drafted at a time.
+        feature_layers: which of the target's `hidden_states` are read; 0 is the embedding output, L the output of the
+            last of L layers.
+        hidden_size: H, the width of the drafter's network; where it scores with the target's LM head, that head's.
+        embedding_size: E, the width of the target's token embeddings.
+        feature_size: width of one target hidden state.
+        num_attention_heads, num_key_value_heads, head_dim, intermediate_size, rms_norm_eps, rope_theta: of the
+            drafter's layers.
+        initializer_range: standard deviation of new weights.
+        tree: fields of the [`TreeConfig`] that suits this drafter best; what `drafter.tree_config` starts as.
+        vocab_size: rows of the target's embedding table, padding rows included.
+        target_name, target_model_type, target_num_layers: the target that the drafter was made for.
+        target_revision: the commit of its repository on the Hub, or None if not known.
+        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        chat_template_hash, enable_thinking: `hf_dart.target.tokenizers.template_hash` of the chat template of the
+            conversations that the drafter was trained on, and the thinking flag that was handed to it; None without.
+
+    Raises:
+        ValueError: a field is out of range; the message names the field and what it takes.
+    """
+
+    changeable: ClassVar[tuple[str, ...]] = ("tree", "target_name")
+    """Fields that a trained drafter may be given other values of."""
+
+    former_fields: ClassVar[tuple[str, ...]] = ()
+    """Fields that files of earlier versions have and this config has not."""
+
+    draft_length: int = 8
+    feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
+    hidden_size: int = 256
+    embedding_size: int = 256
+    feature_size: int = 256
+    num_attention_heads: int = 4
+    num_key_value_heads: int = 4
+    head_dim: int = 64
+    intermediate_size: int = 768
+    rms_norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    tree: dict[str, Any] = dataclasses.field(default_factory=dict)
+    initializer_range: float = 0.02
+    vocab_size: int = 6144
+    target_name: str | None = None
+    target_revision: str | None = None
+    target_model_type: str | None = None
+    target_num_layers: int = 8
+    tokenizer_hash: str | None = None
+    chat_template_hash: str | None = None
+    enable_thinking: bool | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        super().__post_init__(**kwargs)
+        for kind in type(self).__mro__:
+            if issubclass(kind, DrafterConfig):
+                check_types(self, kind)
+        self.feature_layers = sorted(set(self.feature_layers))
+        self._check_shape()
+        self.tree = checked_tree(self.tree)
+
+    def _check_shape(self) -> None:
+        for name in _SIZES:
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim is {self.head_dim}; give an even number, as rotary positions turn pairs.")
+        for name in ("rms_norm_eps", "rope_theta"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
+        if self.initializer_range < 0:
+            raise ValueError(f"initializer_range is {self.initializer_range}; give 0 or more.")
+        if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
+            raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
+        layers, last = self.feature_layers, self.target_num_layers
+        if layers and not 0 <= layers[0] <= layers[-1] <= last:
+            raise ValueError(
+                f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
+                "embeddings) and use no negative index."
+            )
+        if self.num_attention_heads % self.num_key_value_heads:
+            raise ValueError(
+                f"num_attention_heads ({self.num_attention_heads}) must be a multiple of num_key_value_heads "
+                f"({self.num_key_value_heads})."
+            )
+
+    @property
+    def features_width(self) -> int:
+        """F, the width of the concatenated features of one position."""
+        return len(self.feature_layers) * self.feature_size
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        return {
+            "hidden size": self.feature_size,
+            "embedding width": self.embedding_size,
+            "number of layers": self.target_num_layers,
+            "LM head width": self.hidden_size,
+        }
+
+    @property
+    def borrows_vocabulary(self) -> bool:
+        """Are tokens read through the target's embeddings?"""
+        return True
+
+    @property
+    def stores_all_weights(self) -> bool:
+        """Does a checkpoint hold every weight of the network?"""
+        return True
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """The config of a drafter for `target` (a causal LM), read off it; any field can be overridden.
+
+        Raises:
+            ValueError: the target has no token embeddings or no LM head to share.
+        """
+        text = target.config.get_text_config(decoder=True)
+        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        if embeddings is None or lm_head is None:
+            raise ValueError(
+                f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
+                "language model (AutoModelForCausalLM)."
+            )
+        heads = _first(text, ("num_attention_heads",), 0)
+        if not heads:
+            raise ValueError(
+                f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
+                "assistant=."
+            )
+        hidden = int(text.hidden_size)
+        layers = layer_count(target)
+        # A folder's path says nothing on another machine; its name may.
+        name = target.config.name_or_path
+        intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
+        fields: dict[str, Any] = {
+            "feature_layers": default_feature_layers(layers),
+            "hidden_size": int(getattr(lm_head, "in_features", hidden)),
+            "embedding_size": int(embeddings.embedding_dim),
+            "feature_size": hidden,
+            "num_attention_heads": heads,
+            "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
+            "head_dim": _first(text, ("head_dim",), hidden // heads),
+            "intermediate_size": intermediate,
+            "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
+            "rope_theta": _rope_theta(text),
+            "vocab_size": int(embeddings.num_embeddings),
+            "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
+            "target_revision": cached_commit(target.config.name_or_path),
+            "target_model_type": target.config.model_type,
+            "target_num_layers": layers,
+        }
+        return cls(**{**fields, **overrides})
 
 
-def check_shape(config: Any) -> None:
-    """Raise a `ValueError` if what the configs of drafters have in common is out of range; `feature_layers` ascend."""
-    for name in _SIZES:
-        if getattr(config, name) < 1:
-            raise ValueError(f"{name} is {getattr(config, name)}; give 1 or more.")
-    if config.head_dim % 2:
-        raise ValueError(f"head_dim is {config.head_dim}; give an even number, as rotary positions turn pairs.")
-    for name in ("rms_norm_eps", "rope_theta"):
-        if not getattr(config, name) > 0:
-            raise ValueError(f"{name} is {getattr(config, name)}; give a number above 0.")
-    if config.initializer_range < 0:
-        raise ValueError(f"initializer_range is {config.initializer_range}; give 0 or more.")
-    if not 1 <= config.draft_length <= MAX_DRAFT_LENGTH:
-        raise ValueError(f"draft_length is {config.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
-    layers, last = config.feature_layers, config.target_num_layers
-    if layers and not 0 <= layers[0] <= layers[-1] <= last:
-        raise ValueError(
-            f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
-            "embeddings) and use no negative index."
-        )
-    if config.num_attention_heads % config.num_key_value_heads:
-        raise ValueError(
-            f"num_attention_heads ({config.num_attention_heads}) must be a multiple of num_key_value_heads "
-            f"({config.num_key_value_heads})."
-        )
+def _first(config: Any, names: Sequence[str], default: Any) -> Any:
+    """The first of several names under which families keep one field; where layers differ in it, their maximum."""
+    layers = list(config.per_layer_config)
+    for name in names:
+        given = [getattr(layer, name, None) for layer in layers]
+        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
+        values = [value for per_layer in lists for value in per_layer if value is not None]
+        if values:
+            return max(values)
+    return default
+
+
+def _rope_theta(text: Any) -> float:
+    parameters = getattr(text, "rope_parameters", None) or {}
+    # By kind of layer, where these differ; None for a kind without rotary positions.
+    kinds = (parameters, parameters.get("full_attention"), *parameters.values())
+    bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
+    return float(next(bases, 10000.0))

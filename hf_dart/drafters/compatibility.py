@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
 
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.configuration import DartConfig
 
-
-def check_compatible(config: DartConfig, target: Any, tokenizer: Any = None) -> None:
+def check_compatible(config: DrafterConfig, target: Any, tokenizer: Any = None) -> None:
     """Compare a head's config with a target and, where one is known, its tokenizer.
 
     Raises:
@@ -50,7 +48,7 @@ def check_compatible(config: DartConfig, target: Any, tokenizer: Any = None) -> 
         )
 
 
-def _check_vocabulary(config: DartConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
+def _check_vocabulary(config: DrafterConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
     tokenizer = tokenizer_beside(target) if tokenizer is None else tokenizer
     if config.tokenizer_hash is not None and tokenizer is not None:
         if not same_vocabulary(config.tokenizer_hash, tokenizer, rows):

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from hf_dart.drafters.dart.configuration import DartConfig
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+from hf_dart.drafters.base_config import DrafterConfig
 
 
 class Remember(Protocol):
@@ -36,7 +34,7 @@ class DartAttention(nn.Module):
 
     def __init__(
         self,
-        config: DartConfig,
+        config: DrafterConfig,
         input_size: int,
         *,
         injected: bool = False,
@@ -139,7 +137,7 @@ def for_groups(mask: Tensor, groups: int) -> Tensor:
 class DartMLP(nn.Module):
     """The gated MLP of Llama's layers: [..., H] to [..., H]."""
 
-    def __init__(self, config: DartConfig) -> None:
+    def __init__(self, config: DrafterConfig) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
@@ -150,22 +148,20 @@ class DartMLP(nn.Module):
 
 
 class DartLayer(nn.Module):
-    """A decoder layer; the first one may attend over (embedding, features) pairs of width E + H."""
+    """A decoder layer; the first one may attend over (embedding, features) pairs of width E + H.
 
-    def __init__(self, config: DartConfig, index: int) -> None:
+    Args:
+        config: the widths.
+        pairs: attend over pairs, which arrive normed.
+        attention: what its attention has beside plain projections, as `DartAttention` takes it.
+    """
+
+    def __init__(self, config: DrafterConfig, *, pairs: bool, **attention: bool) -> None:
         super().__init__()
-        pairs = index == 0 and config.input_form == "pair"
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
-        # Pairs arrive normalised: the two halves are normed apart (section 3.1).
+        # The two halves of a pair are normed apart (section 3.1).
         self.input_norm = None if pairs else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DartAttention(
-            config,
-            width,
-            injected=config.inject_features,
-            bias=config.attention_bias,
-            output_bias=config.output_bias,
-            qk_norm=config.qk_norm,
-        )
+        self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config)
 
@@ -191,7 +187,7 @@ def take(x: Tensor, wanted: Tensor | None) -> Tensor:
 
 
 def rotation_at(
-    positions: Tensor, config: DartConfig, dtype: torch.dtype, own: Sequence[float] | None = None
+    positions: Tensor, config: DrafterConfig, dtype: torch.dtype, own: Sequence[float] | None = None
 ) -> tuple[Tensor, Tensor]:
     """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
 
@@ -205,8 +201,6 @@ def rotation_at(
 
 @lru_cache(maxsize=2)
 def _flex_attention(device_type: str) -> Any:
-    from torch.nn.attention.flex_attention import flex_attention
-
     # Uncompiled it is exact and slow: all scores are written down. On a CPU there is no backward pass.
     return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 

@@ -1,25 +1,28 @@
-"""Drafters that are models of their own, made for one target: how they are made, loaded and fitted."""
+"""`PretrainedDrafter`: a drafter made for one target: how it is made, loaded, saved and pushed."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Self
-from weakref import WeakSet
+from tempfile import TemporaryDirectory
+from typing import Any, Self
 
 import torch
+from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 
 from hf_dart.decoding.api import attached
 from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.drafters.network import DraftNetwork, TargetModules
+from hf_dart.drafters.registry import registered
 from hf_dart.drafters.state import SlotDrafter
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.errors import hub_errors
-from hf_dart.hub.mixin import PushWithCard
+from hf_dart.hub.kinds import KINDS
+from hf_dart.hub.push import push_folder
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.devices import as_dtype, device_of, host_by_default
 from hf_dart.trees.config import TreeConfig
@@ -36,47 +39,12 @@ _CALL, _LAUNCH = 400_000, 100_000_000
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
-class TargetModules:
-    """The target's modules that a drafter reads through; copies of the drafter share them."""
-
-    def __init__(self, target: nn.Module) -> None:
-        self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
-        self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
-        # Other targets that were seen to fit: deep copies and PEFT wrappers.
-        self.fitting: WeakSet[nn.Module] = WeakSet()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to the target's embeddings [..., E], on its device."""
-        return self.embeddings(tokens.to(device_of(self.embeddings)))
-
-    def rows(self, vocab_size: int) -> int:
-        """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
-        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a drafter has no target: its modules are no part of it, and `bind` lends them anew."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What stands for the target in a pickle."""
-
-
-class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
+class PretrainedDrafter(SlotDrafter, DraftNetwork):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
 
     Both check the fit and let `model.generate(..., assistant=drafter)` work.
     """
 
-    described_as: ClassVar[str]
-    """What messages call it."""
-    config: Any
-    draft_vocabulary: Tensor | None
-    """[M] ids of the tokens that its logits are about, ascending; None for all."""
-    _shared: TargetModules | None
     _place: dict[str, Any]
     """With `name_or_path`: in which revision and subfolder its weights lie."""
 
@@ -84,22 +52,11 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         super().__init__(config)
         self.tree_config = TreeConfig(**config.tree)
         self.last_stats = None
-        self._shared = None
         self._place = {}
-        self.register_buffer("draft_vocabulary", None)
 
     def passes(self, depth: int) -> int:
         """How often a draft of so many tokens runs the network."""
         return 1
-
-    @property
-    def lent_weights(self) -> int:
-        """How many weights of the target's LM head score a draft."""
-        assert self._shared is not None
-        weights = int(self._shared.lm_head.weight.numel())
-        if self.draft_vocabulary is None:
-            return weights
-        return weights * len(self.draft_vocabulary) // self._shared.embeddings.num_embeddings
 
     def draft_cost(self, target: Any, depth: int | None = None) -> float:
         """As `Drafter.draft_cost`: by the weights that are read, and by how many they are."""
@@ -108,11 +65,8 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         read = sum(weight.numel() + call for weight in target.parameters())
         if embeddings.weight is not lm_head.weight:  # a few rows of it are read
             read -= embeddings.weight.numel()
-        own = sum(weight.numel() + call for weight in self.parameters()) + self.lent_weights + call
+        own = sum(weight.numel() + call for weight in self.parameters()) + self.lm_head_weights + call
         return max(DRAFT_COST, _GROWTH + self.passes(depth or self.draft_length) * own / read)
-
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
-        """None: tokens are embedded by the target. FSDP asks."""
 
     @classmethod
     @host_by_default
@@ -179,7 +133,7 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         if optional_file(path, ADAPTER_CONFIG, **place) is not None:
             raise ValueError(f"{path} holds an adapter ({ADAPTER_CONFIG}); give the folder of a {cls.described_as}.")
         missing = f"{path} holds no weights (model.safetensors); save, push or fetch the head as a whole."
-        shapes = weight_shapes(path, missing, **place)
+        shapes = weight_shapes(weight_files(path, missing, **place), path)
         where = {name: kwargs.get(name) for name in ("token", "revision")}
         try:
             with torch.random.fork_rng(devices=[]), hub_errors(path, **where):
@@ -211,8 +165,9 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     @classmethod
     def _misfits(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> str | None:
         """The first name of a weight that a file of these `shapes` lacks, has beyond, or in another shape."""
-        if config.num_layers > len(shapes):
-            return f"num_layers {config.num_layers}"
+        layers = vars(config).get("num_layers", 1)
+        if layers > len(shapes):
+            return f"num_layers {layers}"
         with torch.device("meta"):  # sizes are whatever a file says: no memory is taken for them
             bare = cls(config)
         wanted = {name: tuple(weight.shape) for name, weight in bare.state_dict().items()}
@@ -230,13 +185,12 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
     @classmethod
     def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
         """As `from_pretrained`, of a checkpoint in another format, by what its config.json holds."""
-        from hf_dart.hub.kinds import KINDS
-
+        registered()  # so that all kinds are known
         kind = KINDS.get(str(content.get("model_type")))
         if kind is not None:
             raise ValueError(
-                f"{path} holds {kind.called}, and no {cls.described_as}: load it with {kind.class_name}, or train it "
-                f"on with --drafter {kind.trained_as}."
+                f"{path} holds {kind.texts.called}, and no {cls.described_as}: load it with {kind.class_name}, or "
+                f"train it on with --drafter {kind.trained_as}."
             )
         raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
 
@@ -244,6 +198,45 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
         """Its weights have been written to this folder or repository; an adapter alone says nothing of its head."""
         if not self.adapted:
             self.name_or_path, self._place = name, place
+
+    def push_to_hub(  # type: ignore[override]
+        self,
+        repo_id: str,
+        *,
+        commit_message: str | None = None,
+        commit_description: str | None = None,
+        private: bool | None = None,
+        token: bool | str | None = None,
+        revision: str | None = None,
+        create_pr: bool = False,
+        max_shard_size: int | str = "50GB",
+        tags: list[str] | None = None,
+        **known: Any,
+    ) -> CommitInfo:
+        """As `PreTrainedModel.push_to_hub`, with a card, `custom_generate` and what else is `known` about it.
+
+        Args:
+            known: card, bench, training, base_model, bench_dataset, license, language, datasets, as for
+                `hf_dart.hub.push.push_folder`, which also says what is raised.
+        """
+        with TemporaryDirectory() as folder:
+            with self.keeping_name():
+                self.save_pretrained(folder, max_shard_size=max_shard_size)
+            commit = push_folder(
+                folder,
+                repo_id,
+                commit_message=commit_message,
+                commit_description=commit_description,
+                private=private,
+                token=token,
+                revision=revision,
+                create_pr=create_pr,
+                tags=tuple(tags or ()),
+                **known,
+            )
+        if not create_pr:
+            self.lies_in(commit.repo_url.repo_id, revision=revision)
+        return commit
 
     @contextmanager
     def keeping_name(self) -> Iterator[None]:
@@ -283,21 +276,6 @@ class PretrainedDrafter(PushWithCard, SlotDrafter, PreTrainedModel):
 
     def check_ngram(self, table: NgramTable) -> None:
         table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)
-
-    @property
-    def shared(self) -> TargetModules:
-        """The target's modules.
-
-        Raises:
-            ValueError: the drafter has no target.
-        """
-        if self._shared is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
-                "call its bind(model)."
-            )
-        return self._shared
 
     @property
     def adapted(self) -> bool:

@@ -1,34 +1,120 @@
-"""`load_drafter`: a drafter of whichever kind a folder holds."""
+"""The kinds of drafters: one line, `@register(...)` on the class, makes a kind known everywhere.
+
+From it come what `load_drafter` recognises, what `hf-dart train --drafter` takes, what a card on the Hub says, and the
+class as a name of `hf_dart`. The kinds of this package are found by their folders: `hf_dart/drafters/NAME/drafter.py`.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from pkgutil import iter_modules
+from typing import Any, TypeVar
+
+from transformers import PreTrainedConfig
+
+from hf_dart.errors import missing_folder
+from hf_dart.hub.download import HUB_OPTIONS, head_config
+from hf_dart.hub.kinds import KINDS, CardTexts, Kind
+
+Class = TypeVar("Class", bound=type)
+
+
+@dataclass(frozen=True)
+class Registered:
+    """One kind of drafter.
+
+    Attributes:
+        drafter: its class, with `from_pretrained(path, target=...)`.
+        model_type: of its config; None if it has none of transformers.
+        trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
+        reads: is this the config.json of a checkpoint in another format, which its `from_pretrained` reads too?
+    """
+
+    drafter: Any
+    model_type: str | None
+    trainers: dict[str, str]
+    reads: Callable[[dict[str, Any]], bool]
+
+    def recognises(self, content: dict[str, Any]) -> bool:
+        """Is `content` the config.json of such a drafter?"""
+        own = self.model_type is not None and content.get("model_type") == self.model_type
+        return own or self.reads(content)
+
+
+_REGISTERED: dict[str, Registered] = {}
+
+
+def _nothing_else(content: dict[str, Any]) -> bool:
+    return False
+
+
+def register(
+    name: str,
+    *,
+    config: type[PreTrainedConfig] | None = None,
+    trainer: str | None = None,
+    variants: dict[str, str] | None = None,
+    card: CardTexts | None = None,
+    reads: Callable[[dict[str, Any]], bool] = _nothing_else,
+) -> Callable[[Class], Class]:
+    """Make a class of drafters known.
+
+    Args:
+        name: of the kind, such as "eagle".
+        config: the class of its config, with a `model_type` of its own; it becomes the class's `config_class`.
+        trainer: "module:class" of what `hf-dart train --drafter NAME` trains it with (a `DrafterTrainer`).
+        variants: other names for `--drafter`, and the trainer of each.
+        card: what its card on the Hub says.
+        reads: whether a config.json is that of a checkpoint in another format that the class reads.
+    """
+
+    def add(drafter: Class) -> Class:
+        trainers = {**({} if trainer is None else {name: trainer}), **(variants or {})}
+        model_type = None if config is None else config.model_type
+        _REGISTERED[name] = Registered(drafter, model_type, trainers, reads)
+        if config is not None:
+            drafter.config_class = config  # type: ignore[attr-defined]
+            if card is not None:
+                module = "hf_dart" if drafter.__module__.startswith("hf_dart.") else drafter.__module__
+                trained_as = None if trainer is None else name
+                KINDS[config.model_type] = Kind(config, drafter.__name__, module, trained_as, card)
+        return drafter
+
+    return add
+
+
+def registered() -> dict[str, Registered]:
+    """All kinds by their names; those of this package are imported first."""
+    for folder in iter_modules([str(Path(__file__).parent)]):
+        if folder.ispkg:
+            import_module(f"{__package__}.{folder.name}.drafter")
+    return dict(_REGISTERED)
+
+
+def trainers() -> dict[str, tuple[Any, str]]:
+    """What `hf-dart train --drafter` takes: the class of the drafter, and "module:class" of its trainer."""
+    found = registered().values()
+    return {name: (kind.drafter, trainer) for kind in found for name, trainer in kind.trainers.items()}
 
 
 def load_drafter(path: str, **options: Any) -> Any:
-    """The drafter in a folder or Hub repository, of whichever kind its config.json says.
+    """Load the drafter in a folder or Hub repository, of whichever kind its config.json says.
 
     Args:
-        path: as for the `from_pretrained` of [`DartHead`], [`DiffusionDrafter`], [`EagleDrafter`] and
-            [`DFlashDrafter`].
-        options: as for those: target, tokenizer, revision, token, ...
+        path: a folder or a Hub repository.
+        options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
 
     Raises:
-        OSError, ValueError: as those.
+        OSError: there are no such files, or the Hub does not give them.
+        ValueError: drafter and target do not fit together, or the files are not those of a drafter.
     """
-    from transformers import PreTrainedConfig
-
-    from hf_dart.drafters.dart.drafter import DartHead
-    from hf_dart.drafters.dflash.configuration import is_dflash
-    from hf_dart.drafters.dflash.drafter import DFlashDrafter
-    from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
-    from hf_dart.drafters.eagle.drafter import EagleDrafter
-    from hf_dart.hub.download import HUB_OPTIONS
-
+    if missing_folder(path):
+        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
-    content = PreTrainedConfig.get_config_dict(path, **where)[0]
-    if is_dflash(content):
-        return DFlashDrafter.from_pretrained(path, **options)
-    kind = str(content.get("model_type"))
-    others = {drafter.config_class.model_type: drafter for drafter in (DiffusionDrafter, EagleDrafter)}
-    return others.get(kind, DartHead).from_pretrained(path, **options)
+    content = head_config(path, **where)[0]
+    kinds = registered()
+    kind = next((one for one in kinds.values() if one.recognises(content)), kinds["dart"])
+    return kind.drafter.from_pretrained(path, **options)

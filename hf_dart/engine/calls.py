@@ -8,7 +8,7 @@ import torch
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.session import Session
-from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
 from hf_dart.engine.job import HeadJob, Job
@@ -35,7 +35,7 @@ def job_of(session: Session) -> Job | str:
     if refused is not None:
         return refused
     drafter = session.request.drafter
-    head = drafter if isinstance(drafter, DraftingModel) and drafter.device == target.device else None
+    head = drafter if isinstance(drafter, DartHead) and drafter.device == target.device else None
     return Job(session, cache, verify, head)
 
 
@@ -43,7 +43,7 @@ def head_job(job: Job) -> HeadJob | str:
     """The same as a job whose whole rounds can be captured, or what they ask the host for."""
     rows, drafter, config = job.rows, job.drafter, job.config
     drafts = config.nodes != 1
-    if not isinstance(drafter, DraftingModel):
+    if not isinstance(drafter, DartHead):
         return f"a {type(drafter).__name__} drafts with the host's help"
     if job.head is None:
         return "target and head do not lie on one device"
@@ -69,7 +69,7 @@ def signature(job: Job) -> tuple[Any, ...]:
     parts: list[Any] = [identity(target), autocast, *_precision()]
     parts += [*map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
-    if isinstance(head, DraftingModel):
+    if isinstance(head, DartHead):
         models.append(head)
         parts += [id(head.draft_vocabulary), head.draft_rank, id(head.ngram)]
         made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.proposer import Proposal
-from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Capture, Launch
@@ -30,7 +30,7 @@ class CapturedPass:
         state: the head's cache.
     """
 
-    def __init__(self, job: Job, head: DraftingModel, slots: int, most: int, capture: Capture) -> None:
+    def __init__(self, job: Job, head: DartHead, slots: int, most: int, capture: Capture) -> None:
         self._head, self._capture = head, capture
         self.most = _width(most)
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
@@ -65,7 +65,7 @@ class _Sized:
 
     def __init__(
         self,
-        head: DraftingModel,
+        head: DartHead,
         state: FixedDraft,
         width: int,
         depth: int,

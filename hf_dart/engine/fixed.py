@@ -8,7 +8,7 @@ from torch import Tensor
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.decoding.walk import drawn, follow
-from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraft
@@ -43,7 +43,7 @@ class FixedRound:
     def __init__(
         self,
         shape: Shape,
-        head: DraftingModel,
+        head: DartHead,
         verifier: Verifier,
         cache: FixedCache,
         draft: FixedDraft,

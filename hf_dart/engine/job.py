@@ -11,7 +11,7 @@ from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import Session
-from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.config import TreeConfig
 
@@ -30,7 +30,7 @@ class Job:
     session: Session
     cache: RaggedCache
     verify: Verifier
-    head: DraftingModel | None
+    head: DartHead | None
 
     @property
     def model(self) -> PreTrainedModel:
@@ -67,4 +67,4 @@ class Job:
 class HeadJob(Job):
     """One whose whole rounds can be captured: a head's, that ask the host for nothing."""
 
-    head: DraftingModel
+    head: DartHead

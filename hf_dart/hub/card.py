@@ -38,7 +38,7 @@ def front_matter(facts: HeadFacts) -> dict[str, Any]:
         "base_model": facts.base_model,
         "base_model_relation": facts.base_model and "adapter",
         "datasets": list(facts.datasets),
-        "tags": list(dict.fromkeys(["hf-dart", facts.kind.tag, *_TAGS, *facts.tags])),
+        "tags": list(dict.fromkeys(["hf-dart", facts.texts.tag, *_TAGS, *facts.tags])),
     }
     return {name: value for name, value in known.items() if value}
 
@@ -64,7 +64,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
             "again."
         ) from error
     if existing is None:
-        called = facts.kind.called
+        called = facts.texts.called
         title = (facts.repository or called[0].upper() + called[1:]).rpartition("/")[2]
         card = ModelCard(f"---\n{{}}\n---\n\n# {title}\n\n{written}\n")
     elif not has_markers(existing):
@@ -117,13 +117,13 @@ def _body(facts: HeadFacts) -> str:
 
 
 def _about(facts: HeadFacts) -> str:
-    config, kind = facts.config, facts.kind
+    config, texts = facts.config, facts.texts
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
     made_for = f" for {_link(facts)}{revision}" if facts.target else ""
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
     lent = "embeddings and LM head are the target's" if facts.borrows else "the table of its tokens included"
     rows = {
-        **kind.rows(config),
+        **texts.rows(config),
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; {lent}",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
         "chat template": f"`{config.chat_template_hash}`{thinking}" if config.chat_template_hash else "",
@@ -132,10 +132,10 @@ def _about(facts: HeadFacts) -> str:
     table = [f"| {name} | {value} |" for name, value in rows.items() if value]
     return "\n".join(
         [
-            f"{kind.introduced}{made_for}. With it, `model.generate()` of plain transformers writes the "
+            f"{texts.introduced}{made_for}. With it, `model.generate()` of plain transformers writes the "
             "same tokens as without, several per forward pass of the target.",
             "",
-            f"| {kind.short} | |",
+            f"| {texts.short} | |",
             "|---|---|",
             *table,
         ]
@@ -145,7 +145,7 @@ def _about(facts: HeadFacts) -> str:
 def _use(facts: HeadFacts) -> str:
     if facts.repository is None or facts.base_model is None:
         return ""
-    name, short = facts.kind.class_name, facts.kind.short
+    name, short = facts.kind.class_name, facts.texts.short
     return f"""## Use
 
 ```sh
@@ -154,7 +154,7 @@ pip install {INSTALLED_FROM}    # a clone of hf-dart, which is not on PyPI yet
 
 ```python
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from hf_dart import {name}
+from {facts.kind.module} import {name}
 
 model = AutoModelForCausalLM.from_pretrained("{facts.base_model}", device_map="auto")
 tokenizer = AutoTokenizer.from_pretrained("{facts.base_model}")
@@ -305,7 +305,7 @@ def _limits(facts: HeadFacts) -> str:
 
 
 def _source(facts: HeadFacts) -> str:
-    return f"## Source\n\n{facts.kind.source}"
+    return f"## Source\n\n{facts.texts.source}"
 
 
 def _link(facts: HeadFacts) -> str:

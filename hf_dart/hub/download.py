@@ -1,8 +1,9 @@
-"""Finding a head's config in a folder or on the Hub."""
+"""Finding the files of a drafter in a folder or on the Hub."""
 
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,11 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
+from hf_dart.errors import missing_folder
 from hf_dart.hub.errors import hub_errors
+from hf_dart.interop.checkpoint import read_json
 
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder that of an adapter."""
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
@@ -27,7 +31,7 @@ _NOTES = {
 }  # fmt: skip
 
 
-def refuse_fields(path: str, content: dict[str, Any], config_class: type) -> None:
+def refuse_fields(path: str, content: dict[str, Any], config_class: Any) -> None:
     """Raise for a config.json with fields that are none of its drafter's.
 
     transformers takes orders from many more: to load code or kernels, to quantize, to make labels, to read other files.
@@ -36,7 +40,7 @@ def refuse_fields(path: str, content: dict[str, Any], config_class: type) -> Non
         ValueError: the message names the field.
     """
     own = {name for kind in config_class.__mro__ if kind.__module__.startswith("hf_dart.") for name in _fields(kind)}
-    if unknown := sorted(content.keys() - own - _NOTES):
+    if unknown := sorted(content.keys() - own - _NOTES - set(config_class.former_fields)):
         raise ValueError(
             f"The config.json in {path} has the field {unknown[0]!r:.100}, which no drafter of this version of hf_dart "
             "has; take it out, or use a newer version."
@@ -126,3 +130,63 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
     snapshots = cache / "snapshots"
     commits = [folder.name for folder in snapshots.iterdir()] if snapshots.is_dir() else []
     return commits[0] if len(commits) == 1 else None
+
+
+def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
+    """The fields of a folder's or Hub repository's config.json, as they stand there.
+
+    Args:
+        path: folder or Hub id.
+        where: revision, token, cache_dir, ... of `transformers.utils.cached_file`.
+
+    Raises:
+        ValueError: there is no such folder, or the file is not one JSON object with every name once.
+        OSError: there is no such file, or the Hub does not give it.
+    """
+    if missing_folder(path):
+        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
+    sentence = f"{path} holds no config.json; give the folder or the Hub repository of a drafter."
+    return read_json(Path(_located(path, "config.json", where, sentence)))
+
+
+def _found(path: str, name: str, where: dict[str, Any]) -> str | None:
+    """A file of a folder or of the Hub's cache, fetched if need be; None if it is not there."""
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
+        return cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
+
+
+def _located(path: str, name: str, where: dict[str, Any], missing: str) -> str:
+    """The same of a file that has to be there; `missing` is what is said if it is not."""
+    with hub_errors(path, token=where.get("token"), revision=where.get("revision"), otherwise=missing):
+        file = cached_file(path, name, **where)
+    if file is None:  # of a folder without config.json
+        raise OSError(missing)
+    return file
+
+
+def weight_files(path: str, missing: str | None = None, **where: Any) -> list[str]:
+    """The safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
+
+    Args:
+        path, where: as for `checkpoint_config`.
+        missing: what is said where there are no weights in safetensors.
+
+    Raises:
+        ValueError: the index of the weights is damaged, or names files outside of the checkpoint.
+        OSError: there are no weights in safetensors, or the Hub does not give them.
+    """
+    single = _found(path, _WEIGHTS, where)
+    if single is not None:
+        return [single]
+    index = _found(path, _INDEX, where)
+    if index is None:
+        missing = missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened."
+        return [_located(path, _WEIGHTS, where, missing)]
+    names = read_json(Path(index)).get("weight_map")
+    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
+        raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
+    for name in names.values():
+        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
+            raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
+    lacks = f"{path} lacks a file that its {_INDEX} names; fetch it as a whole."
+    return [_located(path, name, where, lacks) for name in sorted(set(names.values()))]

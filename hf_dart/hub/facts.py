@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
+from transformers import PreTrainedConfig
 
-from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.hub.download import ADAPTER_CONFIG
-from hf_dart.hub.kinds import KINDS, Config, Kind, kind_of
+from hf_dart.hub.kinds import KINDS, CardTexts, Kind, kind_of
 
 TRAINING_RECORD = "training.json"
 _FOLDERS = ("output_dir", "cache_dir", "logging_dir", "resume_from_checkpoint")
@@ -51,7 +51,7 @@ class HeadFacts:
         license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.
     """
 
-    config: Config
+    config: PreTrainedConfig
     parameters: int
     size: int
     dtype: str
@@ -97,8 +97,7 @@ class HeadFacts:
             record = {**record, "recipe": publishable(record["recipe"])}
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
         # Layers copied from the target and what an adapter stands on are counted there and not stored here.
-        whole = not (isinstance(config, DartConfig) and config.copied_layer is not None)
-        whole = whole and not (folder / ADAPTER_CONFIG).is_file()
+        whole = config.stores_all_weights and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(
                 f"{bench} measured a head of {report['head_parameters']} parameters and that in {folder} has "
@@ -121,9 +120,14 @@ class HeadFacts:
         return kind_of(self.config)
 
     @property
+    def texts(self) -> CardTexts:
+        """What is said of that kind."""
+        return self.kind.texts
+
+    @property
     def borrows(self) -> bool:
         """Whether it reads and writes tokens through the target's embeddings and LM head."""
-        return isinstance(self.config, DartConfig) or self.config.share_embeddings
+        return self.config.borrows_vocabulary
 
     @property
     def target(self) -> str | None:
@@ -131,7 +135,7 @@ class HeadFacts:
         return self.base_model or self.config.target_name
 
 
-def read_config(folder: Path) -> Config:
+def read_config(folder: Path) -> PreTrainedConfig:
     """The config of the drafter in `folder`.
 
     Raises:
@@ -140,14 +144,14 @@ def read_config(folder: Path) -> Config:
     file = folder / "config.json"
     kind = KINDS.get(str(_json(file, "save_pretrained").get("model_type"))) if file.is_file() else None
     if kind is None:
-        *called, last = (one.called for one in KINDS.values())
+        *called, last = (one.texts.called for one in KINDS.values())
         raise ValueError(
             f"{folder} holds no config.json of {', '.join(called)} or {last}; give what save_pretrained wrote."
         )
     return kind.config_class.from_pretrained(folder)
 
 
-def _hub_id(config: Config) -> str | None:
+def _hub_id(config: PreTrainedConfig) -> str | None:
     """A name without a namespace is the Hub's only if it has a commit there; else it may be any folder's."""
     name = config.target_name
     return name if name is not None and ("/" in name or config.target_revision is not None) else None

@@ -1,4 +1,4 @@
-"""Checkpoints of other projects, read strictly: JSON and safetensors, nothing else, and nothing halfway.
+"""Files of other projects' checkpoints, read strictly: JSON and safetensors, nothing else, and nothing halfway.
 
 What a file says is compared with what is wanted before any tensor is read, so that a hostile file costs little. No
 code of a checkpoint is run, and pickled weights are not opened, because they could run some.
@@ -7,8 +7,7 @@ code of a checkpoint is run, and pickled weights are not opened, because they co
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -16,61 +15,25 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers.utils import cached_file
 
-from hf_dart.errors import missing_folder
-from hf_dart.hub.errors import hub_errors
-
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _LARGEST_JSON = 64 * 1024**2
 _FLOATS = ("F64", "F32", "F16", "BF16")
 
 
-def read_config(path: str, **where: Any) -> dict[str, Any]:
-    """The fields of a folder's or Hub repository's config.json, as they stand there.
-
-    Args:
-        path: folder or Hub id.
-        where: revision, token, cache_dir, ... of `transformers.utils.cached_file`.
-
-    Raises:
-        ValueError: there is no such folder, or the file is not one JSON object with every name once.
-        OSError: there is no such file, or the Hub does not give it.
-    """
-    if missing_folder(path):
-        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
-    sentence = f"{path} holds no config.json; give the folder or the Hub repository of a drafter."
-    return _read_json(Path(_located(path, "config.json", where, sentence)))
-
-
-def _found(path: str, name: str, where: dict[str, Any]) -> str | None:
-    """A file of a folder or of the Hub's cache, fetched if need be; None if it is not there."""
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
-        return cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
-
-
-def _located(path: str, name: str, where: dict[str, Any], missing: str) -> str:
-    """The same of a file that has to be there; `missing` is what is said if it is not."""
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision"), otherwise=missing):
-        file = cached_file(path, name, **where)
-    if file is None:  # of a folder without config.json
-        raise OSError(missing)
-    return file
-
-
 def read_tensors(
+    files: Iterable[str | Path],
     path: str,
     shapes: Mapping[str, tuple[int, ...]],
     *,
     optional: Collection[str] = (),
     ignored: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
-    **where: Any,
 ) -> dict[str, Tensor]:
     """The tensors of a checkpoint, on the CPU and in the dtype they were saved in.
 
     Args:
-        path, where: as for `read_config`.
+        files: of safetensors, of which no two hold the same tensor.
+        path: of the checkpoint, for messages.
         shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
         optional: names out of `shapes` that may be missing.
         ignored: names of others that may be there, and are not read.
@@ -78,14 +41,13 @@ def read_tensors(
 
     Raises:
         ValueError: a tensor is missing, unknown, or of another shape or kind, or a file is damaged.
-        OSError: there are no weights in safetensors, or the Hub does not give them.
     """
     dtypes = dtypes or {}
-    with ExitStack() as files:
+    with ExitStack() as stack:
         found: dict[str, Any] = {}
-        for file in _weight_files(path, where):
+        for file in files:
             try:
-                opened = files.enter_context(safe_open(file, framework="pt"))
+                opened = stack.enter_context(safe_open(file, framework="pt"))
                 slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             except (SafetensorError, OSError) as error:
                 raise _damaged(path, error) from error
@@ -110,19 +72,18 @@ def read_tensors(
             raise _damaged(path, error) from error
 
 
-def weight_shapes(path: str, missing: str, **where: Any) -> dict[str, tuple[int, ...]]:
+def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int, ...]]:
     """Name and shape of all tensors of a checkpoint, from the headers of its files.
 
     Args:
-        path, where: as for `read_config`.
-        missing: what is said where there are no weights in safetensors.
+        files: of safetensors.
+        path: of the checkpoint, for messages.
 
     Raises:
-        ValueError: a file is damaged, or an index names others than safetensors beside it.
-        OSError: there are no weights, or the Hub does not give them.
+        ValueError: a file is damaged.
     """
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in _weight_files(path, where, missing):
+    for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
                 shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
@@ -147,25 +108,12 @@ def _check(path: str, name: str, tensor: Any, wanted: tuple[int, ...], dtype: to
         raise ValueError(f"{name} in {path} is saved as {kind}, which cannot be used; fetch the original weights.")
 
 
-def _weight_files(path: str, where: dict[str, Any], missing: str | None = None) -> list[str]:
-    single = _found(path, _WEIGHTS, where)
-    if single is not None:
-        return [single]
-    index = _found(path, _INDEX, where)
-    if index is None:
-        missing = missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened."
-        return [_located(path, _WEIGHTS, where, missing)]
-    names = _read_json(Path(index)).get("weight_map")
-    if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
-        raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
-    for name in names.values():
-        if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
-            raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
-    lacks = f"{path} lacks a file that its {_INDEX} names; fetch it as a whole."
-    return [_located(path, name, where, lacks) for name in sorted(set(names.values()))]
+def read_json(file: Path) -> dict[str, Any]:
+    """The fields of a JSON file of another project.
 
-
-def _read_json(file: Path) -> dict[str, Any]:
+    Raises:
+        ValueError: it is too large, or not one JSON object with every name once.
+    """
     if file.stat().st_size > _LARGEST_JSON:
         raise ValueError(f"{file.name} has {file.stat().st_size} bytes; give the file that belongs to the weights.")
 
@@ -191,7 +139,7 @@ class Fields:
     """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
 
     Args:
-        content: as `read_config` returned it.
+        content: of a config.json, as `read_json` gives it.
         kind: what the checkpoint is, for messages.
     """
 

@@ -13,24 +13,19 @@ read again and the rows still are the target's, it is the head that it was.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
-from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.interop.checkpoint import Fields, read_tensors
 from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
 from hf_dart.target.features import default_feature_layers
 from hf_dart.trees.config import checked_tree
-from hf_dart.trees.vocabulary import vocabulary_hash
-
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.drafter import DartHead
-
-Head = TypeVar("Head", bound="DartHead")
 
 _KIND = "DART head"
 _OWN_NORM = "hf_dart.norm.weight"
@@ -56,34 +51,28 @@ def is_original(content: dict[str, Any]) -> bool:
     return content.get("model_type") == "llama" and "draft_length" in content
 
 
-def read_original(
-    cls: type[Head], path: str, content: dict[str, Any], target: Any, tokenizer: Any = None, **where: Any
-) -> Head:
-    """A head as DART's code published it, for `target`; not yet bound to it.
+def read_weights(
+    config: PreTrainedConfig, files: Iterable[str | Path], path: str, lm_head: nn.Module
+) -> tuple[dict[str, Tensor], bool]:
+    """The weights of a head as DART's code published it, under our names.
 
     Args:
-        cls: `DartHead`.
-        path: folder or Hub repository.
-        content: of its config.json.
-        target: the model that it was made for: its config does not say which layers it reads.
-        where: revision, token, ...
+        config: made of `read_fields`.
+        files: of safetensors.
+        path: of the checkpoint, for messages.
+        lm_head: of the target.
+
+    Returns:
+        The weights, and whether the target's LM head scores for them: then they hold none of their own.
 
     Raises:
-        ValueError: there is no target, or it is none that the files can belong to, or they contradict themselves.
+        ValueError: they are damaged, contradict themselves or the config.
     """
-    if target is None:
-        raise ValueError(
-            f"{path} is a head in the format of DART's code, which does not say what layers it reads; pass target=, "
-            "and save_pretrained it to load it without."
-        )
-    config, dimension = _read_config(Fields(content, _KIND), target)
-    if config.tokenizer_hash is None and tokenizer is not None:
-        config.tokenizer_hash = vocabulary_hash(tokenizer)
     hidden, scored, vocabulary = config.hidden_size, config.draft_vocab_size or config.vocab_size, config.vocab_size
     query, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
     inner = config.intermediate_size
     ours: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 3 * dimension),
+        "fc.weight": (hidden, 3 * config.feature_size),
         "mask_slot.weight": (2 * hidden,),
         "layers.0.self_attn.q_proj.weight": (query, 2 * hidden),
         "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
@@ -98,12 +87,12 @@ def read_original(
     shapes |= {"d2t": (scored,), "t2d": (vocabulary,), _OWN_NORM: (hidden,)}
     mapped = ("d2t", "t2d") if scored == vocabulary else ()
     tensors = read_tensors(
+        files,
         path,
         shapes,
         optional=(_OWN_NORM, *mapped),
         ignored=("embed_tokens.weight",),
         dtypes={"d2t": torch.int64, "t2d": torch.bool},
-        **where,
     )
     weights = {name: tensors[theirs] for name, theirs in _NAMES.items()}
     weights["mask_slot.weight"] = weights["mask_slot.weight"][None]
@@ -112,18 +101,22 @@ def read_original(
         weights["draft_vocabulary"], weights["lm_head.weight"] = tokens, weights["lm_head.weight"][rows]
     elif "d2t" in tensors and bool(tensors["d2t"].any()):
         raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
-    _share_lm_head(config, weights, tensors.get(_OWN_NORM), target)
-    with torch.random.fork_rng(devices=[]):
-        head = cls(config)
-    head.to(weights["fc.weight"].dtype).load_state_dict(weights)
-    return head
+    return weights, _share_lm_head(weights, tensors.get(_OWN_NORM), lm_head)
 
 
-def _read_config(fields: Fields, target: Any) -> tuple[DartConfig, int]:
-    """Our config of a head, and the width of one of the hidden states that it reads.
+def read_fields(content: dict[str, Any], num_layers: int) -> dict[str, Any]:
+    """The fields of a `DartConfig` that the config.json of such a head tells.
 
     What DART's code does not read, whatever it is, has no effect there, and none here.
+
+    Args:
+        content: of its config.json.
+        num_layers: of the target; the file does not say which of them the head reads.
+
+    Raises:
+        ValueError: a field is missing or out of range, or the head cannot belong to a target of so many layers.
     """
+    fields = Fields(content, _KIND)
     fields.choice("hidden_act", ("silu",), "silu")
     if "rope_scaling" in fields:
         raise fields.wrong("rope_scaling", fields.given("rope_scaling"), "left out; scaled rotations are not known")
@@ -134,33 +127,31 @@ def _read_config(fields: Fields, target: Any) -> tuple[DartConfig, int]:
     dimension = fields.integer("target_hidden_size", 2, 2**20, hidden)
     vocab_size = fields.integer("vocab_size", 2, _MANY)
     scored = fields.integer("draft_vocab_size", 1, vocab_size)
-    layers = default_feature_layers(int(target.config.get_text_config(decoder=True).num_hidden_layers))
+    layers = default_feature_layers(num_layers)
     if len(layers) != 3:
         raise ValueError(
             "Heads in the format of DART's code read three different layers of their target, and this one is too "
             "small to have them; give the target that the head was made for."
         )
     known = _read_kept(fields.part("hf_dart"))
-    config = DartConfig.for_target(
-        target,
-        draft_length=fields.integer("draft_length", 0, 30) + 1,
-        feature_layers=layers,
-        hidden_size=hidden,
-        embedding_size=hidden,
-        feature_size=dimension,
-        own_lm_head=True,
-        double_norm=True,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        intermediate_size=fields.integer("intermediate_size", 1, 2**24),
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=fields.number("rope_theta", 10000.0),
-        vocab_size=vocab_size,
-        draft_vocab_size=None if scored == vocab_size else scored,
+    return {
+        "draft_length": fields.integer("draft_length", 0, 30) + 1,
+        "feature_layers": layers,
+        "hidden_size": hidden,
+        "embedding_size": hidden,
+        "feature_size": dimension,
+        "own_lm_head": True,
+        "double_norm": True,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "intermediate_size": fields.integer("intermediate_size", 1, 2**24),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "rope_theta": fields.number("rope_theta", 10000.0),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": None if scored == vocab_size else scored,
         **known,
-    )
-    return config, dimension
+    }
 
 
 def _read_kept(kept: Fields) -> dict[str, Any]:
@@ -189,16 +180,16 @@ def _vocabulary(path: str, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
     return tokens.sort()
 
 
-def _share_lm_head(config: DartConfig, weights: dict[str, Tensor], norm: Tensor | None, target: Any) -> None:
+def _share_lm_head(weights: dict[str, Tensor], norm: Tensor | None, lm_head: nn.Module) -> bool:
     """Let the target score again if the head's LM head is what `write_original` makes of the target's."""
     if norm is None or not bool((weights["norm.weight"] == 1).all()):
-        return
-    rows = lm_head_rows(target.get_output_embeddings(), weights.get("draft_vocabulary"))
+        return False
+    rows = lm_head_rows(lm_head, weights.get("draft_vocabulary"))
     if rows is None or not torch.equal(_scaled(rows, norm), weights["lm_head.weight"]):
-        return
-    config.own_lm_head = config.double_norm = False
+        return False
     weights["norm.weight"] = norm
     del weights["lm_head.weight"]
+    return True
 
 
 def _scaled(rows: Tensor, norm: Tensor) -> Tensor:
@@ -207,22 +198,25 @@ def _scaled(rows: Tensor, norm: Tensor) -> Tensor:
     return (rows.to(wide) * norm.cpu().to(wide)).to(norm.dtype)
 
 
-def write_original(head: DartHead, folder: str | Path) -> None:
+def write_original(
+    config: PreTrainedConfig, weights: dict[str, Tensor], folder: str | Path, *, lm_head: nn.Module
+) -> None:
     """Write a head in the format of DART's code: config.json and model.safetensors, without token embeddings.
 
     Args:
-        head: bound to its target, whose LM head is copied if the head has none of its own.
+        config: the `DartConfig` of the head.
+        weights: of the head, by our names.
         folder: is made if there is none.
+        lm_head: of the target, which is copied if the head has none of its own.
 
     Raises:
         ValueError: DART's code knows no such head; the message says why.
     """
-    config = head.config
-    _refuse(config, head.adapted)
-    state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    _refuse(config)
+    state = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     vocabulary = state.pop("draft_vocabulary", None)
     if not config.own_lm_head:
-        rows = lm_head_rows(head.shared.lm_head, vocabulary)
+        rows = lm_head_rows(lm_head, vocabulary)
         if rows is None:
             raise ValueError(
                 "The target's LM head is quantized, adapted or has a bias, which DART's format has no place for; bind "
@@ -257,7 +251,7 @@ def write_original(head: DartHead, folder: str | Path) -> None:
         "rope_scaling": None,
         "pretraining_tp": 1,
         "tie_word_embeddings": False,
-        "torch_dtype": str(head.dtype).removeprefix("torch."),
+        "torch_dtype": str(state["fc.weight"].dtype).removeprefix("torch."),
         "hf_dart": {name: getattr(config, name) for name in _KEPT if getattr(config, name) is not None},
     }
     folder = Path(folder)
@@ -266,9 +260,8 @@ def write_original(head: DartHead, folder: str | Path) -> None:
     (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
 
 
-def _refuse(config: DartConfig, adapted: bool) -> None:
+def _refuse(config: PreTrainedConfig) -> None:
     has = {
-        "an adapter (call head.merge_adapter() first)": adapted,
         f"{config.num_layers} layers": config.num_layers > 1,
         "injected features": config.inject_features,
         "mask_mode='peagle'": config.mask_mode != "learned",

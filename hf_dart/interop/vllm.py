@@ -10,17 +10,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
+from transformers import PreTrainedConfig
 
 from hf_dart.trees.vocabulary import columns_of
-
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.configuration import DartConfig
-    from hf_dart.drafters.dart.drafter import DartHead
 
 SPECULATORS_VERSION = "0.9.0"
 """The version that reads what is written here, and that it was compared with."""
@@ -51,36 +48,48 @@ def lm_head_rows(lm_head: nn.Module, vocabulary: Tensor | None) -> Tensor | None
     return weight if vocabulary is None else weight[vocabulary.cpu()]
 
 
-def vocabulary_maps(config: DartConfig, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
+def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
     """`d2t` [M], what is to be added to a draft token to get the target's, and `t2d` [V], which tokens are drafted."""
     tokens = torch.arange(config.vocab_size) if vocabulary is None else vocabulary.cpu()
     return tokens - torch.arange(len(tokens)), columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
 
 
-def write_vllm(head: DartHead, folder: str | Path, *, target: Any, verifier: str | None = None) -> None:
+def write_vllm(
+    config: PreTrainedConfig,
+    weights: dict[str, Tensor],
+    folder: str | Path,
+    *,
+    lm_head: nn.Module,
+    architecture: str,
+    max_positions: int,
+    verifier: str | None = None,
+) -> None:
     """Write a head for vLLM: config.json and model.safetensors, without token embeddings, which are the target's.
 
     Args:
-        head: bound to its target, without an adapter.
+        config: the `DartConfig` of the head.
+        weights: of the head, by our names.
         folder: is made if there is none.
-        target: the model that it drafts for.
-        verifier: its Hub id or folder, for vLLM to find; the head's `target_name` if left out.
+        lm_head: of the target, which is copied if the head has none of its own.
+        architecture: the target's class.
+        max_positions: of the target.
+        verifier: its Hub id or folder, for vLLM to find; the config's `target_name` if left out.
 
     Raises:
         ValueError: vLLM knows no such head; the message says why.
     """
-    config = head.config
-    _refuse(head)
-    state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    _refuse(config)
+    dtype = weights["fc.weight"].dtype
+    state = {name: tensor.detach().cpu() for name, tensor in weights.items()}
     vocabulary = state.pop("draft_vocabulary", None)
     if not config.own_lm_head:
-        rows = lm_head_rows(head.shared.lm_head, vocabulary)
+        rows = lm_head_rows(lm_head, vocabulary)
         if rows is None:
             raise ValueError(
                 "The target's LM head is quantized, adapted or has a bias, and vLLM's drafters have a plain one of "
                 "their own; convert with the unquantized target."
             )
-        state["lm_head.weight"] = rows.to(head.dtype)
+        state["lm_head.weight"] = rows.to(dtype)
     names = dict(_PARTS)
     for index in range(config.num_layers):
         names |= {f"layers.{index}.{ours}": f"layers.{index}.{theirs}" for ours, theirs in _LAYER_PARTS.items()}
@@ -98,13 +107,14 @@ def write_vllm(head: DartHead, folder: str | Path, *, target: Any, verifier: str
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    content = json.dumps(_config(head, target, name), indent=2) + "\n"
+    content = json.dumps(_content(config, dtype, architecture, max_positions, name), indent=2) + "\n"
     (folder / "config.json").write_text(content, encoding="utf8")
 
 
-def _config(head: DartHead, target: Any, verifier: str) -> dict[str, Any]:
+def _content(
+    config: PreTrainedConfig, dtype: torch.dtype, architecture: str, max_positions: int, verifier: str
+) -> dict[str, Any]:
     """Every flag is said: defaults differ between vLLM, its algorithms and their versions."""
-    config, text = head.config, target.config.get_text_config(decoder=True)
     layer = {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -115,7 +125,7 @@ def _config(head: DartHead, target: Any, verifier: str) -> dict[str, Any]:
         "num_key_value_heads": config.num_key_value_heads,
         "head_dim": config.head_dim,
         "hidden_act": "silu",
-        "max_position_embeddings": int(text.max_position_embeddings),
+        "max_position_embeddings": max_positions,
         "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
@@ -136,7 +146,7 @@ def _config(head: DartHead, target: Any, verifier: str) -> dict[str, Any]:
             "algorithm": "peagle",
             "proposal_methods": [proposal],
             "default_proposal_method": "greedy",
-            "verifier": {"name_or_path": verifier, "architectures": [type(target).__name__]},
+            "verifier": {"name_or_path": verifier, "architectures": [architecture]},
         },
         "transformer_layer_config": layer,
         "draft_vocab_size": config.draft_vocab_size or config.vocab_size,
@@ -148,19 +158,17 @@ def _config(head: DartHead, target: Any, verifier: str) -> dict[str, Any]:
         "fc_norm": False,
         "norm_output": False,
         "embed_requires_grad": False,
-        "dtype": str(head.dtype).removeprefix("torch."),
+        "dtype": str(dtype).removeprefix("torch."),
     }
 
 
-def _refuse(head: DartHead) -> None:
-    config = head.config
+def _refuse(config: PreTrainedConfig) -> None:
     if config.mask_mode != "peagle":
         raise ValueError(
             "vLLM serves heads whose mask slots go through fc like real positions (P-EAGLE), and this head's are free "
             "vectors; train one with mask_mode='peagle'."
         )
     has = {
-        "an adapter (call head.merge_adapter() first)": head.adapted,
         "a selector": config.selector_rank > 0,
         "a double final norm": config.double_norm,
         f"features of {len(config.feature_layers)} layers instead of 3": len(config.feature_layers) != 3,

@@ -12,6 +12,7 @@ import yaml
 from transformers import HfArgumentParser
 
 from hf_dart.drafters.adapters import LoraArguments
+from hf_dart.drafters.registry import trainers
 from hf_dart.errors import did_you_mean, sentence
 from hf_dart.training.data.sources import DataArguments
 from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
@@ -54,6 +55,8 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
         _groups(drafter), prog="hf-dart train", usage="hf-dart train [RECIPE] [--OPTION VALUE ...]", allow_abbrev=False
     )
     made.description = description
+    kinds = next(action for action in made._actions if action.dest == "drafter")
+    kinds.choices = list(trainers())
     return made
 
 

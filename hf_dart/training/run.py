@@ -14,6 +14,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
+from hf_dart.drafters.registry import trainers
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
@@ -34,8 +35,6 @@ FINAL = "final"
 _OF_NO_USE = {"recipe.yaml", "runs", "logs", STAGING}
 
 _COUNTED = 10_000  # rows that say which tokens are frequent; a stream may have no end
-# What may be changed of a head that was trained before.
-_CHANGEABLE = ("selector_rank", "selector_kind", "tree", "target_name", "denoise_steps", "unmasking", "beam")
 
 
 def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
@@ -154,14 +153,14 @@ def _head(
     """A new drafter, or the given one, with weights in float32."""
     config = {**arguments.config(), **lora.head_options()}
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
-    kind = trainer_of(arguments.drafter).drafter_class
+    kind = trainers()[arguments.drafter][0]
     if "selector_rank" in config and not selector_only:
         raise ValueError("selector_rank makes a selector, which only selector_only trains; add it, and a trained head.")
     if arguments.head is None:
         if selector_only:
             raise ValueError("selector_only trains the selector of a trained head; name it with head.")
         return kind.from_target(model, tokenizer=tokenizer, **config).float()
-    fixed = [name for name in config if name not in _CHANGEABLE]
+    fixed = [name for name in config if name not in kind.config_class.changeable]
     if fixed:
         raise ValueError(f"{fixed[0]} shapes a new head, and {arguments.head} has its shape; leave one of them out.")
     head: Any = kind.from_pretrained(arguments.head, target=model, tokenizer=tokenizer).float()

@@ -106,7 +106,7 @@ def test_what_a_draft_is_taken_to_cost() -> None:
     ratio = (sum(own) + lm_head.numel() + _CALL * (len(own) + 1)) / (sum(read) - looked_up + _CALL * len(read))
     assert small.draft_cost(target) == pytest.approx(0.1 + ratio)
     alone = tiny_head(target, own_lm_head=True)
-    assert alone.lent_weights == 0
+    assert alone.lm_head_weights == 0
     few = tiny_head(target, draft_vocab_size=12)
     assert few.draft_cost(target) < small.draft_cost(target)
     step = tiny_eagle_drafter(target)

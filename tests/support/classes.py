@@ -1,4 +1,4 @@
-"""Every class that transformers maps, drafted against stock: `python tests/support/classes.py FILE` fills `MATRIX.md`.
+"""Every class that transformers maps, against stock: `python tests/support/classes.py FILE` fills `MATRIX.md`.
 
 A class is exact in a cell (attention, rows, mode, drafter), refused there in a sentence of ours, or stock itself fails.
 Anything else is wrong tokens or a crash, of which there may be none.

@@ -2,24 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import field
-from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
-
-from hf_dart.drafters.base_config import check_shape
-from hf_dart.errors import check_types
-from hf_dart.hub.download import cached_commit
-from hf_dart.target.features import default_feature_layers, layer_count
-from hf_dart.trees.config import checked_tree
+from hf_dart.drafters.base_config import DrafterConfig
 
 MAX_LAYERS = 5
 """Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
 
 
-class DartConfig(PreTrainedConfig):
+class DartConfig(DrafterConfig):
     """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
 
     Args:
@@ -74,14 +65,10 @@ class DartConfig(PreTrainedConfig):
     """
 
     model_type = "dart"
+    changeable = (*DrafterConfig.changeable, "selector_rank", "selector_kind")
 
-    draft_length: int = 8
-    feature_layers: list[int] | tuple[int, ...] = (2, 4, 6)
-    hidden_size: int = 256
     own_lm_head: bool = False
     double_norm: bool = False
-    embedding_size: int = 256
-    feature_size: int = 256
     num_layers: int = 1
     input_form: str = "pair"
     copied_layer: int | None = None
@@ -96,32 +83,12 @@ class DartConfig(PreTrainedConfig):
     draft_vocab_size: int | None = None
     block_attention: str = "causal"
     shift_logits: bool = True
-    num_attention_heads: int = 4
-    num_key_value_heads: int = 4
-    head_dim: int = 64
-    intermediate_size: int = 768
-    rms_norm_eps: float = 1e-6
-    rope_theta: float = 10000.0
-    tree: dict[str, Any] = field(default_factory=dict)
     selector_rank: int = 0
     selector_kind: str = "bigram"
     editor: bool = False
-    initializer_range: float = 0.02
-    vocab_size: int = 6144
-    target_name: str | None = None
-    target_revision: str | None = None
-    target_model_type: str | None = None
-    target_num_layers: int = 8
-    tokenizer_hash: str | None = None
-    chat_template_hash: str | None = None
-    enable_thinking: bool | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        check_types(self, DartConfig)
-        self.feature_layers = sorted(set(self.feature_layers))
-        check_shape(self)
-        self.tree = checked_tree(self.tree)
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
         if self.block_attention not in ("causal", "bidirectional"):
@@ -176,80 +143,12 @@ class DartConfig(PreTrainedConfig):
         return self.draft_length - int(self.shift_logits)
 
     @property
-    def features_width(self) -> int:
-        """F, the width of the concatenated features of one position."""
-        return len(self.feature_layers) * self.feature_size
-
-    @property
     def needs(self) -> dict[str, int]:
         """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
-        needs = {
-            "hidden size": self.feature_size,
-            "embedding width": self.embedding_size,
-            "number of layers": self.target_num_layers,
-        }
-        return needs if self.own_lm_head else {**needs, "LM head width": self.hidden_size}
+        needs = super().needs
+        return {name: size for name, size in needs.items() if name != "LM head width"} if self.own_lm_head else needs
 
-    @classmethod
-    def for_target(cls, target: Any, **overrides: Any) -> DartConfig:
-        """The paper's one-layer head for `target` (a causal LM); any field can be overridden.
-
-        Raises:
-            ValueError: the target has no token embeddings or no LM head to share.
-        """
-        text = target.config.get_text_config(decoder=True)
-        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        if embeddings is None or lm_head is None:
-            raise ValueError(
-                f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
-                "language model (AutoModelForCausalLM)."
-            )
-        heads = _first(text, ("num_attention_heads",), 0)
-        if not heads:
-            raise ValueError(
-                f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
-                "assistant=."
-            )
-        hidden = int(text.hidden_size)
-        layers = layer_count(target)
-        # A folder's path says nothing on another machine; its name may.
-        name = target.config.name_or_path
-        intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
-        fields: dict[str, Any] = {
-            "feature_layers": default_feature_layers(layers),
-            "hidden_size": int(getattr(lm_head, "in_features", hidden)),
-            "embedding_size": int(embeddings.embedding_dim),
-            "feature_size": hidden,
-            "num_attention_heads": heads,
-            "num_key_value_heads": _first(text, ("num_key_value_heads",), heads),
-            "head_dim": _first(text, ("head_dim",), hidden // heads),
-            "intermediate_size": intermediate,
-            "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
-            "rope_theta": _rope_theta(text),
-            "vocab_size": int(embeddings.num_embeddings),
-            "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
-            "target_revision": cached_commit(target.config.name_or_path),
-            "target_model_type": target.config.model_type,
-            "target_num_layers": layers,
-        }
-        return cls(**{**fields, **overrides})
-
-
-def _first(config: Any, names: Sequence[str], default: Any) -> Any:
-    """The first of several names under which families keep one field; where layers differ in it, their maximum."""
-    layers = list(config.per_layer_config)
-    for name in names:
-        given = [getattr(layer, name, None) for layer in layers]
-        lists = [value if isinstance(value, (list, tuple)) else [value] for value in given]
-        values = [value for per_layer in lists for value in per_layer if value is not None]
-        if values:
-            return max(values)
-    return default
-
-
-def _rope_theta(text: Any) -> float:
-    parameters = getattr(text, "rope_parameters", None) or {}
-    # By kind of layer, where these differ; None for a kind without rotary positions.
-    kinds = (parameters, parameters.get("full_attention"), *parameters.values())
-    bases = (kind["rope_theta"] for kind in kinds if isinstance(kind, dict) and kind.get("rope_theta"))
-    return float(next(bases, 10000.0))
+    @property
+    def stores_all_weights(self) -> bool:
+        """Copied layers are not stored, and copied again at load."""
+        return self.copied_layer is None

@@ -10,17 +10,15 @@ token and d - 1 mask slots further.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.target.features import default_feature_layers, layer_count
-
-if TYPE_CHECKING:
-    from hf_dart.drafters.dart.configuration import DartConfig
-    from hf_dart.drafters.dart.modeling import DartModel
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 # Entries of a matrix that its fingerprint looks at.

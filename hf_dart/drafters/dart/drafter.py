@@ -2,32 +2,83 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import Any, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
-from hf_dart.drafters.dart.copied import copied_fields, initialise
-from hf_dart.drafters.dart.drafting import DraftingModel
+from hf_dart.cache.slots import SlotSpec
+from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.low_rank import LowRankHead
+from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.refine import BigramSelector, Editor
-from hf_dart.drafters.vocabulary import checked, unused_token
+from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.registry import register
+from hf_dart.drafters.state import SlotState
+from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_json
-from hf_dart.target.devices import host_by_default
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields, weight_files
+from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
+from hf_dart.interop.original_dart import is_original, read_fields, read_weights
+from hf_dart.target.devices import as_dtype, host_by_default
+from hf_dart.target.features import layer_count
+from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.ngram.table import NgramTable
+from hf_dart.trees.vocabulary import columns_of, vocabulary_hash
 
-if TYPE_CHECKING:
-    from typing import Self
-
-    from hf_dart.drafters.dart.configuration import DartConfig
-    from hf_dart.trees.ngram.table import NgramTable
+# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
+_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 Part = TypeVar("Part", bound=nn.Module)
 
 
-class DartHead(DraftingModel):
+def _rows(config: DartConfig) -> dict[str, str]:
+    """What a config says, for the table of a card."""
+    copied = "" if config.copied_layer is None else f"; copies of the target's from layer {config.copied_layer} on"
+    injected = ", also as keys and values of every layer" if config.inject_features else ""
+    mask = f", mask slots as P-EAGLE's, token {config.mask_token_id}" if config.mask_mode == "peagle" else ""
+    own = "" if config.shift_logits else ", each in a mask slot of its own"
+    attention = f"{config.block_attention} attention among them"
+    return {
+        "layers": describe_layers(config, config.num_layers) + copied,
+        "reads": describe_features(config) + injected,
+        "drafts": f"{config.draft_length} tokens in one pass, {attention}{mask}{own}",
+        "vocabulary": f"the {config.draft_vocab_size} tokens it was given" if config.draft_vocab_size else "",
+        "selector": f"{config.selector_kind}, rank {config.selector_rank}" if config.selector_rank else "",
+    }
+
+
+_CARD = CardTexts(
+    "a DART head",
+    "head",
+    "dart",
+    "A [DART](https://arxiv.org/abs/2601.19278) draft head",
+    _rows,
+    bibtex(
+        "dart2026",
+        "DART: Diffusion-Inspired Speculative Decoding for Fast LLM Inference",
+        2026,
+        "2601.19278",
+    ),
+)
+
+
+@register(
+    "dart",
+    config=DartConfig,
+    trainer="hf_dart.training.trainers.dart:DartTrainer",
+    variants={"edit": "hf_dart.training.trainers.edit:EditTrainer"},
+    reads=is_original,
+    card=_CARD,
+)
+class DartHead(PretrainedDrafter, DartModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
@@ -38,6 +89,12 @@ class DartHead(DraftingModel):
     _base_fingerprint: list[float] | None = None
     """Of the weights under its adapters."""
     name_or_path: str
+
+    def __init__(self, config: DartConfig) -> None:
+        super().__init__(config)
+        self._filled = False  # with layers of the target's
+        if config.copied_layer is not None:
+            self._leave_out(copied_names(self))
 
     @classmethod
     @host_by_default
@@ -75,13 +132,29 @@ class DartHead(DraftingModel):
         return head if draft_vocabulary is None else head.reduce_vocabulary(draft_vocabulary)
 
     @classmethod
-    def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
-        from hf_dart.interop.original_dart import is_original, read_original
-
+    def _from_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    ) -> Self:
+        """Load a head in the format of DART's code, whose config.json holds `content`."""
         if not is_original(content):
             return super()._from_published(path, content, target, tokenizer, **kwargs)
+        if target is None:
+            raise ValueError(
+                f"{path} is a head in the format of DART's code, which does not say what layers it reads; pass "
+                "target=, and save_pretrained it to load it without."
+            )
         dtype = kwargs.pop("dtype", None)
-        head = read_original(cls, path, content, target, tokenizer, **kwargs)
+        layers = layer_count(target)
+        config = DartConfig.for_target(target, **read_fields(content, layers))
+        if config.tokenizer_hash is None and tokenizer is not None:
+            config.tokenizer_hash = vocabulary_hash(tokenizer)
+        files = weight_files(path, **kwargs)
+        weights, targets = read_weights(config, files, path, target.get_output_embeddings())
+        if targets:
+            config.own_lm_head = config.double_norm = False
+        with torch.random.fork_rng(devices=[]):
+            head = cls(config)
+        head.to(weights["fc.weight"].dtype).load_state_dict(weights)
         return head._fit(target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
 
     @classmethod
@@ -114,12 +187,64 @@ class DartHead(DraftingModel):
             head = super().from_pretrained(path, target=target, tokenizer=tokenizer, ngram=ngram, **kwargs)
             head._place = {name: where.get(name) for name in ("revision", "subfolder")}
             return head
-        from hf_dart.drafters import adapters  # PEFT takes a second to import
 
-        head = adapters.head_of(cls, path, base, adapter, target, tokenizer, **kwargs)
+        head = cls._base_of_adapter(path, base, adapter, target, tokenizer, **kwargs)
         head.load_adapter(path, **where)
-        adapters.take_settings(head, path, **where)
+        head._take_settings(path, **where)
         return head.eval()._with_table(ngram)
+
+    @classmethod
+    def _base_of_adapter(
+        cls, path: str, base: str | None, adapter: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any
+    ) -> Self:
+        """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json says."""
+        where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
+        content = optional_json(path, "config.json", **where) or {}
+        refuse_fields(path, content, cls.config_class)
+        if content.get("copied_layer") is not None:
+            if target is None:
+                raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
+            with torch.random.fork_rng(devices=[]):
+                head = cls(cls.config_class.from_dict(content))
+            dtype = as_dtype(kwargs.get("dtype"))
+            head._fit(target, tokenizer, dtype=None if dtype == "auto" else dtype)
+            initialise(head, target)
+            return head
+        base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
+        if not base or not isinstance(base, str):
+            raise ValueError(
+                f"The adapter in {path} does not say which head it stands on; pass base=, the head's path."
+            )
+        where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
+        if missing_folder(base):
+            raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
+        where |= {"revision": revision} if isinstance(revision, str) else {}
+        if optional_file(base, ADAPTER_CONFIG, **where) is not None:
+            raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
+        return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
+
+    def _take_settings(self, path: str, **where: Any) -> None:
+        """Draft what the adapter in `path` was trained to draft, and as its config.json says.
+
+        Raises:
+            ValueError: the file is none of a self.
+        """
+        from hf_dart.drafters import adapters
+
+        content = optional_json(path, "config.json", **where)
+        if content is None:
+            return  # PEFT alone wrote the adapter
+        refuse_fields(path, content, type(self.config))
+        try:
+            config = type(self.config).from_dict({**self.config.to_dict(), **content})
+            self.tree_config = TreeConfig(**config.tree)
+        except (ValueError, *adapters.NO_ADAPTER) as error:
+            words = " ".join(str(error).split()).rstrip(".")
+            raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
+        for name in _SETTINGS:
+            setattr(self.config, name, getattr(config, name))
+        if config.draft_vocab_size is not None:
+            self.reduce_vocabulary(adapters.read_state(path, adapters.VOCABULARY, **where)["draft_vocabulary"])
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
         """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
@@ -131,6 +256,155 @@ class DartHead(DraftingModel):
                 adapters.save(self, Path(save_directory))
         else:
             self.lies_in(str(Path(save_directory).absolute()))  # adapters can name it from now on
+
+    def bind(self, target: Any, tokenizer: Any = None) -> Self:
+        """Draft for `target` from now on, through its embeddings and LM head.
+
+        Raises:
+            ValueError: the head does not fit the target, or a token of its own is none of the target's.
+        """
+        if self.config.mask_token_id is not None and tokenizer is not None:
+            check_unused(self.config.mask_token_id, tokenizer)
+        super().bind(target, tokenizer)
+        if self.draft_vocabulary is not None:
+            checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
+        if self.config.copied_layer is not None and not self._filled:
+            fill(self, target)
+            self._filled = True
+        return self
+
+    def adopt_layers(self) -> Self:
+        """Make copied layers the head's own: from now on they are trained and saved like the rest of it."""
+        self.config.copied_layer = self.config.fingerprint = None
+        self._leave_out([])
+        self.requires_grad_(True)
+        return self
+
+    def _leave_out(self, names: list[str]) -> None:
+        """Neither save these weights nor miss them at load."""
+        self._keys_to_ignore_on_save = names
+        self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    @property
+    def slot_spec(self) -> SlotSpec:
+        return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
+
+    def begin(self, batch_size: int, capacity: int) -> SlotState:
+        buffers = self._buffers_per_layer * self.config.num_layers
+        return SlotState.begin(self.slot_spec, buffers, batch_size, capacity + self.config.draft_length)
+
+    @property
+    def _buffers_per_layer(self) -> int:
+        return 4 if self.config.inject_features else 2
+
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._run(state, self._real_inputs(features, next_tokens), counts.to(self.device))
+        state.advance(counts)
+
+    def propose(
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        batch, real = next_tokens.shape[:2]
+        depth = depth or self.config.draft_length
+        # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
+        draft = depth if self.config.block_attention == "causal" else self.config.draft_length
+        shift = int(self.config.shift_logits)
+        slots = draft - shift
+        known = counts.to(self.device)
+        entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, slots))
+        if state.ragged:
+            # A row's mask slots begin right behind its own last real entry; what lies behind them is never looked at.
+            entry = torch.arange(real + slots, device=self.device)
+            padding = ((entry >= known[:, None]) & (entry < real))[..., None]
+            slot = self.slot_inputs(1, 1)
+            x, residual = torch.where(padding, slot.x, entries.x), torch.where(padding, slot.residual, entries.residual)
+            entries = Entries(x, residual, entries.context)
+        hidden = self._run(state, entries, known)
+        if state.ragged:
+            block = (known - shift).clamp(min=0)[:, None] + torch.arange(draft, device=self.device)
+            hidden = hidden.gather(1, block[..., None].expand(-1, -1, hidden.shape[-1]))
+        else:
+            hidden = hidden[:, real - shift :]
+        state.advance(counts)
+        hidden = hidden[:, :depth]
+        return Proposal(self.draft_logits(hidden), hidden, self.draft_vocabulary)
+
+    @property
+    def refines(self) -> bool:
+        return self.editor is not None
+
+    def refine(self, state: SlotState, first: Proposal, tokens: Tensor) -> Proposal:
+        if self.editor is None:
+            return super().refine(state, first, tokens)
+        # The slots of the first pass, whose keys and values are overwritten.
+        hidden = first.hidden[:, 1:]
+        again = self._run(state, self.edit_inputs(tokens[:, :-1], hidden), torch.zeros_like(state.lengths))
+        hidden = self.editor(hidden, again)
+        logits = torch.cat([first.logits[:, :1], self.draft_logits(hidden)], dim=1)
+        return Proposal(logits, torch.cat([first.hidden[:, :1], hidden], dim=1), first.vocabulary)
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        if self.selector is None:
+            return None
+        depth, width = candidates.shape[1:]
+        device, own = scores.device, proposal.hidden.device
+        roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
+        tokens = candidates.clamp(min=0)
+        in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
+        columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
+        logits = proposal.logits[:, :depth].gather(-1, columns)
+        delta = self.selector.lookup(
+            proposal.hidden[:, :depth], logits, self.shared.embeddings, in_front, tokens
+        ).float()
+        # The candidates share out what the draft gave them together, anew behind each predecessor.
+        together = scores.logsumexp(-1, keepdim=True)[:, :, None]
+        return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)
+
+    def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
+        return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
+
+    def _run(self, state: SlotState, entries: Entries, counts: Tensor) -> Tensor:
+        """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
+
+        The first `counts` [B] entries of a row are real, the next ones the slots of its block.
+        """
+        x, residual, context = entries
+        queries = x.shape[1]
+        positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
+        # A slot may see all of its block, also behind the last one that is run.
+        block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
+        end = state.reach(max(queries, block))
+        rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        mask = self._mask(state.lengths + counts, positions, end)
+        for index, layer in enumerate(self.layers):
+
+            def remember(
+                key: Tensor, value: Tensor, injected: bool = False, index: int = index
+            ) -> tuple[Tensor, Tensor]:
+                first = index * self._buffers_per_layer + 2 * injected
+                keys, values = state.write(first, key, positions), state.write(first + 1, value, positions)
+                return keys[:, :, :end], values[:, :, :end]
+
+            x = residual = layer(x, residual, rotation, mask, remember, context)
+        return self.final(x)
+
+    def _mask(self, block: Tensor, positions: Tensor, end: int) -> Tensor:
+        """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.
+
+        Args:
+            block: [B] position of the first mask slot. In bidirectional heads, the slots from there on see each
+                other in both directions. Injected features, the second half, lie in front of it.
+        """
+        keys_at = torch.arange(end, device=positions.device)
+        seen = mask = keys_at <= positions[..., None]
+        before = keys_at < block[:, None, None]
+        if self.config.block_attention == "bidirectional":
+            behind = block[:, None, None] + self.config.draft_slots
+            inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
+            mask = mask | (inside & ~before & (keys_at < behind))
+        return (torch.cat([mask, seen & before], dim=-1) if self.config.inject_features else mask)[:, None]
 
     # ---- adapters -----------------------------------------------------------------------------------
 

@@ -7,24 +7,21 @@ shifted, so that the last real position predicts the first draft token and mask 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.drafters.dart.copied import copied_names, fill
 from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.refine import BigramSelector, Editor
 from hf_dart.drafters.layers import DartLayer, rotation_at
-from hf_dart.drafters.pretrained import PretrainedDrafter
-from hf_dart.drafters.vocabulary import HeadRows, check_unused, checked
-from hf_dart.target.devices import device_of, where_it_runs
+from hf_dart.drafters.network import DraftNetwork
+from hf_dart.drafters.vocabulary import HeadRows
+from hf_dart.target.devices import device_of
 
 if TYPE_CHECKING:
-    from typing import Self
 
     from torch.nn.attention.flex_attention import BlockMask
 
@@ -66,8 +63,8 @@ class Edits(NamedTuple):
     draft: Callable[[int, Tensor], Tensor]
 
 
-class DartModel(PretrainedDrafter):
-    """The modules of a head, what they read through the target, and the pass that training runs."""
+class DartModel(DraftNetwork):
+    """The network of a [`DartHead`]: its modules, and the pass that training runs."""
 
     config_class = DartConfig
     config: DartConfig
@@ -91,7 +88,15 @@ class DartModel(PretrainedDrafter):
             slot_width = config.features_width
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_slot = nn.Embedding(1, slot_width)
-        self.layers = nn.ModuleList(DartLayer(config, index) for index in range(config.num_layers))
+        attention = {
+            "injected": config.inject_features,
+            "bias": config.attention_bias,
+            "output_bias": config.output_bias,
+            "qk_norm": config.qk_norm,
+        }
+        self.layers = nn.ModuleList(
+            DartLayer(config, pairs=pairs and index == 0, **attention) for index in range(config.num_layers)
+        )
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         scored = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
@@ -100,10 +105,7 @@ class DartModel(PretrainedDrafter):
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self._head_rows, self._low_rank = HeadRows(), LowRankHead()
-        self._filled = False  # with layers of the target's
         self.post_init()
-        if config.copied_layer is not None:
-            self._leave_out(copied_names(self))
 
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, BigramSelector):
@@ -115,54 +117,21 @@ class DartModel(PretrainedDrafter):
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
-    # ---- what the target lends ----------------------------------------------------------------------
-
-    def bind(self, target: Any, tokenizer: Any = None) -> Self:
-        """As `PretrainedDrafter.bind`; tokens of the head's own have to be tokens of the target's, too."""
-        if self.config.mask_token_id is not None and tokenizer is not None:
-            check_unused(self.config.mask_token_id, tokenizer)
-        super().bind(target, tokenizer)
-        if self.draft_vocabulary is not None:
-            checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
-        if self.config.copied_layer is not None and not self._filled:
-            fill(self, target)
-            self._filled = True
-        return self
-
-    def adopt_layers(self) -> Self:
-        """Make copied layers the head's own: from now on they are trained and saved like the rest of it."""
-        self.config.copied_layer = self.config.fingerprint = None
-        self._leave_out([])
-        self.requires_grad_(True)
-        return self
-
-    def _leave_out(self, names: list[str]) -> None:
-        """Neither save these weights nor miss them at load."""
-        self._keys_to_ignore_on_save = names
-        self._keys_to_ignore_on_load_missing = {f"^{re.escape(name)}$" for name in names}
+    # ---- tokens -------------------------------------------------------------------------------------
 
     @property
-    def lent_weights(self) -> int:
-        return super().lent_weights if self.lm_head is None else 0
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to the target's embeddings [..., E], on the head's device and in its dtype.
-
-        What is floating already is a prompt given as `inputs_embeds`.
-        """
-        embeddings = tokens if tokens.is_floating_point() else self.shared.embed(tokens)
-        return embeddings.to(device=self.device, dtype=self.dtype)
+    def lm_head_weights(self) -> int:
+        return super().lm_head_weights if self.lm_head is None else 0
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits of the LM head: [..., V], or [..., M] of `draft_vocabulary`."""
         if self.lm_head is not None:
             return self.lm_head(hidden)
+        if self.draft_vocabulary is None:
+            return super().logits(hidden)
         lm_head = self.shared.lm_head
         dtype = lm_head.weight.dtype
-        hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
-        if self.draft_vocabulary is None:
-            return where_it_runs(lm_head, hidden)
-        return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+        return self._head_rows(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden, self.draft_vocabulary)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """As `logits`, of a draft [B, d, H]: by `draft_rank` where there is one."""

@@ -10,95 +10,32 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
-from torch import Tensor, nn
-from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposer import Proposal
-from hf_dart.drafters.dflash.configuration import DFlashConfig
-from hf_dart.drafters.layers import attend
+from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
+from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.pretrained import TargetModules
+from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotDrafter, SlotState
-from hf_dart.interop.checkpoint import read_config, read_tensors
+from hf_dart.hub.download import checkpoint_config, weight_files
+from hf_dart.interop.checkpoint import read_tensors
 from hf_dart.target.devices import as_dtype, device_of, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
-Rotation = tuple[Tensor, Tensor]
-"""cos and sin, [B, 1, Q, head_dim]."""
 
-
-class DFlashAttention(nn.Module):
-    """From the entries of a block to all keys and values, those of the target's features among them."""
-
-    def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        shape = config.backbone
-        hidden, self.head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
-        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
-        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
-        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
-        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
-        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
-        self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
-        self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
-
-    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Of features or entries [B, Q, H]: twice [B, kv heads, Q, head_dim]."""
-        return _rotated(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, H]
-        rotation: Rotation,
-        keys: Tensor,  # [B, kv heads, S, head_dim]
-        values: Tensor,  # [B, kv heads, S, head_dim]
-        mask: Tensor,  # [B, 1, Q, S] bool
-    ) -> Tensor:  # [B, Q, H]
-        query = _rotated(self.q_norm(self._heads(self.q_proj(x))), rotation)
-        mixed = attend(query, keys, values, mask)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
-
-    def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
-        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-
-def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
-    return x * rotation[0] + rotate_half(x) * rotation[1]
-
-
-class DFlashLayer(nn.Module):
-    """A decoder layer as Qwen3's, over a block and the features of the text in front of it."""
-
-    def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
-        super().__init__()
-        shape = config.backbone
-        self.causal, self.reach = causal, reach
-        self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.self_attn = DFlashAttention(config)
-        self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.mlp = Qwen3MLP(shape)
-
-    def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
-        """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
-        behind = queries_at[..., None] - keys_at
-        mask = keys_at <= queries_at[:, -1:, None]
-        if self.causal:
-            mask = mask & (behind >= 0)
-        if self.reach is not None:
-            mask = mask & (behind.abs() <= self.reach)
-        return mask.expand(behind.shape)[:, None]
-
-
-class DFlashDrafter(SlotDrafter, nn.Module):
+@register("dflash", reads=is_dflash)
+class DFlashDrafter(SlotDrafter, DFlashModel):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 
     It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
@@ -107,21 +44,11 @@ class DFlashDrafter(SlotDrafter, nn.Module):
     _shared: TargetModules | None
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
-        shape = config.backbone
-        self.fc = nn.Linear(len(config.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
-        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, *attending) for attending in config.layers)
-        self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        super().__init__(config)
         self.tree_config = TreeConfig()
         self.last_stats = None
         self.name_or_path = ""
         self._shared = None
-        # No buffer: a change of dtype must not round them.
-        with torch.device("cpu"):
-            rotary = Qwen3RotaryEmbedding(shape)
-        self._frequencies, self._rotation_scale = rotary.inv_freq.clone(), rotary.attention_scaling
 
     @classmethod
     def from_pretrained(
@@ -149,12 +76,12 @@ class DFlashDrafter(SlotDrafter, nn.Module):
             OSError: there are no such files, or the Hub does not give them.
         """
         wanted = as_dtype(dtype)
-        config = DFlashConfig.read(read_config(path, **where))
+        config = DFlashConfig.read(checkpoint_config(path, **where))
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
         theirs = {name: _published_name(name, config.names) for name in drafter.state_dict()}
         shapes = {theirs[name]: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-        tensors = read_tensors(path, shapes, **where)
+        tensors = read_tensors(weight_files(path, **where), path, shapes)
         drafter.load_state_dict({name: tensors[theirs[name]] for name in theirs}, assign=True)
         drafter.requires_grad_(False)
         drafter.name_or_path = path
@@ -212,14 +139,14 @@ class DFlashDrafter(SlotDrafter, nn.Module):
             )
 
     def check_target(self, target: Any) -> None:
-        shared = self._lent
+        shared = self.shared
         lent = (target.get_input_embeddings(), target.get_output_embeddings())
         if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
             # A deep copy or a PEFT wrapper of the same target fits; another model does not.
             self._check_fit(target)
 
     @property
-    def _lent(self) -> TargetModules:
+    def shared(self) -> TargetModules:
         if self._shared is None:
             raise ValueError(
                 "This drafter has no target: load it with DFlashDrafter.from_pretrained(path, target=model), or call "
@@ -239,24 +166,16 @@ class DFlashDrafter(SlotDrafter, nn.Module):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
-        table = weight_of(self._lent.embeddings)
+        table = weight_of(self.shared.embeddings)
         rows = F.embedding(tokens.to(table.device), table) * self.config.embedding_scale
         return rows.to(self.fc.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V] of the target's own LM head."""
-        lm_head, cap = self._lent.lm_head, self.config.logit_cap
+        lm_head, cap = self.shared.lm_head, self.config.logit_cap
         dtype = lm_head.weight.dtype
         logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.config.logit_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
-
-    def _rotation(self, positions: Tensor) -> Rotation:
-        """For positions [B, Q]."""
-        weight = self.fc.weight
-        angles = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
-        angles = torch.cat([angles, angles], dim=-1)
-        scale = self._rotation_scale
-        return (angles.cos() * scale).to(weight.dtype), (angles.sin() * scale).to(weight.dtype)
 
     # ---- drafting -----------------------------------------------------------------------------------
 
@@ -271,8 +190,8 @@ class DFlashDrafter(SlotDrafter, nn.Module):
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
         positions, slots, _ = self._places(state, features.shape[1])
-        rotation = self._rotation(positions)
-        for index, layer in enumerate(self._stack):
+        rotation = self.rotation(positions)
+        for index, layer in enumerate(self.stack):
             self._remember(state, index, layer.self_attn.keys_and_values(known, rotation), slots)
         state.advance(counts)
 
@@ -282,13 +201,13 @@ class DFlashDrafter(SlotDrafter, nn.Module):
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
         # Where no entry sees those behind it, a shorter draft is the beginning of the longer one.
-        entries = depth + 1 if all(layer.causal for layer in self._stack) else self.config.block_size
+        entries = depth + 1 if all(layer.causal for layer in self.stack) else self.config.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.config.mask_token_id)
         x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
         positions, slots, end = self._places(state, entries)
-        rotation, slots_at = self._rotation(positions), torch.arange(end, device=positions.device)
-        for index, layer in enumerate(self._stack):
+        rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
+        for index, layer in enumerate(self.stack):
             normed = layer.input_layernorm(x)
             memory = self._remember(state, index, layer.self_attn.keys_and_values(normed, rotation), slots)
             keys, values = (buffer[:, :, :end] for buffer in memory)
@@ -296,10 +215,6 @@ class DFlashDrafter(SlotDrafter, nn.Module):
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         hidden = self.norm(x)[:, 1 : depth + 1]
         return Proposal(self.logits(hidden), hidden)
-
-    @property
-    def _stack(self) -> list[DFlashLayer]:
-        return cast("list[DFlashLayer]", list(self.layers))
 
     def _places(self, state: SlotState, entries: int) -> tuple[Tensor, Tensor | int, int]:
         """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""

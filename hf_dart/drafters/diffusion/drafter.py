@@ -16,22 +16,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
-from hf_dart.drafters.layers import DartAttention, DartMLP, Remember, rotation_at, take
+from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
+from hf_dart.drafters.layers import rotation_at, take
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
-from hf_dart.target.devices import where_it_runs
+from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
 
 if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
+    pass
 
-MASK = -1
-"""Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
 
 
 class View(NamedTuple):
@@ -50,30 +49,40 @@ class View(NamedTuple):
     keys: slice
 
 
-class DiffusionLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
-
-    def __init__(self, config: DiffusionConfig) -> None:
-        super().__init__()
-        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.self_attn = DartAttention(config, config.hidden_size)
-        self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config)
-
-    def forward(
-        self,
-        x: Tensor,  # [B, Q, H]
-        rotation: tuple[Tensor, Tensor],
-        mask: Tensor | BlockMask,
-        remember: Remember | None,
-        wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
-    ) -> Tensor:  # [B, Q or W, H]
-        mixed = self.self_attn(self.input_norm(x), rotation, mask, remember, wanted=wanted)
-        x = take(x, wanted) + mixed
-        return x + self.mlp(self.mlp_norm(x))
+def _rows(config: DiffusionConfig) -> dict[str, str]:
+    """What a config says, for the table of a card."""
+    steps = "one reverse step" if config.denoise_steps == 1 else f"{config.denoise_steps} reverse steps"
+    order = {"confidence": "the likeliest tokens first", "left_to_right": "left to right"}[config.unmasking]
+    text = f"the last {config.context_window} tokens"
+    return {
+        "layers": describe_layers(config, config.num_layers),
+        "reads": f"{text}, and {describe_features(config)}" if config.feature_layers else text,
+        "drafts": f"{config.draft_length} tokens in {steps}, {order}",
+    }
 
 
-class DiffusionDrafter(PretrainedDrafter):
+_CARD = CardTexts(
+    "a diffusion drafter",
+    "drafter",
+    "masked-diffusion",
+    "A masked diffusion language model that drafts ([SpecDiff](https://arxiv.org/abs/2408.05636))",
+    _rows,
+    bibtex(
+        "specdiff2024",
+        "Speculative Diffusion Decoding: Accelerating Language Generation through Diffusion",
+        2024,
+        "2408.05636",
+    ),
+)
+
+
+@register(
+    "diffusion",
+    config=DiffusionConfig,
+    trainer="hf_dart.training.trainers.diffusion:DiffusionTrainer",
+    card=_CARD,
+)
+class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
     """A masked diffusion LM with the target's tokenizer, as `assistant=`.
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
@@ -85,117 +94,15 @@ class DiffusionDrafter(PretrainedDrafter):
         unmasking: "confidence" or "left_to_right", as in the config.
     """
 
-    config_class = DiffusionConfig
     config: DiffusionConfig
     described_as: ClassVar[str] = "diffusion drafter"
-    base_model_prefix = "diffusion"
-    main_input_name = "tokens"
-    _no_split_modules = ["DiffusionLayer"]  # noqa: RUF012
-
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
-        hidden = config.hidden_size
         self.denoise_steps = config.denoise_steps
         self.unmasking = config.unmasking
-        if config.share_embeddings:
-            self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
-            self.embedding_proj = nn.Linear(config.embedding_size, hidden, bias=False)
-            same = hidden == config.lm_head_size
-            self.output_proj = nn.Identity() if same else nn.Linear(hidden, config.lm_head_size, bias=False)
-        else:
-            self.token_embedding = nn.Embedding(config.vocab_size, hidden)
-        if config.feature_layers:
-            self.feature_proj = nn.Linear(config.features_width, hidden, bias=False)
-            self.feature_norm = nn.RMSNorm(hidden, config.rms_norm_eps)
-        # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
-        self.mask_token = nn.Embedding(1, hidden)
-        self.layers = nn.ModuleList(DiffusionLayer(config) for _ in range(config.num_layers))
-        self.norm = nn.RMSNorm(hidden, config.rms_norm_eps)
-        self.post_init()
 
     def passes(self, depth: int) -> int:
         return min(self.denoise_steps, max(depth, self.draft_length))  # a shorter draft is cut from the whole block
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            # What the target's LM head reads is normed; in front of it the usual scale would be far too small.
-            last = self.config.share_embeddings and module is self.output_proj
-            nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5 if last else self.config.initializer_range)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-
-    # ---- the pass -----------------------------------------------------------------------------------
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...], `MASK` for masked ones, to what goes into the first layer [..., H].
-
-        What is floating already, [..., E], is a prompt given as `inputs_embeds`. A drafter with a table of its own
-        knows no tokens there and reads them as masked.
-        """
-        if tokens.is_floating_point() and not self.config.share_embeddings:
-            tokens = tokens.new_full(tokens.shape[:-1], MASK, dtype=torch.long)
-        if tokens.is_floating_point():
-            return self._project(tokens)
-        # Asking whether any is masked would make the host wait for the device.
-        known = tokens.clamp(min=0).to(self._device)
-        if self.config.share_embeddings:
-            embedded = self._project(self.shared.embed(known))
-        else:
-            rows = self.config.vocab_size  # of which the target may have more: padding
-            tokens = torch.where(tokens < rows, tokens, MASK)
-            embedded = self.token_embedding(known.clamp(max=rows - 1))
-        return torch.where((tokens < 0).to(self._device)[..., None], self.mask_token.weight[0], embedded)
-
-    def _project(self, embeddings: Tensor) -> Tensor:
-        return self.embedding_proj(self.embedding_norm(embeddings.to(device=self._device, dtype=self.dtype)))
-
-    @property
-    def _device(self) -> torch.device:
-        return self.mask_token.weight.device
-
-    def _text(self, tokens: Tensor, features: Tensor) -> Tensor:
-        """Entries [B, A, H] of the text, of tokens [B, A] and the features [B, A, F] in front of each."""
-        x = self.embed(tokens)
-        if self.config.feature_layers:
-            features = features.to(device=self._device, dtype=self.dtype)
-            x = x + self.feature_norm(self.feature_proj(features))
-        return x
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` returns, [..., H] of the LM head, to logits [..., V]."""
-        if not self.config.share_embeddings:
-            return F.linear(hidden, self.token_embedding.weight)
-        lm_head = self.shared.lm_head
-        dtype = lm_head.weight.dtype
-        return where_it_runs(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden)
-
-    def _out(self, x: Tensor) -> Tensor:
-        x = self.norm(x)
-        return self.output_proj(x) if self.config.share_embeddings else x
-
-    def forward(
-        self,
-        tokens: Tensor,  # [B, T + M]
-        features: Tensor,  # [B, T, F]; F is 0 without feature layers
-        positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | BlockMask | None,  # [B, 1, T + M, T + M] bool; None for one layer with `wanted`
-        wanted: Tensor | None = None,  # [B, W] entries
-        wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
-    ) -> Tensor:
-        """The training pass: T entries of the text, then M slots of many blocks, `MASK` or known.
-
-        With `wanted` the last layer gives all other entries keys and values only.
-
-        Returns:
-            [B, T + M or W, H of the LM head]; `logits` reads distributions off them.
-        """
-        text = features.shape[1]
-        x = torch.cat([self._text(tokens[:, :text], features), self.embed(tokens[:, text:])], dim=1)
-        rotation = rotation_at(positions, self.config, self.dtype)
-        *before, last = self.layers
-        for layer in before:
-            x = layer(x, rotation, attention_mask, None)
-        return self._out(last(x, rotation, attention_mask if wanted is None else wanted_mask, None, wanted))
 
     # ---- drafting -----------------------------------------------------------------------------------
 
@@ -208,7 +115,7 @@ class DiffusionDrafter(PretrainedDrafter):
         return SlotState.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        x = self._text(next_tokens, features)
+        x = self.embed_text(next_tokens, features)
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
         for start in range(0, x.shape[1], self.config.context_window):
             part = x[:, start : start + self.config.context_window]
@@ -230,7 +137,7 @@ class DiffusionDrafter(PretrainedDrafter):
         block = max(depth or 0, self.draft_length)
         taken = counts.to(self._device)
         slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
-        x = torch.cat([self._text(next_tokens, features), slots], dim=1)
+        x = torch.cat([self.embed_text(next_tokens, features), slots], dim=1)
         if batch > 1:
             # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
             entry = torch.arange(known + block - 1, device=self._device)
@@ -309,7 +216,7 @@ class DiffusionDrafter(PretrainedDrafter):
 
             asked = wanted if index == len(self.layers) - 1 else None
             x = layer(x, view.rotation, take(view.mask, asked)[:, None], remember, asked)
-        return self._out(x)
+        return self.read_out(x)
 
 
 def _along(places: Tensor, states: Tensor) -> Tensor:

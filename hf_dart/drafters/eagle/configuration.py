@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from typing import Any
 
+from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.errors import check_types
 
-# What the config of a DART head has and this one has not.
-_ABSENT = (
-    "own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm",
-    "rope_frequencies", "inject_features", "mask_mode", "mask_token_id", "draft_vocab_size", "block_attention",
-    "shift_logits", "selector_rank", "editor", "num_layers",
-)  # fmt: skip
+_BASE = {one.name for one in fields(DrafterConfig)}
+# Earlier versions wrote the fields of DART heads into config.json too, as DART heads have them by default.
+_FORMER = {one.name: one.default for one in fields(DartConfig) if one.name not in _BASE}
 
 
-class EagleConfig(DartConfig):
-    """The shape of an [`EagleDrafter`]: that of the paper's [`DartConfig`], without what is DART's own.
+class EagleConfig(DrafterConfig):
+    """The shape of an [`EagleDrafter`]: one decoder layer over a token and fused features.
 
     Args:
         draft_length: d, passes of the layer per draft.
         beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain. What `drafter.beam`
             starts as.
 
+    The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`.
+
     Raises:
         ValueError: a field is out of range, or belongs to DART heads.
     """
 
     model_type = "dart_eagle"
+    changeable = (*DrafterConfig.changeable, "beam")
+    former_fields = tuple(_FORMER)
 
     beam: int = 4
 
     def __post_init__(self, **kwargs: Any) -> None:
+        for name, default in _FORMER.items():
+            if kwargs.pop(name, default) != default:
+                raise ValueError(f"{name} belongs to DART heads, and an EAGLE head has none; leave it out.")
         super().__post_init__(**kwargs)
-        check_types(self, EagleConfig)
         if self.beam < 1:
             raise ValueError(f"beam is {self.beam}; give 1 or more.")
-        for name in _ABSENT:
-            if getattr(self, name) != getattr(DartConfig, name):
-                raise ValueError(f"{name} belongs to DART heads, and an EAGLE head has none; leave it out.")
+        if not self.feature_layers:
+            raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")

@@ -13,15 +13,17 @@ from math import inf
 from typing import ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposer import Proposal, Score
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.layers import DartLayer, Remember, rotation_at
+from hf_dart.drafters.eagle.modeling import EagleModel
+from hf_dart.drafters.layers import Remember, rotation_at
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
-from hf_dart.target.devices import where_it_runs
+from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,101 +68,52 @@ class BeamProposal(Proposal):
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
 
 
-class EagleDrafter(PretrainedDrafter):
+def _rows(config: EagleConfig) -> dict[str, str]:
+    """What a config says, for the table of a card."""
+    beam = "" if config.beam == 1 else f", the {config.beam} best of each depth drafted on from"
+    return {
+        "layers": describe_layers(config, 1),
+        "reads": describe_features(config),
+        "drafts": f"{config.draft_length} tokens, one pass each{beam}",
+    }
+
+
+_CARD = CardTexts(
+    "an EAGLE head",
+    "head",
+    "eagle",
+    "An autoregressive draft head ([EAGLE-3](https://arxiv.org/abs/2503.01840))",
+    _rows,
+    bibtex(
+        "eagle2025",
+        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
+        2025,
+        "2503.01840",
+    ),
+)
+
+
+@register(
+    "eagle",
+    config=EagleConfig,
+    trainer="hf_dart.training.trainers.eagle:EagleTrainer",
+    card=_CARD,
+)
+class EagleDrafter(PretrainedDrafter, EagleModel):
     """An autoregressive draft head, as `assistant=`.
 
     Attributes:
         beam: W, as in the config.
     """
 
-    config_class = EagleConfig
     config: EagleConfig
     described_as: ClassVar[str] = "EAGLE head"
-    base_model_prefix = "eagle"
-    main_input_name = "features"
-    _no_split_modules = ["DartLayer"]  # noqa: RUF012
-
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.beam = config.beam
-        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
-        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
-        self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layer = DartLayer(config, 0)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_init()
 
     def passes(self, depth: int) -> int:
         return depth
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
-
-    # ---- the pass -----------------------------------------------------------------------------------
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to the target's embeddings [..., E]; what is floating already is `inputs_embeds`."""
-        embeddings = tokens if tokens.is_floating_point() else self.shared.embed(tokens)
-        return embeddings.to(device=self.device, dtype=self.dtype)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Normed states [..., H] to logits [..., V] of the target's LM head."""
-        lm_head = self.shared.lm_head
-        dtype = lm_head.weight.dtype
-        return where_it_runs(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden)
-
-    def _step(
-        self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, remember: Remember
-    ) -> Tensor:
-        """The layer over embeddings [B, Q, E] and what stands in front of each token, [B, Q, H]: states [B, Q, H]."""
-        pairs = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], dim=-1)
-        return self.layer(pairs, features, rotation, mask, remember, None)
-
-    def forward(
-        self,
-        features: Tensor,  # [B, T, F]
-        next_embeddings: Tensor,  # [B, T, E]
-        drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens behind each anchor
-        anchors: Tensor,  # [B, K] of 0..T-1; what is below 0 is no block
-        positions: Tensor,  # [B, T + K (d - 1)]
-        attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool
-    ) -> Tensor:
-        """The training pass: d - 1 passes behind every anchor, each over the states of the one before.
-
-        That is the training-time test of EAGLE-3 (section 3.2): tokens are the true ones, features its own.
-
-        Returns:
-            [B, K, d, H] normed states, the first of each block that of its anchor.
-        """
-        real = features.shape[1]
-        count, steps = drafted_embeddings.shape[1:3]
-        rotation = rotation_at(positions, self.config, self.dtype)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
-
-        def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
-            keys.append(key)
-            values.append(value)
-            return torch.cat(keys, dim=2), torch.cat(values, dim=2)
-
-        known = (rotation[0][:, :, :real], rotation[1][:, :, :real])
-        states = self._step(next_embeddings, self.fc(features), known, attention_mask[:, :, :real, :real], remember)
-        last = states.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1]))
-        places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
-        sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
-        drafted = [last]
-        for step in range(steps):
-            mask = sees[:, :, :, step]
-            # Keys lie pass by pass, those of `attention_mask` block by block.
-            own = mask[..., real:].unflatten(-1, (count, steps)).transpose(-1, -2)[..., : step + 1, :].flatten(-2)
-            at = (places[0][:, :, :, step], places[1][:, :, :, step])
-            mask = torch.cat([mask[..., :real], own], dim=-1)
-            last = self._step(drafted_embeddings[:, :, step], last, at, mask, remember)
-            drafted.append(last)
-        return self.norm(torch.stack(drafted, dim=2))
 
     # ---- drafting -----------------------------------------------------------------------------------
 
@@ -255,7 +208,7 @@ class EagleDrafter(PretrainedDrafter):
         mask = torch.arange(end, device=self.device) <= positions[..., None]
         remember = _writer(state, positions, end)
         rotation = rotation_at(positions, self.config, self.dtype)
-        return self._step(self.embed(next_tokens), fused, rotation, mask[:, None], remember)
+        return self.step(self.embed(next_tokens), fused, rotation, mask[:, None], remember)
 
     def _draft(self, state: SlotState, embeddings: Tensor, behind: Tensor, level: int, sees: Tensor) -> Tensor:
         """One pass over W drafted tokens of depth `level`: states [B, W, H].
@@ -273,7 +226,7 @@ class EagleDrafter(PretrainedDrafter):
         mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
         positions = (state.lengths + level - 1)[:, None].expand(-1, width)
         rotation = rotation_at(positions, self.config, self.dtype)
-        return self._step(embeddings, behind, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
+        return self.step(embeddings, behind, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
 
 
 def _writer(state: SlotState, slots: Tensor, end: int) -> Remember:

@@ -48,8 +48,6 @@ class DartTrainer(DrafterTrainer):
         ValueError: the head does not fit the target, or what `args` ask for could not be trained or saved.
     """
 
-    drafter_class: ClassVar[Any] = DartHead
-    """The class of drafter that is trained; `hf-dart train` makes or loads one."""
     drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DartTrainingArguments]] = DartTrainingArguments

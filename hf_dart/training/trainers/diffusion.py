@@ -80,7 +80,6 @@ class DiffusionTrainer(DartTrainer):
         ValueError: the drafter does not fit the target, or its LM head could not be trained.
     """
 
-    drafter_class = DiffusionDrafter
     drafter_arguments = (DiffusionArguments,)
     training_arguments = DiffusionTrainingArguments
     head: DiffusionDrafter  # type: ignore[assignment]

@@ -45,7 +45,6 @@ class EagleTrainer(DartTrainer):
         ValueError: the drafter does not fit the target.
     """
 
-    drafter_class = EagleDrafter
     drafter_arguments = (EagleArguments,)
     training_arguments = EagleTrainingArguments
     head: EagleDrafter  # type: ignore[assignment]

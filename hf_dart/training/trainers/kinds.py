@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from hf_dart.training.trainers.dart import DartTrainer
-from hf_dart.training.trainers.diffusion import DiffusionTrainer
-from hf_dart.training.trainers.eagle import EagleTrainer
-from hf_dart.training.trainers.edit import EditTrainer
+from importlib import import_module
 
-TRAINERS: dict[str, type[DartTrainer]] = {
-    "dart": DartTrainer,
-    "edit": EditTrainer,
-    "diffusion": DiffusionTrainer,
-    "eagle": EagleTrainer,
-}
-"""Trainers by the name of their kind; each says what it trains and by which options."""
+from hf_dart.drafters.registry import trainers
+from hf_dart.training.trainers.dart import DartTrainer
 
 
 def trainer_of(name: str) -> type[DartTrainer]:
-    """The trainer of a kind of drafter.
+    """The trainer of a kind of drafter, as its drafter was registered (`hf_dart.drafters.registry.register`).
 
     Raises:
         ValueError: there is no such kind.
     """
-    if name not in TRAINERS:
-        raise ValueError(f"drafter is {name!r}; give one of {', '.join(TRAINERS)}.")
-    return TRAINERS[name]
+    known = trainers()
+    if name not in known:
+        raise ValueError(f"drafter is {name!r}; give one of {', '.join(known)}.")
+    module, _, trainer = known[name][1].partition(":")
+    return getattr(import_module(module), trainer)

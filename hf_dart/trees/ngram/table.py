@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from hf_dart.trees.arrays import Array
 from hf_dart.trees.ngram.lookup import Ngrams
 
-FORMAT, VERSION = "hf_dart.ngram", "1"
+FORMAT, VERSION = "hf_dart.trees.ngram", "1"
 MOST_COUNTED = 2**32 - 1
 """Counts of bigrams and longer stop here."""
 _CHECKED_AT_ONCE = 2**20  # n-grams

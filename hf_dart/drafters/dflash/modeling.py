@@ -1,0 +1,107 @@
+"""The network of a DFlash drafter, as both published formats have it: Qwen3's layers over a block and features."""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
+
+from hf_dart.drafters.dflash.configuration import DFlashConfig
+from hf_dart.drafters.layers import attend
+
+Rotation = tuple[Tensor, Tensor]
+"""cos and sin, [B, 1, Q, head_dim]."""
+
+
+class DFlashAttention(nn.Module):
+    """From the entries of a block to all keys and values, those of the target's features among them."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        shape = config.backbone
+        hidden, self.head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
+        query_size, key_size = (n * shape.head_dim for n in (shape.num_attention_heads, shape.num_key_value_heads))
+        self.q_proj = nn.Linear(hidden, query_size, bias=bias)
+        self.k_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.v_proj = nn.Linear(hidden, key_size, bias=bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=bias)
+        self.q_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
+        self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
+
+    def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
+        """Of features or entries [B, Q, H]: twice [B, kv heads, Q, head_dim]."""
+        return _rotated(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
+
+    def forward(
+        self,
+        x: Tensor,  # [B, Q, H]
+        rotation: Rotation,
+        keys: Tensor,  # [B, kv heads, S, head_dim]
+        values: Tensor,  # [B, kv heads, S, head_dim]
+        mask: Tensor,  # [B, 1, Q, S] bool
+    ) -> Tensor:  # [B, Q, H]
+        query = _rotated(self.q_norm(self._heads(self.q_proj(x))), rotation)
+        mixed = attend(query, keys, values, mask)
+        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+
+
+def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
+    return x * rotation[0] + rotate_half(x) * rotation[1]
+
+
+class DFlashLayer(nn.Module):
+    """A decoder layer as Qwen3's, over a block and the features of the text in front of it."""
+
+    def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
+        super().__init__()
+        shape = config.backbone
+        self.causal, self.reach = causal, reach
+        self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.self_attn = DFlashAttention(config)
+        self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.mlp = Qwen3MLP(shape)
+
+    def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
+        """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
+        behind = queries_at[..., None] - keys_at
+        mask = keys_at <= queries_at[:, -1:, None]
+        if self.causal:
+            mask = mask & (behind >= 0)
+        if self.reach is not None:
+            mask = mask & (behind.abs() <= self.reach)
+        return mask.expand(behind.shape)[:, None]
+
+
+class DFlashModel(nn.Module):
+    """The modules of a [`DFlashDrafter`]."""
+
+    def __init__(self, config: DFlashConfig) -> None:
+        super().__init__()
+        self.config = config
+        shape = config.backbone
+        self.fc = nn.Linear(len(config.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        self.layers = nn.ModuleList(DFlashLayer(config, *attending) for attending in config.layers)
+        self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        # No buffer: a change of dtype must not round them.
+        with torch.device("cpu"):
+            rotary = Qwen3RotaryEmbedding(shape)
+        self._frequencies, self._rotation_scale = rotary.inv_freq.clone(), rotary.attention_scaling
+
+    def rotation(self, positions: Tensor) -> Rotation:
+        """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        weight = self.fc.weight
+        angles = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
+        angles = torch.cat([angles, angles], dim=-1)
+        scale = self._rotation_scale
+        return (angles.cos() * scale).to(weight.dtype), (angles.sin() * scale).to(weight.dtype)
+
+    @property
+    def stack(self) -> list[DFlashLayer]:
+        """The decoder layers."""
+        return cast("list[DFlashLayer]", list(self.layers))
