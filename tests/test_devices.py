@@ -10,8 +10,8 @@ import pytest
 import torch
 from accelerate import cpu_offload, disk_offload
 from support.compare import assert_identical
+from support.guests import dflash_drafter
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
-from test_dflash import load
 from torch import Tensor
 from transformers import LogitsProcessor, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
@@ -32,7 +32,7 @@ def test_an_offloaded_target(kind: str, tmp_path: Path) -> None:
     target = tiny_target("qwen3")
     cpu_offload(target, execution_device=torch.device("cpu"))
     assert target.get_output_embeddings().weight.is_meta
-    drafter = load(tmp_path, target) if kind == "dflash" else DRAFTERS[kind](target)
+    drafter = dflash_drafter(tmp_path, target) if kind == "dflash" else DRAFTERS[kind](target)
     assert not any(weight.is_meta for weight in drafter.parameters())
     assert_identical(target, drafter, prompts([9, 4]), **SAMPLED)
     assert target.get_output_embeddings().weight.is_meta

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.cases import replay
 from support.compare import assert_identical, run
+from support.letters import letters
 from support.tiny import (
     VOCABULARY,
     ReplayDrafter,

@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from hf_dart import DFlashDrafter, TreeConfig
+
 ZLAB, ASSISTANT = "z-lab", "assistant"
 
 
@@ -186,3 +188,12 @@ def original_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]
 def original_checkpoint(folder: Path, target: Any, **changes: Any) -> str:
     config = original_config(target, **changes)
     return save(folder, config, original_tensors(config))
+
+
+def dflash_drafter(folder: Path, target: Any, style: str = ZLAB, **changes: Any) -> DFlashDrafter:
+    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(folder, target, style, **changes), target=target)
+    drafter.tree_config = TreeConfig(nodes=8)
+    return drafter
+
+
+# ---- the published forward, on a whole text at once --------------------------------------------------------

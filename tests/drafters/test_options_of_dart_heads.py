@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from support import tiny_training
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
+from support.letters import letters
+from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from test_fit import letters, one_sentence
 from torch import Tensor
 from transformers import DynamicCache
 

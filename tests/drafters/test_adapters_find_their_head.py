@@ -13,10 +13,10 @@ from peft import LoraConfig
 from support import tiny_training
 from support.hub import Hub
 from support.hub import hub as hub
+from support.sentences import one_sentence
 from support.tiny import tiny_head, tiny_target
 from support.tiny_training import tiny_trainer, token_rows
 from test_adapters import drafts
-from test_fit import one_sentence
 
 from hf_dart import DartHead
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments

@@ -12,8 +12,8 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support.compare import assert_identical, run, tally
+from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from test_fit import one_sentence
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
+from support.letters import letters
+from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
-from tokenizers import Tokenizer, models
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
@@ -27,13 +28,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 16}
 @pytest.fixture
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-def one_sentence(error: pytest.ExceptionInfo[BaseException]) -> str:
-    message = str(error.value)
-    assert "\n" not in message.strip(), message
-    assert message.strip().endswith("."), message
-    return message
 
 
 @pytest.mark.parametrize(
@@ -59,11 +53,6 @@ def test_a_head_of_another_target_is_refused(
     # Both are as good as before.
     assert_identical(other, own, prompts([7]), **GREEDY)
     assert_identical(target, DartHead.from_pretrained(str(tmp_path), target=target), prompts([7]), **GREEDY)
-
-
-def letters(order: str) -> Any:
-    backend = Tokenizer(models.BPE({letter: i for i, letter in enumerate(order)}, []))
-    return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:

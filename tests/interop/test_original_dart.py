@@ -15,8 +15,8 @@ from support.attacks import changed, damaged, seeds, survives
 from support.cases import MODES
 from support.compare import assert_identical, tally
 from support.guests import original_checkpoint, original_config, original_tensors, save
+from support.letters import letters
 from support.tiny import prompts, tiny_target
-from test_fit import letters
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig

@@ -17,7 +17,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from support.guests import original_checkpoint
 from support.tiny import prompts, tiny_target
-from test_trie import Trie
+from test_tries import Trie
 from torch import Tensor
 
 from hf_dart import DartHead
@@ -159,7 +159,7 @@ def converted(*words: object) -> int:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a tokenizer, and heads for it."""
-    from test_fit import letters
+    from test_only_the_right_target_is_taken import letters
 
     folder = tmp_path_factory.mktemp("saved")
     model = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
-from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
+from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, save
 from support.tiny import prompts, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, MuseGlimmerAssistantConfig
@@ -54,15 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-def load(folder: Path, target: Any, style: str = ZLAB, **changes: Any) -> DFlashDrafter:
-    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(folder, target, style, **changes), target=target)
-    drafter.tree_config = TreeConfig(nodes=8)
-    return drafter
-
-
-# ---- the published forward, on a whole text at once --------------------------------------------------------
 
 
 def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
@@ -159,7 +150,7 @@ def drafted_in_pieces(drafter: DFlashDrafter, features: Tensor, tokens: Tensor, 
 @torch.no_grad()
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, variant: str) -> None:
-    drafter = load(tmp_path, target, **VARIANTS[variant])
+    drafter = dflash_drafter(tmp_path, target, **VARIANTS[variant])
     config = dflash_config(target, ZLAB, **VARIANTS[variant])
     inner = config["dflash_config"]
     tokens = prompts([14, 14, 14])["input_ids"]
@@ -185,7 +176,7 @@ def test_logits_are_those_of_the_published_forward(target: Any, tmp_path: Path, 
 @torch.no_grad()
 @pytest.mark.parametrize("window", [3, 200])
 def test_an_assistant_gives_the_logits_of_transformers_own(target: Any, tmp_path: Path, window: int) -> None:
-    drafter = load(tmp_path, target, ASSISTANT, sliding_window=window)
+    drafter = dflash_drafter(tmp_path, target, ASSISTANT, sliding_window=window)
     config = dflash_config(target, ASSISTANT, sliding_window=window)
     reference = MuseGlimmerAssistantModel(MuseGlimmerAssistantConfig(**config)).double().eval()
     reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -216,7 +207,7 @@ def _cache(assistant: Any, accepted: int) -> Any:
 
 def test_stocks_loop_accepts_as_many_of_its_own(target: Any, tmp_path: Path) -> None:
     """The same checkpoint as `assistant_model=` of stock and as a chain of ours in stock's loop: the same drafts."""
-    drafter = load(tmp_path, target, ASSISTANT, sliding_window=200)
+    drafter = dflash_drafter(tmp_path, target, ASSISTANT, sliding_window=200)
     config = MuseGlimmerAssistantConfig(**dflash_config(target, ASSISTANT, sliding_window=200))
     reference = MuseGlimmerAssistantModel(config).double().eval()
     reference.load_state_dict(load_file(tmp_path / "model.safetensors"))
@@ -245,7 +236,7 @@ SHAPES = [TreeConfig(nodes=8, lookup=0), TreeConfig.chain(5)]
 
 @pytest.mark.parametrize(("style", "size"), [(ZLAB, 4), (ASSISTANT, 1)])
 def test_text_is_stocks(target: Any, tmp_path: Path, style: str, size: int) -> None:
-    drafter = load(tmp_path, target, style)
+    drafter = dflash_drafter(tmp_path, target, style)
     inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
     for mode, shape in zip(("greedy", "T=1"), SHAPES, strict=True):
         assert_identical(target, drafter, inputs, **MODES[mode], max_new_tokens=24, tree_config=shape, into=TALLY)
@@ -258,7 +249,7 @@ def test_text_is_stocks(target: Any, tmp_path: Path, style: str, size: int) -> N
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("size", [1, 4])
 def test_text_is_stocks_in_every_mode(target: Any, tmp_path: Path, style: str, mode: str, size: int) -> None:
-    drafter = load(tmp_path, target, style)
+    drafter = dflash_drafter(tmp_path, target, style)
     inputs = prompts([7] if size == 1 else [9, 3, 7, 13])
     for shape in SHAPES:
         assert_identical(target, drafter, inputs, **MODES[mode], max_new_tokens=40, tree_config=shape, into=TALLY)
@@ -271,18 +262,18 @@ MANY = ["llama", "gpt2", "mistral", "opt", "cohere2", "qwen3_moe"]
 def test_families(tmp_path: Path, family: str) -> None:
     """Scaled embeddings, learned positions, windows: whatever the target is."""
     target = tiny_target(family)
-    drafter = load(tmp_path, target)
+    drafter = dflash_drafter(tmp_path, target)
     assert_identical(target, drafter, prompts([9, 3, 7, 13]), **MODES["T=1"], max_new_tokens=20, into=TALLY)
 
 
 @pytest.mark.parametrize("variant", ["sliding", pytest.param("causal", marks=pytest.mark.matrix)])
 def test_variants_draft_exactly(target: Any, tmp_path: Path, variant: str) -> None:
-    drafter = load(tmp_path, target, **VARIANTS[variant])
+    drafter = dflash_drafter(tmp_path, target, **VARIANTS[variant])
     assert_identical(target, drafter, prompts([12, 3]), **MODES["greedy"], max_new_tokens=20, into=TALLY)
 
 
 def test_several_turns_over_one_cache(target: Any, tmp_path: Path) -> None:
-    drafter = load(tmp_path, target)
+    drafter = dflash_drafter(tmp_path, target)
     caches = [DynamicCache(config=target.config) for _ in range(2)]
     texts = [prompts([9])["input_ids"]] * 2
     for turn in range(3):
@@ -297,7 +288,7 @@ def test_several_turns_over_one_cache(target: Any, tmp_path: Path) -> None:
 
 
 def test_a_prompt_of_embeddings(target: Any, tmp_path: Path) -> None:
-    drafter = load(tmp_path, target)
+    drafter = dflash_drafter(tmp_path, target)
     inputs = prompts([9, 4])
     embedded = {
         "inputs_embeds": target.get_input_embeddings()(inputs["input_ids"]).detach(),
@@ -308,7 +299,7 @@ def test_a_prompt_of_embeddings(target: Any, tmp_path: Path) -> None:
 
 def test_nothing_is_left_behind_and_copies_share_the_target(target: Any, tmp_path: Path) -> None:
     state = torch.get_rng_state()
-    drafter = load(tmp_path, target)
+    drafter = dflash_drafter(tmp_path, target)
     assert torch.equal(torch.get_rng_state(), state)
     other = copy.deepcopy(drafter)
     assert other.shared is drafter.shared
@@ -321,7 +312,7 @@ def test_nothing_is_left_behind_and_copies_share_the_target(target: Any, tmp_pat
 
 
 def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Path) -> None:
-    drafter = load(tmp_path, target)
+    drafter = dflash_drafter(tmp_path, target)
     before = drafter._frequencies.clone()
     drafter.bfloat16()
     assert drafter._frequencies.dtype == torch.float32

@@ -16,8 +16,8 @@ from support.compare import assert_identical
 from support.guests import ASSISTANT, ZLAB, dflash_checkpoint, dflash_config, dflash_tensors, save
 from support.hub import Hub, Repository, sha256
 from support.hub import hub as hub
+from support.letters import letters
 from support.tiny import VOCABULARY, prompts, tiny_target
-from test_fit import letters
 
 from hf_dart import DFlashDrafter, TreeConfig
 from hf_dart.drafters.registry import load_drafter

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import pytest
 from support.attacks import damaged, seeds, survives
+from support.letters import letters
 from support.memory import traced_peak
-from test_fit import letters
 
 from hf_dart.interop.trie import read_trie, write_trie
 from hf_dart.trees.ngram import NgramTable

@@ -27,7 +27,7 @@ from hf_dart.training.recipe import parser
 from hf_dart.view.tables import as_table
 
 registered()  # fills KINDS
-DEMO_CARD = Path(__file__).parents[1] / "model_cards" / "demo_pair"
+DEMO_CARD = Path(__file__).parents[2] / "model_cards" / "demo_pair"
 BENCH = DEMO_CARD / "bench.json"
 
 

@@ -1,7 +1,7 @@
 """What `hf-dart convert --to vllm` writes, held against vLLM's `speculators` package, which has its own requirements.
 
-    python tests/with_speculators.py write FOLDER      # in hf_dart's environment
-    python tests/with_speculators.py compare FOLDER    # in one with `pip install speculators==0.9.0`
+    python tests/interop/with_speculators.py write FOLDER      # in hf_dart's environment
+    python tests/interop/with_speculators.py compare FOLDER    # in one with `pip install speculators==0.9.0`
 
 The first makes a tiny target, two heads and their drafts behind every beginning of a text, the second loads the heads
 as that package does, runs its P-EAGLE over the text and prints the largest difference of the logits; it exits with 1 if
@@ -26,8 +26,9 @@ TOLERANCE = 1e-4
 
 @torch.no_grad()
 def write(folder: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1]))
     from support.tiny import prompts, tiny_target
-    from test_export import peagle_head
+    from test_vllm import peagle_head
 
     from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.target.features import features_request, gather_features

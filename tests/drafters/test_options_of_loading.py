@@ -10,8 +10,8 @@ import pytest
 import torch
 from peft import LoraConfig
 from support.guests import ZLAB, dflash_config, dflash_tensors, save
+from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
-from test_fit import one_sentence
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair

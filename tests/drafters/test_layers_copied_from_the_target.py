@@ -10,10 +10,10 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support.compare import assert_identical, tally
+from support.sentences import one_sentence
 from support.tiny import prompts, tiny_head, tiny_target
 from test_adapters import GREEDY, SAMPLED, drafts, shaken
-from test_fit import one_sentence
-from test_head_options import in_one_pass
+from test_options_of_dart_heads import in_one_pass
 
 from hf_dart import DartHead
 

@@ -30,7 +30,7 @@ from hf_dart.hub.push import push_folder
 from hf_dart.target.loading import PACKAGED_TARGET
 
 WEIGHTS = PACKAGED_HEAD / "model.safetensors"
-BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
+BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 # The client hands httpx the bytes of an upload by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
 
