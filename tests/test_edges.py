@@ -20,7 +20,6 @@ from support.tiny import (
     tiny_target,
 )
 from support.trees import let_trees_grow_in_tensors
-from test_fit import letters
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
 
