@@ -59,7 +59,7 @@ def draft_behind(
     `noise` [d, V] is that of the target.
     """
     outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
-    features = gather_features(outputs, drafter.feature_layers, ids)
+    features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
     state = drafter.begin(1, 4)
     drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
     last = (state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]))
