@@ -1,1 +1,1 @@
-"""Draft trees: what a candidate is worth (`scoring`), and which tree is grown from that."""
+"""Draft trees: what candidates are worth (`scores`), how they grow (`on_host`, `in_tensors`), copies and n-grams."""

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Points = tuple[tuple[float, float], ...]
-"""(size, cost), both rising; straight lines between them, and on behind the last one."""
+"""(size, cost), both rising; straight lines between them, and on after the last one."""
 
 DRAFT_COST = 0.2
 """What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""

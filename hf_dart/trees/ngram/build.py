@@ -36,7 +36,7 @@ class _Chunk:
     """Tokens to count.
 
     Attributes:
-        tokens: [T], documents one behind the other.
+        tokens: [T], one document after the other.
         ends: where each document ends; the last may go on beyond T.
         starts: n-grams that begin in the first so many places are counted here, others in the next chunk.
         texts: instead of all these, documents that have yet to be tokenized.
@@ -71,7 +71,7 @@ def build(
         order: n, the length of the longest n-grams.
         vocab_size: V; as many as `tokenizer` has where left out.
         tokenizer: of the target: for texts, and so that its hash is kept. Give it for token ids as well.
-        eos: token put behind every text. For one long array of ids [T], the token that ends each document in it.
+        eos: token put after every text. For one long array of ids [T], the token that ends each document in it.
         min_counts: see `merge`.
         workers: processes that count. With more than one, call this under `if __name__ == "__main__":`.
         chunk: tokens that a process counts at a time.
@@ -150,7 +150,7 @@ def merge(
 
 
 def _chunks_of_array(tokens: Array, eos: int | None, size: int, order: int) -> Iterator[_Chunk]:
-    """Chunks of one long array, which may be memory-mapped; documents end behind `eos`."""
+    """Chunks of one long array, which may be memory-mapped; documents end after `eos`."""
     for start in range(0, len(tokens), size):
         part = np.array(tokens[start : start + size + order - 1])
         ends = np.flatnonzero(part == eos) + 1 if eos is not None else np.zeros(0, dtype=np.int64)
@@ -227,8 +227,8 @@ def count_chunk(chunk: _Chunk, spec: NgramSpec, eos: int | None, tokenizer: Any,
     """Write the table of one chunk; returns its path and how many tokens were counted."""
     if chunk.texts:
         ids = tokenizer(list(chunk.texts), add_special_tokens=False, verbose=False)["input_ids"]
-        behind = [] if eos is None else [eos]
-        texts = _gathered([], [np.array(row + behind, dtype=np.int64) for row in ids])
+        after = [] if eos is None else [eos]
+        texts = _gathered([], [np.array(row + after, dtype=np.int64) for row in ids])
         tokens = np.concatenate([chunk.tokens, texts.tokens])
         chunk = _Chunk(tokens, np.append(chunk.ends, len(chunk.tokens) + texts.ends), len(tokens))
     tokens, starts, bits = chunk.tokens.astype(np.int64), chunk.starts, spec.bits
@@ -346,7 +346,7 @@ class TableWriter:
         return [f"{what}.{order}" for what in ("keys", "counts") for order in orders]
 
     def append(self, order: int, keys: Array, counts: Array) -> None:
-        """Add n-grams [n] behind those that are there."""
+        """Add n-grams [n] after those that are there."""
         self.lengths[order - 2] += len(keys)
         for what, array in (
             ("keys", keys.astype("<i8", copy=False)),

@@ -235,7 +235,7 @@ class NgramTable:
             range(2, spec.order + 1), self.keys, self.counts, self.min_counts, strict=True
         ):
             for start, stop in _spans(len(keys)):
-                part = keys[max(start - 1, 0) : stop]  # with the one in front
+                part = keys[max(start - 1, 0) : stop]  # with the one before
                 if not (part[1:] > part[:-1]).all():
                     raise ValueError(f"{damaged}its keys of order {order} are not sorted.")
                 if not _tokens_below(part, order, spec):
