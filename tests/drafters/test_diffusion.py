@@ -18,7 +18,7 @@ from torch import Tensor
 from hf_dart import DartHead, DiffusionDrafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.diffusion.drafter import MASK
+from hf_dart.drafters.diffusion.modeling import MASK
 from hf_dart.drafters.registry import load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}

@@ -6,11 +6,9 @@ In float64 without tolerance. The matrices are those of the files they are named
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import pytest
-import test_fuzz
 import test_interruption
 import test_options
 import test_refusals
@@ -173,19 +171,6 @@ def test_interrupted_anywhere_often(
 ) -> None:
     monkeypatch.setattr(test_interruption, "tiny_head", tiny_diffusion_drafter)
     test_interruption.interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2)
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("part", range(1, 9))
-def test_many_calls(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    @cache
-    def pair(family: str, attention: str, seed: int) -> tuple[Any, DiffusionDrafter]:
-        target = tiny_target(family, attention, seed=seed)
-        steps, layers = 1 + 2 * seed, [[], [1], [0, 2]][seed]
-        return target, tiny_diffusion_drafter(target, denoise_steps=steps, feature_layers=layers)
-
-    monkeypatch.setattr(test_fuzz, "pair", pair)
-    test_fuzz.test_many_calls(part)
 
 
 def test_the_runs_accepted_drafts() -> None:

@@ -22,6 +22,11 @@ def letters() -> PreTrainedTokenizerFast:
 
 TOKENIZER = letters()
 
+
+class OwnError(Exception):
+    """Raised by what a user brings."""
+
+
 class Processor(LogitsProcessor):
     """One of several, and a record of its calls.
 
@@ -44,6 +49,10 @@ class Processor(LogitsProcessor):
             return scores - 0.5 * scores.softmax(-1).mean(0) + 0.1 * scores.amax()
         if self.kind == "draws":
             return scores + torch.randn(scores.shape[-1])
+        if self.kind == "nan":
+            return scores if len(self.calls) != 4 else torch.full_like(scores, torch.nan)
+        if self.kind == "raises" and len(self.calls) == 4:
+            raise OwnError
         scores[:, 5::9] += 0.7  # in place
         return scores
 
@@ -64,6 +73,8 @@ class Criterion(StoppingCriteria):
             return ends.any() & torch.ones_like(ends)
         if self.kind == "keeps count":
             return torch.full_like(ends, len(self.calls) >= 11)
+        if self.kind == "raises" and len(self.calls) == 6:
+            raise OwnError
         return torch.rand(len(ends)) < 0.1  # draws
 
 

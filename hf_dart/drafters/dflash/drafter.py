@@ -22,7 +22,7 @@ from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposer import Proposal
 from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
 from hf_dart.drafters.dflash.modeling import DFlashModel
-from hf_dart.drafters.pretrained import TargetModules
+from hf_dart.drafters.network import TargetModules
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotDrafter, SlotState
 from hf_dart.hub.download import checkpoint_config, weight_files

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.diffusion.drafter import MASK, DiffusionDrafter
+from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
+from hf_dart.drafters.diffusion.modeling import MASK
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy

@@ -20,7 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from hf_dart.trees.ngram.table import MOST_COUNTED, Array, NgramSpec, NgramTable, write_metadata
+from hf_dart.trees.arrays import Array
+from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec, NgramTable, write_metadata
 
 CHUNK = 2**23
 """Tokens that one process counts at a time; it needs about 50 bytes for each."""
