@@ -8,7 +8,7 @@ shifted, so that the last real position predicts the first draft token and mask 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn

@@ -13,7 +13,7 @@ costs γ positions, as in block diffusion (arXiv 2503.09573).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,10 +27,6 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
-
-if TYPE_CHECKING:
-    pass
-
 
 
 class View(NamedTuple):

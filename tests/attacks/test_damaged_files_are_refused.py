@@ -36,7 +36,7 @@ from hf_dart.target.loading import PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate.regenerate import Shard, begin
 
-BENCH = Path(__file__).parents[1] / "model_cards" / "demo_pair" / "bench.json"
+BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 KINDS: dict[str, Callable[..., Any]] = {
     "dart": tiny_head, "eagle": tiny_eagle_drafter, "diffusion": tiny_diffusion_drafter
 }  # fmt: skip
@@ -152,7 +152,7 @@ def mutated(content: dict[str, Any], entries: str, seed: int) -> str:
 
 @pytest.mark.parametrize("part", seeds(40, 1200))
 def test_tables_of_drafts(tmp_path: Path, part: range) -> None:
-    content = json.loads((Path(__file__).parents[1] / "model_cards" / "drafts" / "drafts.json").read_text())
+    content = json.loads((Path(__file__).parents[2] / "model_cards" / "drafts" / "drafts.json").read_text())
     content["results"] = content["results"][:4]
     file = tmp_path / "drafts.json"
     read = 0
