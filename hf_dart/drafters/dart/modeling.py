@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.low_rank import LowRankHead
@@ -20,10 +21,6 @@ from hf_dart.drafters.layers import DartLayer, rotation_at
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.vocabulary import HeadRows
 from hf_dart.target.devices import device_of
-
-if TYPE_CHECKING:
-
-    from torch.nn.attention.flex_attention import BlockMask
 
 
 class Entries(NamedTuple):
