@@ -28,7 +28,7 @@ from hf_dart.decoding import prefill
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.noise import NoiseStream
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.walk import Walker
 
 

@@ -20,7 +20,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_dart import DartHead
 from hf_dart.decoding import prefill, turns
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.target.trial import prove
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]

@@ -16,7 +16,7 @@ from transformers import StaticCache
 
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
 from hf_dart.engine.compiling import compiled

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.state import SlotState
 

@@ -268,5 +268,5 @@ def speculative_generate(
             noise.end()
     session.streaming.end()
     assistant.last_stats = session.stats
-    session.pace.tell(assistant)
+    session.pace.warn_once(assistant)
     return output

@@ -19,7 +19,8 @@ from transformers import (
 from transformers.generation import CandidateGenerator
 
 from hf_dart.decoding.admit import left_padding, refuse_options
-from hf_dart.decoding.proposer import Proposal, Proposer
+from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features
@@ -106,12 +107,13 @@ class DartCandidateGenerator(CandidateGenerator):
     def _draft(
         self, ids: Tensor, model_kwargs: dict[str, Any], outputs: Any, kept: int
     ) -> tuple[Tensor, Tensor | None]:
-        skipped = 0
+        skipped, positions = 0, outputs.logits.shape[1]  # rejected drafts among them
         if self._state is None:
             refuse_cache(model_kwargs["past_key_values"])  # some layers show their kind only when they are used
             self._state = self._drafter.begin(1, self._max_length)
-            kept, skipped = ids.shape[1] - 1, self._pads
-        features = gather_features(outputs, self._drafter.feature_layers, ids[:, -kept - 1 : -1])
+            kept = positions = ids.shape[1] - 1
+            skipped = self._pads
+        features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions))
         features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
         counts = torch.tensor([kept - skipped])
         depth = min(self._depth, self._room(ids))

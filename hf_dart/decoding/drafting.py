@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.pace import PAUSE
-from hf_dart.decoding.proposer import Proposal, Proposer, Score, Verified
+from hf_dart.decoding.proposal import Proposal, Score, Verified
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import Draft
 

@@ -10,7 +10,8 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.decoding.candidates import Ranker, SeenTokens
-from hf_dart.decoding.proposer import Proposal, Proposer
+from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig

@@ -126,11 +126,11 @@ class Pace:
         level = self._level + by
         return level if self._chains or LEVELS[level] != CHAIN else level + by
 
-    def tell(self, drafter: Proposer[Any]) -> None:
+    def warn_once(self, drafter: Proposer[Any]) -> None:
         """Say once per drafter that its drafts do not pay, and what is likely wrong."""
-        if self._pauses < _TOLD_AFTER or drafter.told:
+        if self._pauses < _TOLD_AFTER or drafter.warned:
             return
-        drafter.told = True
+        drafter.warned = True
         rows, tokens = self._drafted
         _LOGGER.warning(
             f"The drafts of this {type(drafter).__name__} brought {tokens / rows:.2f} tokens per round, which is less "

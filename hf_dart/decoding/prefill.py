@@ -18,7 +18,8 @@ from hf_dart.decoding.drafting import Drafting
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
-from hf_dart.decoding.proposer import Proposer, Verified
+from hf_dart.decoding.proposal import Verified
+from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.session import HiddenStates, Noise, Session
 from hf_dart.decoding.stats import DraftStats

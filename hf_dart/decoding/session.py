@@ -14,7 +14,7 @@ from hf_dart.decoding.drafting import Drafting
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.pace import CHAIN, Pace, shares
-from hf_dart.decoding.proposer import Proposal, Verified
+from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker

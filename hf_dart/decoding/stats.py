@@ -6,12 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hf_dart.decoding.trace import Trace
 from hf_dart.view.statistics import summary
-
-if TYPE_CHECKING:
-    from hf_dart.decoding.trace import Trace
 
 PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 

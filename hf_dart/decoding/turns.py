@@ -15,7 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_dart.cache.stock_layers import attention_layers
-from hf_dart.decoding.proposer import Proposer, Verified
+from hf_dart.decoding.proposal import Verified
+from hf_dart.decoding.proposer import Proposer
 
 
 @dataclass

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.cache import FixedDraft
 from hf_dart.engine.compiling import compiled

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.candidates import Ranker
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.walk import drawn, follow
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.attention import packed

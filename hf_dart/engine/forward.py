@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding.proposer import Proposal, Score
+from hf_dart.decoding.proposal import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled

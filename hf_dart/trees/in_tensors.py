@@ -105,7 +105,8 @@ def _copies_go_on(
     steps = chances[:, drafted:]
     count, paths = steps.shape[1], best.shape[1]
     if candidates.deepest is not None:
-        beyond = torch.arange(drafted, copied.shape[1], device=steps.device) >= candidates.deepest[:, None]
+        deepest = torch.as_tensor(candidates.deepest, device=steps.device)
+        beyond = torch.arange(drafted, copied.shape[1], device=steps.device) >= deepest[:, None]
         steps = steps.masked_fill(beyond, -inf)
     scores = best[..., None] + steps.cumsum(1)[:, None]
     if drafted:

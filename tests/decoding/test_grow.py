@@ -11,7 +11,7 @@ from support.trees import WAYS, paths
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 
 
 @pytest.mark.parametrize("penalty", [None, 1.3])

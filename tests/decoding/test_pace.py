@@ -12,7 +12,7 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 from hf_dart import TreeConfig
 from hf_dart.decoding.drafting import joined
 from hf_dart.decoding.pace import Pace, headway, shares
-from hf_dart.decoding.proposer import Verified
+from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.pretrained import _CALL
 

@@ -20,7 +20,7 @@ from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.layers import take
 from hf_dart.drafters.vocabulary import frequent_tokens, unused_token
 from hf_dart.training.objective.blocks import build_blocks

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.state import SlotState

@@ -10,7 +10,7 @@ import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
 from hf_dart import LookupDrafter, TreeConfig, attach
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from support.tiny import (
     PAD,
     VOCABULARY,
@@ -253,7 +253,6 @@ def _tree(rng: Random, drafter: str) -> TreeConfig | None:
         lookup=rng.choice([0, 3, 24]),
         shared_noise=rng.random() < 0.7,
         selector=rng.random() < 0.8,
-        calibrate=rng.random() < 0.15 and not paper and drafter != "engine",
         draft_cost=rng.choice([None, 0.0, 0.0, 0.0, 0.5, 3.0]),
         node_cost=rng.choice([0.0, 0.0, 0.03, 0.4]),
         refine=rng.choice([0, 1, 2]) if drafter == "editor" else 0,

@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.low_rank import LowRankHead

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.api import attached
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
 from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.network import TargetModules

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
 from hf_dart.drafters.layers import rotation_at, take

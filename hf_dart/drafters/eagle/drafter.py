@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposer import Proposal, Score
+from hf_dart.decoding.proposal import Proposal, Score
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel
 from hf_dart.drafters.layers import Remember, rotation_at

@@ -10,7 +10,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel, default_data_collator
 
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.refinement import best_chain
 from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.dart.drafter import DartHead

@@ -1,0 +1,71 @@
+"""What goes into a drafter and comes out of it: `Verified` positions, a `Proposal`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from hf_dart.trees.vocabulary import columns_of
+
+# A logit beside which all others vanish, in any float type.
+_CERTAIN = 1e4
+
+Score = Callable[[int, Tensor], Tensor]
+"""Of a depth, from 0, and logits [B, W, V] of W branches: their log-scores [B, W, V], as the tree will rank them."""
+
+
+class Verified(NamedTuple):
+    """Verified positions of all rows, as `Proposer.extend` takes them in.
+
+    Attributes:
+        features: [B, A, F] hidden states of the target at `Proposer.feature_layers`, concatenated.
+        next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given as
+            `inputs_embeds`.
+        counts: [B] how many of the A entries of a row are real.
+    """
+
+    features: Tensor
+    next_tokens: Tensor
+    counts: Tensor
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """One draft: distributions over the next d tokens of each row.
+
+    Attributes:
+        logits: [B, d, V], entry i for the token i + 1 places behind the last committed one; [B, d, M] where the
+            drafter scores some tokens only.
+        hidden: [B, d, H], what the logits were read from.
+        vocabulary: [M] ids of those tokens, ascending; None for all.
+    """
+
+    logits: Tensor
+    hidden: Tensor
+    vocabulary: Tensor | None = None
+
+    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
+        """This proposal for rows where `fresh` [B] holds, an `older` one for the others."""
+        chosen = fresh.to(self.logits.device)[:, None, None]
+        logits = torch.where(chosen, self.logits, older.logits)
+        return Proposal(logits, torch.where(chosen, self.hidden, older.hidden), self.vocabulary)
+
+    def within(self, vocab_size: int) -> Proposal:
+        """This proposal for a target with V logits, where a drafter's own table has more or fewer padding rows."""
+        rows = self.logits.shape[-1]
+        if self.vocabulary is not None or rows == vocab_size:
+            return self
+        vocabulary = torch.arange(rows, device=self.logits.device) if rows < vocab_size else None
+        return Proposal(self.logits[..., :vocab_size], self.hidden, vocabulary)
+
+    def make_certain(self, rows: list[bool], token: int) -> None:
+        """Let those rows draft `token` alone, if they can."""
+        column = token
+        if self.vocabulary is not None:
+            column = int(columns_of(torch.tensor(token, device=self.vocabulary.device), self.vocabulary, -1))
+        if 0 <= column < self.logits.shape[-1]:
+            self.logits[torch.tensor(rows), :, column] = _CERTAIN
