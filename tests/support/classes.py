@@ -232,7 +232,7 @@ if __name__ == "__main__":
     parser.add_argument("kept", type=Path, help="a file of JSON lines, one per class; those that it has are not run")
     parser.add_argument("--quick", action="store_true", help="a few cells of each class")
     parser.add_argument("names", nargs="*", help="classes; all by default")
-    asked = parser.parse_args()
+    asked = parser.parse_intermixed_args()
     had = [Report(**json.loads(line)) for line in asked.kept.read_text().splitlines()] if asked.kept.exists() else []
     with asked.kept.open("a") as file:
         for name in asked.names or class_names():
