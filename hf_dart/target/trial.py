@@ -121,7 +121,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, pa
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    if slots <= proved.get(case, 0):
+    if slots <= proved.get(case, -1):  # a table may have no length at all
         return
     with as_before(model):
         trial = _Trial(model, list(pads))
@@ -158,13 +158,18 @@ class _Trial:
         self._tokens = tokens.to(device_of(embeddings))
         short = None
         if "cache_params" not in inspect.signature(type(model).forward).parameters:  # stock's name for running states
-            with _explained(model, self._told("plain text")):
+            with _explained(model, self._told("plain text over a DynamicCache")):
                 self._outputs = self._prefill(_PROMPT, pads)
             short = getattr(self._outputs, "past_key_values", None)
         if not isinstance(short, Cache):
             raise _RefusalError(
                 f"{type(model).__name__} keeps no keys and values from which rejected drafts could be taken back; "
                 "call generate without assistant=."
+            )
+        if type(short) is not DynamicCache:
+            raise _RefusalError(
+                f"{type(model).__name__} keeps its past in a cache of its own ({type(short).__name__}), from which "
+                "rejected drafts cannot be taken back; call generate without assistant=."
             )
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)

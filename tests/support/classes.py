@@ -106,21 +106,32 @@ def examine(name: str, ways: list[tuple[str, torch.dtype, list[int], tuple[str, 
     return report
 
 
+def _stock(name: str, attention: str, dtype: torch.dtype, inputs: Any, modes: tuple[str, ...]) -> tuple[Any, ...]:
+    """A model, stock's run in every mode that it has, and the modes of every failure of the others."""
+    stocks: dict[str, Run] = {}
+    fails: dict[str, list[str]] = {}
+    try:
+        model = build(name, attention, dtype)
+    except CannotBuild as reason:
+        return None, stocks, {str(reason): [""]}
+    for mode in modes:
+        try:
+            stocks[mode] = run(model, inputs, 0, **MODES[mode], max_new_tokens=TOKENS)
+        except Exception as failure:
+            fails.setdefault(_short(failure), []).append(f", {mode}")
+    return model, stocks, fails
+
+
 def _examine(
     report: Report, where: str, attention: str, dtype: torch.dtype, lengths: list[int], modes: tuple[str, ...]
 ) -> None:
-    try:
-        model = build(report.name, attention, dtype)
-        inputs = prompts(lengths, vocabulary=WORDS)
-        stocks = {}
-        for mode in modes:
-            try:
-                stocks[mode] = run(model, inputs, 0, **MODES[mode], max_new_tokens=TOKENS)
-            except Exception as failure:
-                report.stock_fails.setdefault(_short(failure), []).append(f"{where}, {mode}")
-    except CannotBuild as reason:
-        report.stock_fails.setdefault(str(reason), []).append(where)
-        return
+    inputs = prompts(lengths, vocabulary=WORDS)
+    model, stocks, fails = _stock(report.name, attention, dtype, inputs, modes)
+    if not stocks and dtype != torch.float32:  # some compute parts in float32 whatever their dtype
+        dtype = torch.float32
+        model, stocks, fails = _stock(report.name, attention, dtype, inputs, modes)
+    for failure, there in fails.items():
+        report.stock_fails.setdefault(failure, []).extend(f"{where}{mode}" for mode in there)
     if not stocks:
         return
     try:

@@ -7,6 +7,8 @@ unless its config has a new kind of size.
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import re
 import warnings
 from collections.abc import Iterator
@@ -33,12 +35,19 @@ _WINDOW = 10
 _MOST_WEIGHTS = 40_000_000
 
 # The first rule whose pattern is in a field's name sets it, if it is a whole number by default (or not set at all).
-_RULES: list[tuple[str, int]] = [
+_RULES: list[tuple[str, int | None]] = [
+    (r"tokenizer_chunk_size", None),
+    (r"rope_theta$", 10_000),
     (r"^pad_token_id$", PAD),
     (r"^bos_token_id$|^decoder_start_token_id$", 1),
     (r"vocab_size|num_embeddings$|_vocab$", _IDS),
     (r"max_position_embeddings|max_seq_len|n_positions|n_ctx|max_target_positions|max_context|seq_length", 256),
     (r"sliding_window$|^window_size$|attention_window|chunk_size|local_window", _WINDOW),
+    (r"indexer_kv", 1),
+    (r"_budget$", 16),
+    (r"filters$", 4),
+    (r"compress_ratio$|_period$", 2),
+    (r"layer_offset$", 1),
     (r"mamba_(n|num)_heads|n_mamba_heads|mamba_d_head|mamba_headdim|mamba_head_dim", 8),
     (r"mamba_d_ssm", 64),
     (r"^qk_head_dim", 16),
@@ -50,14 +59,15 @@ _RULES: list[tuple[str, int]] = [
     (r"(num|n)_.*heads?$|attention_heads|^num_heads|n_heads?$|heads$", 4),
     (r"index_topk", 256),
     (r"head_dim|head_size|d_kv|d_head|headdim|rotary_dim|kv_channels", 8),
-    (r"^(base|z|latent|quant)_?channels$", 32),
+    (r"^(base|z|latent|quant)_?channels$|upsample_groups$", 32),
     (r"_rank$|_lora_dim|lora_r$", 8),
     (r"num_nextn|num_mtp|num_kv_shared", 0),
     (r"layers?$|depth$|n_layers?$|num_blocks$|_depth_", 2),
     (r"intermediate_size|ffn_dim|ffn_hidden|n_inner|d_ff$|mlp_dim|ffn_size|inner_dim|mlp_hidden|intermediate_dim", 64),
     (r"hidden_size_per_layer_input", 8),
     (r"hidden_size|d_model|n_embd|embed_dim$|^width$|^dim$|hidden_dim|embedding_size|embedding_dim|_width$|model_dim"
-     r"|word_embed_proj_dim|projection_dim|embed_size|_dim$|proj_dim|out_hidden|output_dim|proj_size", 32),
+     r"|word_embed_proj_dim|projection_dim|embed_size|_dim$|proj_dim|out_hidden|output_dim|proj_size"
+     r"|adapter_input_size", 32),
     (r"ssm_state_size|state_size|d_state|d_conv|conv_kernel", 4),
     (r"image_size$", 16),
     (r"patch_size$", 8),
@@ -67,8 +77,24 @@ _RULES: list[tuple[str, int]] = [
 # Sizes that have to be named where they are not by default.
 _UNSET = re.compile(
     r"head_dim$|kv_heads|key_value_heads|per_tok|top_k_experts|experts$|intermediate_size$|_rank$|head_num"
+    r"|n_heads$|_budget$|compress_ratio$|sliding_window$|patch_size$"
 )
-# Tried one after another until a model is built and runs.
+# Values of fields that are not numbers and that classes need, though by default they are not set.
+_GIVEN: dict[str, Any] = {
+    "vocabulary_map": {"<image>": WORDS},
+    "deepstack_layer_map": [[-1, 0]],
+    "downsample_rate": "1/2",
+    "clip_qkv": 8.0,
+}
+# Kinds of layers, where a config derives none for so few, or none that attends.
+_KINDS: list[dict[str, Any]] = [
+    {"layer_types": ["linear_attention", "full_attention"], "attn_layer_indices": [1]},
+    {"layer_types": ["conv", "full_attention"]},
+    {"mlp_layer_types": ["dense", "sparse"]},
+    {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10_000.0}}},
+    {"layers_block_type": ["linear_attention", "hybrid"] * 2, "num_hidden_layers": 4},
+]
+# Tried one after another until a model is built and generates.
 _VARIANTS: list[dict[str, Any]] = [
     {},
     {"kv": 4},
@@ -86,6 +112,13 @@ _VARIANTS: list[dict[str, Any]] = [
     {"layers": 4},
     {"layers": 4, "kv": 4, "none": True},
     {"whole": True, "kv": 4},
+    {"declared": True},
+    {"declared": True, "kv": 4},
+    {"declared": True, "kv": 4, "none": True},
+    {"declared": True, "layers": 4, "kv": 4},
+    *({"declared": True, "kv": 4, "none": True, "kinds": kinds} for kinds in _KINDS),
+    {"hidden": 256, "kv": 4},
+    {"lists": 4},
 ]
 
 
@@ -108,27 +141,53 @@ class CannotBuild(Exception):
 
 
 _FOUND: dict[str, dict[str, Any]] = {}
+_LACKS = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
 def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: int = 0) -> Any:
     """A small random model of a class, in eval mode; the global generators are not moved.
 
+    Of the variants of small fields, the first with which stock generates, or else with which the model runs.
+
     Raises:
         CannotBuild: with the reasons.
     """
-    reasons = []
-    for variant in [_FOUND[name]] if name in _FOUND else _VARIANTS:
-        try:
-            with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                torch.manual_seed(seed)
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if name in _FOUND:
+            torch.manual_seed(seed)
+            try:
+                return _build(name, attention, dtype, _FOUND[name])
+            except Exception as reason:  # unknown code may fail in any way
+                raise CannotBuild(_told(reason)) from reason
+        reasons: list[str] = []
+        runs: dict[str, Any] | None = None
+        waiting = list(_VARIANTS)
+        while waiting:
+            variant = waiting.pop(0)
+            torch.manual_seed(seed)
+            model = None
+            try:
                 model = _build(name, attention, dtype, variant)
                 model(input_ids=torch.tensor([[2, 3, 4]]), use_cache=False)
-            _FOUND[name] = variant
-            return model
-        except Exception as reason:  # unknown code may fail in any way
-            reasons.append(f"{type(reason).__name__}: {str(reason)[:300]}")
-    raise CannotBuild("; ".join(dict.fromkeys(reasons)))
+                runs = variant if runs is None else runs
+                model.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=3, do_sample=False)
+                runs = variant
+                break
+            except Exception as reason:  # unknown code may fail in any way
+                reasons.append(_told(reason))
+                lacks = _LACKS.search(str(reason)) if isinstance(reason, AttributeError) else None
+                if lacks and lacks[1].endswith("Config") and lacks.groups() not in variant.get("lacks", []):
+                    waiting.insert(0, {**variant, "lacks": [*variant.get("lacks", []), lacks.groups()]})
+        if runs is None:
+            raise CannotBuild("; ".join(dict.fromkeys(reasons)))
+        _FOUND[name] = runs
+        torch.manual_seed(seed)
+        return _build(name, attention, dtype, runs)
+
+
+def _told(reason: Exception) -> str:
+    return f"{type(reason).__name__}: {str(reason)[:300]}"
 
 
 def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any]) -> Any:
@@ -172,6 +231,7 @@ def small_fields(kind: Any, variant: dict[str, Any]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     special = iter(range(_IDS - 1, WORDS, -1))
     layers = _size("num_hidden_layers", variant)
+    declared = {field.name: field.default for field in dataclasses.fields(kind)} if variant.get("declared") else None
     length = next((n for n in (default.__dict__.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers"))
                    if isinstance(n, int)), None)
     for name, value in default.to_dict().items():
@@ -189,8 +249,18 @@ def small_fields(kind: Any, variant: dict[str, Any]) -> dict[str, Any]:
             continue
         if name in ("model_type", "architectures", "transformers_version", "dtype", "torch_dtype"):
             continue
+        if value is None and name in _GIVEN:
+            fields[name] = copy.deepcopy(_GIVEN[name])
+            continue
+        if declared is not None and declared.get(name) is None and value is not None:
+            continue  # derived from others
         if isinstance(value, list) and length and len(value) == length:
             fields[name] = _cut(value, layers)
+            continue
+        if isinstance(value, list | tuple) and value and all(type(one) is int for one in value):
+            listed = _small_list(name, list(value), layers, getattr(default, "hidden_size", None), variant)
+            if listed is not None:
+                fields[name] = listed
             continue
         if name == "eos_token_id" and not variant.get("whole"):
             fields[name] = None
@@ -210,7 +280,25 @@ def small_fields(kind: Any, variant: dict[str, Any]) -> dict[str, Any]:
         ruled = _size(name, variant)
         if ruled is not None and (value > 0 if value is not None else variant.get("none") and _UNSET.search(name)):
             fields[name] = ruled
+    for name, kinds in variant.get("kinds", {}).items():
+        if hasattr(default, name) and not isinstance(getattr(kind, kind.attribute_map.get(name, name), None), property):
+            fields[name] = copy.deepcopy(kinds)
+    for config, name in variant.get("lacks", []):
+        if config == kind.__name__:
+            fields[name] = WORDS if _is_id(name, 0) else _size(name, variant)
     return fields
+
+
+def _small_list(name: str, values: list[int], layers: int, hidden: Any, variant: dict[str, Any]) -> list[int] | None:
+    """Small instead of some numbers: parts of the hidden size, indices of layers, sizes of stages; None as they are."""
+    if len(values) > 1 and sum(values) == hidden:
+        return [(_size("hidden_size", variant) or 0) // len(values)] * len(values)
+    if "layer" in name and max(map(abs, values)) > layers:
+        ranks = sorted(set(values))
+        return [ranks.index(value) for value in values if ranks.index(value) < layers]
+    if "lists" in variant and re.search("dim|hidden|channels", name) and max(values) > 64:
+        return [value // variant["lists"] for value in values]
+    return None
 
 
 def _rope(rope: dict[str, Any], sections: list[int] | None) -> dict[str, Any]:
