@@ -121,7 +121,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, pa
     proved = _proved.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    if slots <= proved.get(case, -1):  # a table may have no length at all
+    if slots <= proved.get(case, 0):
         return
     with as_before(model):
         trial = _Trial(model, list(pads))

@@ -103,7 +103,8 @@ def position_limit(target: Any) -> tuple[int, bool]:
     if rotary is not None:
         return rotary.trained - 1, rotary.grows
     table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
-    return (int(table) - 1 if table else sys.maxsize), False
+    # XLNet names -1, by which it means that there is none.
+    return (int(table) - 1 if table and table > 0 else sys.maxsize), False
 
 
 def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
