@@ -141,6 +141,7 @@ class CannotBuild(Exception):
 
 
 _FOUND: dict[str, dict[str, Any]] = {}
+_NOT_FOUND: dict[tuple[str, torch.dtype], str] = {}
 _LACKS = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
@@ -160,6 +161,8 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
                 return _build(name, attention, dtype, _FOUND[name])
             except Exception as reason:  # unknown code may fail in any way
                 raise CannotBuild(_told(reason)) from reason
+        if (name, dtype) in _NOT_FOUND:
+            raise CannotBuild(_NOT_FOUND[name, dtype])
         reasons: list[str] = []
         runs: dict[str, Any] | None = None
         waiting = list(_VARIANTS)
@@ -180,7 +183,8 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
                 if lacks and lacks[1].endswith("Config") and lacks.groups() not in variant.get("lacks", []):
                     waiting.insert(0, {**variant, "lacks": [*variant.get("lacks", []), lacks.groups()]})
         if runs is None:
-            raise CannotBuild("; ".join(dict.fromkeys(reasons)))
+            _NOT_FOUND[name, dtype] = "; ".join(dict.fromkeys(reasons))
+            raise CannotBuild(_NOT_FOUND[name, dtype])
         _FOUND[name] = runs
         torch.manual_seed(seed)
         return _build(name, attention, dtype, runs)
