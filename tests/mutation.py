@@ -32,17 +32,30 @@ _ENGINE = [
     "engine/test_engine_walk.py", "engine/test_engine_reuse.py", "engine/test_engine_exact.py",
     "engine/test_engine_ended.py", "engine/test_engine_budget.py",
 ]
-_CACHES = ["test_caches.py", "test_turns.py", "test_interruption.py"]
+_CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test_interruption.py"]
 # The tests of each module's room, the quick ones first.
 ROOMS = {
-    "decoding/walk.py": ["test_walk.py", "test_rows.py", "test_exact.py", "test_options.py"],
-    "decoding/rows.py": ["test_rows.py", "test_walk.py", "test_exact.py", "test_options.py", "test_interruption.py"],
-    "target/verify.py": ["test_edges.py", "test_exact.py", "test_caches.py", "test_probe.py"],
-    "decoding/noise.py": ["test_noise.py", "test_edges.py", "test_interruption.py"],
+    "decoding/walk.py": [
+        "decoding/test_walk.py", "decoding/test_rows.py", "exact/test_exact.py", "exact/test_options.py",
+    ],
+    "decoding/rows.py": [
+        "decoding/test_rows.py", "decoding/test_walk.py", "exact/test_exact.py", "exact/test_options.py",
+        "decoding/test_interruption.py",
+    ],
+    "target/verify.py": [
+        "exact/test_odd_but_legal_calls.py", "exact/test_exact.py", "cache/test_tree_caches.py",
+        "target/test_trial.py",
+    ],
+    "decoding/noise.py": [
+        "decoding/test_noise.py", "exact/test_odd_but_legal_calls.py", "decoding/test_interruption.py",
+    ],
     "cache/ragged.py": _CACHES,
     "cache/aligned.py": _CACHES,
-    "cache/windows.py": ["test_caches.py", "test_turns.py"],
-    "cache/slots.py": ["test_caches.py", "test_turns.py", "test_edges.py", "engine/test_engine_reuse.py"],
+    "cache/windows.py": ["cache/test_tree_caches.py", "decoding/test_turns.py"],
+    "cache/slots.py": [
+        "cache/test_tree_caches.py", "decoding/test_turns.py", "exact/test_odd_but_legal_calls.py",
+        "engine/test_engine_reuse.py",
+    ],
     "engine/fixed.py": _ENGINE,
     "engine/processing.py": _ENGINE,
 }

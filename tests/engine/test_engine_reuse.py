@@ -11,10 +11,10 @@ import torch
 from support.cases import batch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
-from test_caches import prefill
 from test_engine_ended import counting
 from test_engine_exact import TREE, engine
 from test_engine_exact import qwen as qwen
+from test_tree_caches import prefill
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig

@@ -167,7 +167,7 @@ def table() -> Iterator[str]:
     yield ""
     yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
-    yield "tempered attention behind 8192 slots): `tests/test_probe.py`."
+    yield "tempered attention behind 8192 slots): `tests/target/test_trial.py`."
     yield ""
     yield "Indexers of few heads (DeepSeek V3.2 and kin) give many entries a score of exactly 0, and among equal ones"
     yield "choose by slots: texts longer than what they choose are refused where there are less than 32 heads."

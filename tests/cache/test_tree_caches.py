@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
-from test_exact import replay
 from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer

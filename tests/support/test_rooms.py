@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from support.rooms import circles, hidden, imports, modules, upward
 
 FILES = {

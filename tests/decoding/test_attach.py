@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from support.cases import replay
 from support.compare import assert_identical, run
 from support.outcome import snapshot
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
-from test_exact import replay
 from torch import Tensor
 from transformers import (
     DynamicCache,

@@ -15,7 +15,7 @@ from hf_dart import TreeConfig, detach
 from hf_dart.hub import push
 
 FOLDER = Path(push.__file__).parent
-EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_generate"
+EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_generate"
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from support.compare import Run, run
 from support.tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
-from test_caches import assert_same_cache
+from test_tree_caches import assert_same_cache
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run
+from support.outcome import snapshot
 from support.tiny import prompts, tiny_target
-from test_attach import snapshot
 from test_interruption import (
     GREEDY,
     SAMPLED,

@@ -16,11 +16,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical, run
+from support.outcome import snapshot
 from support.tiny import prompts, tiny_head, tiny_target
-from test_attach import snapshot
-from test_caches import CLOSE
-from test_exact import replay
+from test_tree_caches import CLOSE
 from test_turns import KINDS, RAGGED
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList, StoppingCriteria

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
-from test_exact import replay
 
 from hf_dart import TreeConfig
 from hf_dart.decoding import api, prefill
