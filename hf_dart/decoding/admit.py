@@ -23,9 +23,10 @@ from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import length_limit
+from hf_dart.target.masks import layer_windows
+from hf_dart.target.positions import refuse_crossing
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import prove
-from hf_dart.target.verify import layer_windows, refuse_crossing
 from hf_dart.trees.config import TreeConfig
 
 # What asks `generate` for other modes than greedy search and sampling.

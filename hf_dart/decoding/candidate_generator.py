@@ -24,8 +24,8 @@ from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.positions import position_limit
 from hf_dart.target.support import refuse_cache, refuse_target
-from hf_dart.target.verify import position_limit
 from hf_dart.trees.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

@@ -28,9 +28,10 @@ from hf_dart.decoding.turns import Draft, resume_draft
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.stock_steps import next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
-from hf_dart.target.verify import MaskKind, Verifier, layer_windows, mask_kinds
+from hf_dart.target.verify import Verifier
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512

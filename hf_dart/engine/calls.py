@@ -14,8 +14,9 @@ from hf_dart.engine import processing
 from hf_dart.engine.job import HeadJob, Job
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.identity import identity
+from hf_dart.target.positions import rotary_moves
 from hf_dart.target.support import parts_of
-from hf_dart.target.verify import Verifier, rotary_moves
+from hf_dart.target.verify import Verifier
 
 
 def job_of(session: Session) -> Job | str:

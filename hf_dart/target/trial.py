@@ -29,10 +29,12 @@ from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
 from hf_dart.cache.tree_cache import keeps_only_states, tree_cache
 from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
 from hf_dart.target.identity import identity
+from hf_dart.target.masks import layer_windows, mask_kinds
+from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import StockSteps
 from hf_dart.target.support import refuse_cache, refuse_compressed, refuse_model, refuse_ties
 from hf_dart.target.untouched import as_before
-from hf_dart.target.verify import Verifier, layer_windows, mask_kinds, position_limit
+from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12

@@ -17,7 +17,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import TreeConfig, attach
-from hf_dart.target.verify import mask_kinds
+from hf_dart.target.masks import mask_kinds
 from support.cases import MODES, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
 from support.families import FAMILIES, REFUSED

@@ -18,8 +18,8 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
+from hf_dart.target.masks import MaskKind
 from hf_dart.target.trial import prove
-from hf_dart.target.verify import MaskKind
 
 GREEDY = {"do_sample": False}
 

@@ -1,0 +1,57 @@
+"""The kinds of attention layers that a target has, and what each lets a query see."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicCache
+
+from hf_dart.cache.stock_layers import attention_places, window_of
+
+
+@dataclass(frozen=True)
+class MaskKind:
+    """One kind of attention layer.
+
+    Attributes:
+        name: its key in the model's mask dict.
+        window: how many positions a query sees, itself included; or the size of chunks.
+        layer: one layer of that kind.
+    """
+
+    name: str
+    window: int | None
+    layer: int
+
+    def horizon(self, positions: Tensor) -> Tensor | None:
+        """The last position that queries at `positions` no longer see; None if they see all."""
+        if self.window is None:
+            return None
+        if self.name == "chunked_attention":  # the text is cut in chunks, which do not see each other
+            return positions // self.window * self.window - 1
+        return positions - self.window
+
+
+def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
+    """How many positions the queries of each attention layer of a prefilled cache see; None for all.
+
+    It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
+    masks do.
+    """
+    stocks = DynamicCache(config=target.config.get_text_config(decoder=True)).layers
+    return [
+        window_of(stocks[index] if index < len(stocks) else prefilled.layers[index])
+        for index in attention_places(prefilled)
+    ]
+
+
+def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
+    """The kinds of attention layer of a prefilled cache, each once."""
+    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
+    kinds: dict[str, MaskKind] = {}
+    for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
+        name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
+        kinds.setdefault(name, MaskKind(name, window, index))
+    return list(kinds.values())

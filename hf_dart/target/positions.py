@@ -1,0 +1,80 @@
+"""How far a target's positions reach, and where its rotary frequencies follow the length of the text."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class _MovingRotary:
+    """Rotary frequencies that are chosen anew in each forward, by the largest position in it.
+
+    Attributes:
+        trained: the first position that has other frequencies.
+        grows: they go on changing with every position ("dynamic"); otherwise they switch once ("longrope").
+    """
+
+    trained: int
+    grows: bool
+
+    @classmethod
+    def of(cls, target: Any) -> _MovingRotary | None:
+        text = target.config.get_text_config(decoder=True)
+        rope = getattr(text, "rope_parameters", None) or {}
+        for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+            if kind.get("rope_type") == "dynamic":
+                return cls(int(text.max_position_embeddings), grows=True)
+            if kind.get("rope_type") == "longrope":
+                trained = kind.get("original_max_position_embeddings") or text.max_position_embeddings
+                return cls(int(trained), grows=False)
+        return None
+
+
+def rotary_moves(target: Any) -> bool:
+    """Are the rotary frequencies chosen anew in each forward?"""
+    return _MovingRotary.of(target) is not None
+
+
+def position_limit(target: Any) -> tuple[int, bool]:
+    """The last position a draft may reach, and whether that holds for all later rounds too.
+
+    Rotary frequencies that follow the largest position in the call would change for the whole tree when one node
+    crosses the length they were trained for, so drafts end there.
+    """
+    rotary = _MovingRotary.of(target)
+    if rotary is not None:
+        return rotary.trained - 1, rotary.grows
+    table = getattr(target.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    # XLNet names -1, by which it means that there is none.
+    return (int(table) - 1 if table and table > 0 else sys.maxsize), False
+
+
+def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
+    """Raise where rotary frequencies that follow the longest row would tie the rows of a batch together.
+
+    Args:
+        target: the causal LM.
+        pads: left padding per row.
+        cached: slots of the prompts that are in the cache already.
+        total: slots of the prompts.
+        most: slots of the prompts and of all tokens that may be generated.
+
+    Raises:
+        ValueError: a batch grows past the length such frequencies were trained for; or stock would throw its
+            cache away there (Phi-3) and compute the whole text anew.
+    """
+    rotary = _MovingRotary.of(target)
+    # The last token is not run through the model.
+    if rotary is None or most - 1 <= rotary.trained:
+        return
+    starts_anew = not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
+    if not rotary.grows and total - min(pads) > rotary.trained and not (starts_anew and 0 < cached <= rotary.trained):
+        return
+    if len(pads) > 1 or starts_anew:
+        raise ValueError(
+            f"{type(target).__name__} changes its rotary frequencies behind {rotary.trained} tokens, for "
+            f"{'the text so far' if starts_anew else 'all rows of a batch'} too; set max_length to "
+            f"{rotary.trained + 1} or less, or leave assistant= out."
+        )
