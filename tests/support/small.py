@@ -136,8 +136,11 @@ def config_class_of(name: str) -> Any:
     return getattr(transformers, name).config_class
 
 
+NOT_BUILT = "not built: "
+
+
 class CannotBuild(Exception):
-    """No variant of small fields makes a model of the class."""
+    """No variant of small fields makes a model of the class, or none that runs on text: `NOT_BUILT` tells the first."""
 
 
 _FOUND: dict[str, dict[str, Any]] = {}
@@ -165,13 +168,14 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
             raise CannotBuild(_NOT_FOUND[name, dtype])
         reasons: list[str] = []
         runs: dict[str, Any] | None = None
+        built = False
         waiting = list(_VARIANTS)
         while waiting:
             variant = waiting.pop(0)
             torch.manual_seed(seed)
-            model = None
             try:
                 model = _build(name, attention, dtype, variant)
+                built = True
                 model(input_ids=torch.tensor([[2, 3, 4]]), use_cache=False)
                 runs = variant if runs is None else runs
                 model.generate(torch.tensor([[2, 3, 4]]), max_new_tokens=3, do_sample=False)
@@ -183,7 +187,7 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
                 if lacks and lacks[1].endswith("Config") and lacks.groups() not in variant.get("lacks", []):
                     waiting.insert(0, {**variant, "lacks": [*variant.get("lacks", []), lacks.groups()]})
         if runs is None:
-            _NOT_FOUND[name, dtype] = "; ".join(dict.fromkeys(reasons))
+            _NOT_FOUND[name, dtype] = ("" if built else NOT_BUILT) + "; ".join(dict.fromkeys(reasons))
             raise CannotBuild(_NOT_FOUND[name, dtype])
         _FOUND[name] = runs
         torch.manual_seed(seed)
@@ -205,7 +209,7 @@ def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any
         with torch.device("meta"):
             weights = sum(weight.numel() for weight in kind._from_config(config).parameters())
         if weights > _MOST_WEIGHTS:
-            raise ValueError(f"{weights:,} weights are not small")
+            raise ValueError(f"more than {_MOST_WEIGHTS:,} weights")
     # Stock's grouped and batched expert kernels take no float64.
     model = kind._from_config(config, attn_implementation=attention, experts_implementation="eager", dtype=dtype)
     with torch.no_grad():
