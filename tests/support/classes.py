@@ -116,7 +116,7 @@ def _stock(name: str, attention: str, dtype: torch.dtype, inputs: Any, modes: tu
     try:
         model = build(name, attention, dtype)
     except CannotBuild as reason:
-        return None, stocks, {str(reason): [""]}
+        return None, stocks, {shortened(str(reason)): [""]}
     for mode in modes:
         try:
             stocks[mode] = run(model, inputs, 0, **MODES[mode], max_new_tokens=TOKENS)
@@ -206,7 +206,12 @@ def _note(report: Report, failure: Exception, cell: str) -> None:
 
 
 def _short(failure: Exception) -> str:
-    return f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+    return shortened(f"{type(failure).__name__}: {failure}")
+
+
+def shortened(told: str) -> str:
+    """One line of what an error says, without stock's plea to write to it."""
+    return " ".join(told.split()).split(" Please request ")[0][:200]
 
 
 def lines(reports: list[Report]) -> Iterator[str]:
