@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hf_dart.decoding.api import attach, detach
+    from hf_dart.decoding.api import attach, detach, generate
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
     from hf_dart.drafters.dart.configuration import DartConfig
     from hf_dart.drafters.dart.drafter import DartHead
@@ -32,6 +32,7 @@ __all__ = [
     "attach",
     "compile",
     "detach",
+    "generate",
     "load_drafter",
 ]
 
@@ -49,6 +50,7 @@ _HOMES = {
     "compile": "engine.compiled",
     "load_drafter": "drafters.registry",
     "detach": "decoding.api",
+    "generate": "decoding.api",
 }
 
 

@@ -114,6 +114,11 @@ class DrafterConfig(PreTrainedConfig):
         return len(self.feature_layers) * self.feature_size
 
     @property
+    def made_for(self) -> str:
+        """What messages call the target that it was made for."""
+        return self.target_name or f"a {self.target_model_type} target"
+
+    @property
     def needs(self) -> dict[str, int]:
         """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
         return {

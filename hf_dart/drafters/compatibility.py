@@ -3,26 +3,55 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
-from hf_dart.drafters.base_config import DrafterConfig
+from transformers import PreTrainedModel
+
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
 
 
-def check_compatible(config: DrafterConfig, target: Any, tokenizer: Any = None) -> None:
-    """Compare a head's config with a target and, where one is known, its tokenizer.
+class TargetNeeds(Protocol):
+    """What the config of a drafter says of the target that it was made for.
+
+    Attributes:
+        made_for: what messages call that target.
+        needs: sizes by name: "hidden size", "embedding width", "LM head width", "number of layers"; those that are
+            not there may be any.
+        vocab_size: rows of its embedding table; None if that is not known.
+        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of its tokenizer; None if that is not known.
+        chat_template_hash: of the chat template of the training texts; None if that is not known.
+    """
+
+    @property
+    def made_for(self) -> str: ...
+
+    @property
+    def needs(self) -> dict[str, int]: ...
+
+    @property
+    def vocab_size(self) -> int | None: ...
+
+    @property
+    def tokenizer_hash(self) -> str | None: ...
+
+    @property
+    def chat_template_hash(self) -> str | None: ...
+
+
+def check_compatible(config: TargetNeeds, target: PreTrainedModel, tokenizer: Any = None) -> None:
+    """Compare a drafter's config with a target and, where one is known, its tokenizer.
 
     Raises:
         ValueError: the widths, layers or vocabulary differ; the message names both sides.
     """
-    made_for = config.target_name or f"a {config.target_model_type} target"
+    made_for = config.made_for
     embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
     if embeddings is None or lm_head is None:
         raise ValueError(
             f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "
-            f"model that this head was made for ({made_for})."
+            f"model that this drafter was made for ({made_for})."
         )
     text = target.config.get_text_config(decoder=True)
     has = {
@@ -35,10 +64,10 @@ def check_compatible(config: DrafterConfig, target: Any, tokenizer: Any = None) 
         found = has[what]
         if wanted != found and found is not None:
             raise ValueError(
-                f"This head was made for {made_for} with {what} {wanted}, but {_name(target)} has {found}; load "
-                "the head that was trained for this target, or train one with from_target(model)."
+                f"This drafter was made for {made_for} with {what} {wanted}, but {_name(target)} has {found}; load a "
+                "drafter that was made for this target, or train one with from_target(model)."
             )
-    _check_vocabulary(config, target, tokenizer, made_for, int(embeddings.num_embeddings))
+    _check_vocabulary(config, target, tokenizer, int(embeddings.num_embeddings))
     template = None if tokenizer is None else tokenizer.chat_template
     if config.chat_template_hash and isinstance(template, str) and template_hash(template) != config.chat_template_hash:
         warnings.warn(
@@ -48,23 +77,25 @@ def check_compatible(config: DrafterConfig, target: Any, tokenizer: Any = None) 
         )
 
 
-def _check_vocabulary(config: DrafterConfig, target: Any, tokenizer: Any, made_for: str, rows: int) -> None:
+def _check_vocabulary(config: TargetNeeds, target: PreTrainedModel, tokenizer: Any, rows: int) -> None:
     tokenizer = tokenizer_beside(target) if tokenizer is None else tokenizer
     if config.tokenizer_hash is not None and tokenizer is not None:
         if not same_vocabulary(config.tokenizer_hash, tokenizer, rows):
             raise ValueError(
-                f"This head was trained with the tokenizer of {made_for}, and that of {_name(target)} has other tokens "
-                "or ids; use the target that the head was trained for, or, if tokens were only added for the training, "
-                "pass tokenizer= with them."
+                f"This drafter was trained with the tokenizer of {config.made_for}, and that of {_name(target)} has other "
+                "tokens or ids; use the target that the drafter was trained for, or, if tokens were only added for the "
+                "training, pass tokenizer= with them."
             )
         # The ids agree: tables that differ only in padding rows are the same vocabulary.
         return
-    if config.vocab_size != rows:
+    if config.vocab_size is not None and config.vocab_size != rows:
+        known = config.tokenizer_hash is not None
+        padded = ", or, if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared"
         raise ValueError(
-            f"This head was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
-            "if they differ in padding rows only, pass tokenizer= so that the vocabularies can be compared."
+            f"This drafter was made for an embedding table of {config.vocab_size} rows and {_name(target)} has {rows}; "
+            f"load a drafter that was made for this target{padded if known else ''}."
         )
 
 
-def _name(target: Any) -> str:
+def _name(target: PreTrainedModel) -> str:
     return target.config.name_or_path or type(target).__name__

@@ -2,77 +2,29 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
-from weakref import WeakSet
+from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.target.devices import device_of, where_it_runs
+from hf_dart.drafters.target_modules import TargetReader
+from hf_dart.target.devices import where_it_runs
 
 
-class TargetModules:
-    """The target's modules that a drafter reads through; copies of the drafter share them."""
-
-    def __init__(self, target: nn.Module) -> None:
-        self.embeddings = target.get_input_embeddings()  # type: ignore[operator]
-        self.lm_head = target.get_output_embeddings()  # type: ignore[operator]
-        # Other targets that were seen to fit: deep copies and PEFT wrappers.
-        self.fitting: WeakSet[nn.Module] = WeakSet()
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Token ids [...] to the target's embeddings [..., E], on its device."""
-        return self.embeddings(tokens.to(device_of(self.embeddings)))
-
-    def rows(self, vocab_size: int) -> int:
-        """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
-        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a drafter has no target: its modules are no part of it, and `bind` lends them anew."""
-        return _nothing, ()
-
-
-def _nothing() -> None:
-    """What stands for the target in a pickle."""
-
-
-class DraftNetwork(PreTrainedModel):
+class DraftNetwork(TargetReader, PreTrainedModel):
     """The network of a drafter, without the target's modules: `bind` lends it those of one target.
 
     A subclass makes its modules in `__init__`, which ends with `self.post_init()`, and has the training pass as
     `forward`.
     """
 
-    described_as: ClassVar[str]
-    """What messages call it."""
     config: Any
     draft_vocabulary: Tensor | None
     """[M] ids of the tokens that its logits are about, ascending; None for all."""
-    _shared: TargetModules | None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._shared = None
         self.register_buffer("draft_vocabulary", None)
-
-    @property
-    def shared(self) -> TargetModules:
-        """The target's modules.
-
-        Raises:
-            ValueError: the drafter has no target.
-        """
-        if self._shared is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
-                "call its bind(model)."
-            )
-        return self._shared
 
     @property
     def lm_head_weights(self) -> int:

@@ -11,13 +11,10 @@ from typing import Any, Self
 import torch
 from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
-from torch import nn
 
-from hf_dart.decoding.api import attached
-from hf_dart.drafters.compatibility import check_compatible
-from hf_dart.drafters.network import DraftNetwork, TargetModules
+from hf_dart.drafters.bound import BoundDrafter
+from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import registered
-from hf_dart.drafters.state import SlotDrafter
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.errors import hub_errors
@@ -39,7 +36,7 @@ _CALL, _LAUNCH = 400_000, 100_000_000
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
-class PretrainedDrafter(SlotDrafter, DraftNetwork):
+class PretrainedDrafter(BoundDrafter, DraftNetwork):
     """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
 
     Both check the fit and let `model.generate(..., assistant=drafter)` work.
@@ -87,7 +84,7 @@ class PretrainedDrafter(SlotDrafter, DraftNetwork):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
             drafter = cls(fields)
-        return drafter._fit(target, tokenizer)
+        return drafter._attach_to(target, tokenizer)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -159,7 +156,7 @@ class PretrainedDrafter(SlotDrafter, DraftNetwork):
                 "files have to come from one save_pretrained."
             ) from error
         if target is not None:
-            drafter._fit(target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
+            drafter._attach_to(target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
         return drafter.eval()._with_table(ngram)
 
     @classmethod
@@ -246,33 +243,6 @@ class PretrainedDrafter(SlotDrafter, DraftNetwork):
             yield
         finally:
             self.name_or_path, self._place = name, place
-
-    def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
-        self.bind(target, tokenizer)
-        lm_head = target.get_output_embeddings()
-        floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
-        self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attached(target)
-        return self.eval()
-
-    def bind(self, target: Any, tokenizer: Any = None) -> Self:
-        """Draft for `target` from now on, through its embeddings and LM head.
-
-        Raises:
-            ValueError: the drafter does not fit the target.
-        """
-        check_compatible(self.config, target, tokenizer)
-        self._shared = TargetModules(target)
-        return self
-
-    def check_target(self, target: nn.Module) -> None:
-        shared = self.shared
-        lent = (target.get_input_embeddings(), target.get_output_embeddings())  # type: ignore[operator]
-        own = shared.embeddings is lent[0] and shared.lm_head is lent[1]
-        if not own and target not in shared.fitting:
-            # A deep copy or a PEFT wrapper of the same target fits; another model does not.
-            check_compatible(self.config, target, None)
-            shared.fitting.add(target)
 
     def check_ngram(self, table: NgramTable) -> None:
         table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)

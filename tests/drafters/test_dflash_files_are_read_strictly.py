@@ -143,7 +143,7 @@ def test_a_tensor_in_two_shards(target: Any, tmp_path: Path) -> None:
     [
         (ZLAB, {"hidden_size": 64}, "hidden size"),
         pytest.param(ZLAB, {"num_hidden_layers": 3}, "number of layers", marks=pytest.mark.matrix),
-        pytest.param(ZLAB, {"vocab_size": 64}, "vocabulary", marks=pytest.mark.matrix),
+        pytest.param(ZLAB, {"vocab_size": 64}, "embedding table", marks=pytest.mark.matrix),
         (ASSISTANT, {"num_hidden_layers": 1}, "layers"),
         (ASSISTANT, {"vocab_size": 40}, "tokens"),
     ],

@@ -155,7 +155,7 @@ class DartHead(PretrainedDrafter, DartModel):
         with torch.random.fork_rng(devices=[]):
             head = cls(config)
         head.to(weights["fc.weight"].dtype).load_state_dict(weights)
-        return head._fit(target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
+        return head._attach_to(target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -207,7 +207,7 @@ class DartHead(PretrainedDrafter, DartModel):
             with torch.random.fork_rng(devices=[]):
                 head = cls(cls.config_class.from_dict(content))
             dtype = as_dtype(kwargs.get("dtype"))
-            head._fit(target, tokenizer, dtype=None if dtype == "auto" else dtype)
+            head._attach_to(target, tokenizer, dtype=None if dtype == "auto" else dtype)
             initialise(head, target)
             return head
         base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))

@@ -69,6 +69,25 @@ class DFlashConfig:
     backbone: Qwen3Config
     names: dict[str, str]
 
+    @property
+    def made_for(self) -> str:
+        """What messages call the target; neither format names it."""
+        return "a target"
+
+    @property
+    def needs(self) -> dict[str, int]:
+        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        widths = dict.fromkeys(("hidden size", "embedding width", "LM head width"), self.hidden_size)
+        return widths if self.num_target_layers is None else {**widths, "number of layers": self.num_target_layers}
+
+    @property
+    def tokenizer_hash(self) -> None:
+        """None: neither format says which tokenizer the target has."""
+
+    @property
+    def chat_template_hash(self) -> None:
+        """None: neither format says which chat template the drafter was trained with."""
+
     @classmethod
     def read(cls, content: dict[str, Any]) -> DFlashConfig:
         """From a config.json.

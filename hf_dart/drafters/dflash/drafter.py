@@ -16,18 +16,18 @@ import torch
 import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.bound import BoundDrafter
 from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
 from hf_dart.drafters.dflash.modeling import DFlashModel
-from hf_dart.drafters.network import TargetModules
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotDrafter, SlotState
+from hf_dart.drafters.state import SlotState
 from hf_dart.hub.download import checkpoint_config, weight_files
 from hf_dart.interop.checkpoint import read_tensors
-from hf_dart.target.devices import as_dtype, device_of, weight_of
+from hf_dart.target.devices import as_dtype, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.config import TreeConfig
@@ -35,20 +35,19 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
 @register("dflash", reads=is_dflash)
-class DFlashDrafter(SlotDrafter, DFlashModel):
+class DFlashDrafter(BoundDrafter, DFlashModel):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 
     It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
     """
 
-    _shared: TargetModules | None
+    described_as = "DFlash drafter"
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
         self.tree_config = TreeConfig()
         self.last_stats = None
         self.name_or_path = ""
-        self._shared = None
 
     @classmethod
     def from_pretrained(
@@ -87,72 +86,20 @@ class DFlashDrafter(SlotDrafter, DFlashModel):
         drafter.name_or_path = path
         saved = next(iter(tensors.values())).dtype
         wanted = saved if wanted == "auto" else wanted
-        return drafter.to(dtype=wanted or saved).eval() if target is None else drafter._fit(target, tokenizer, wanted)
+        if target is None:
+            return drafter.to(dtype=wanted or saved).eval()
+        return drafter._attach_to(target, tokenizer, wanted)
 
-    def _fit(self, target: Any, tokenizer: Any, dtype: torch.dtype | None) -> DFlashDrafter:
-        self.bind(target, tokenizer)
-        lm_head = target.get_output_embeddings()
-        floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
-        self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attached(target)
-        return self.eval()
-
-    def bind(self, target: Any, tokenizer: Any = None) -> DFlashDrafter:
-        """Read through `target`'s embeddings and LM head from now on.
-
-        Raises:
-            ValueError: the drafter does not fit the target.
-        """
-        self._check_fit(target)
-        _check_mask_token(self.config.mask_token_id, tokenizer_beside(target) if tokenizer is None else tokenizer)
-        self._shared = TargetModules(target)
-        return self
-
-    def _check_fit(self, target: Any) -> None:
-        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        if embeddings is None or lm_head is None:
+    def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
+        super()._check_compatible(target, tokenizer)
+        deepest, mask = max(self.config.feature_layers), self.config.mask_token_id
+        layers, rows = layer_count(target), int(target.get_input_embeddings().num_embeddings)
+        if deepest > layers or mask >= rows:
             raise ValueError(
-                f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "
-                "model that this DFlash drafter was made for."
+                f"This DFlash drafter reads layer {deepest} of its target and masks with token {mask}, and this target "
+                f"has {layers} layers and {rows} tokens; use the drafter that was published for it."
             )
-        text, config = target.config.get_text_config(decoder=True), self.config
-        layers, rows = layer_count(target), int(embeddings.num_embeddings)
-        pairs = [
-            ("hidden size", config.hidden_size, int(text.hidden_size)),
-            ("embedding width", config.hidden_size, int(embeddings.embedding_dim)),
-            ("LM head width", config.hidden_size, int(getattr(lm_head, "in_features", config.hidden_size))),
-            ("number of layers", config.num_target_layers or layers, layers),
-            ("vocabulary", config.vocab_size or rows, rows),
-        ]
-        for what, wanted, found in pairs:
-            if wanted != found:
-                raise ValueError(
-                    f"This DFlash drafter was made for a target with {what} {wanted}, but "
-                    f"{target.config.name_or_path or type(target).__name__} has {found}; use the drafter that was "
-                    "published for this target."
-                )
-        if max(config.feature_layers) > layers or config.mask_token_id >= rows:
-            raise ValueError(
-                f"This DFlash drafter reads layer {max(config.feature_layers)} of its target and masks with token "
-                f"{config.mask_token_id}, and this target has {layers} layers and {rows} tokens; use the drafter that "
-                "was published for it."
-            )
-
-    def check_target(self, target: Any) -> None:
-        shared = self.shared
-        lent = (target.get_input_embeddings(), target.get_output_embeddings())
-        if shared.embeddings is not lent[0] or shared.lm_head is not lent[1]:
-            # A deep copy or a PEFT wrapper of the same target fits; another model does not.
-            self._check_fit(target)
-
-    @property
-    def shared(self) -> TargetModules:
-        if self._shared is None:
-            raise ValueError(
-                "This drafter has no target: load it with DFlashDrafter.from_pretrained(path, target=model), or call "
-                "drafter.bind(model)."
-            )
-        return self._shared
+        _check_mask_token(mask, tokenizer_beside(target) if tokenizer is None else tokenizer)
 
     @property
     def draft_length(self) -> int:

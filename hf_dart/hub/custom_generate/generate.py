@@ -1,6 +1,6 @@
 """What `model.generate(..., custom_generate="<this repository>", trust_remote_code=True)` runs."""
 
-from hf_dart.decoding import api
+import hf_dart
 
 
 def generate(model, assistant=None, tree_config=None, **kwargs):
@@ -10,4 +10,4 @@ def generate(model, assistant=None, tree_config=None, **kwargs):
     # A model whose own repository carries this folder would come here again, and for ever.
     kwargs.pop("custom_generate", None)
     given = {name: value for name, value in kwargs.items() if value is not None}
-    return api.generate(model, assistant=assistant, tree_config=tree_config, **given)
+    return hf_dart.generate(model, assistant=assistant, tree_config=tree_config, **given)

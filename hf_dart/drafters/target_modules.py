@@ -1,0 +1,63 @@
+"""`TargetModules`: the embeddings and the LM head that a drafter borrows from its target."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dart.target.devices import device_of
+
+
+class TargetModules:
+    """The target's modules that a drafter reads through; copies of the drafter share them."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.embeddings = target.get_input_embeddings()
+        self.lm_head = target.get_output_embeddings()
+        # Other targets that the drafter was found to be compatible with: deep copies and PEFT wrappers.
+        self.compatible: WeakSet[nn.Module] = WeakSet()
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to the target's embeddings [..., E], on its device."""
+        return self.embeddings(tokens.to(device_of(self.embeddings)))
+
+    def rows(self, vocab_size: int) -> int:
+        """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
+        return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled, a drafter has no target: its modules are no part of it, and `bind` lends them anew."""
+        return _nothing, ()
+
+
+def _nothing() -> None:
+    """What stands for the target in a pickle."""
+
+
+class TargetReader(nn.Module):
+    """A network that reads tokens through the embeddings of a target and scores them with its LM head."""
+
+    described_as: ClassVar[str]
+    """What messages call it."""
+    _shared: TargetModules | None = None
+
+    @property
+    def shared(self) -> TargetModules:
+        """The target's modules.
+
+        Raises:
+            ValueError: the drafter has no target.
+        """
+        if self._shared is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
+                "call its bind(model)."
+            )
+        return self._shared
