@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench import drafts, plots, train
+from hf_dart.bench import draft_methods, plots, train
 from hf_dart.drafters.registry import registered
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
@@ -82,7 +82,7 @@ def _renderer(content: dict[str, Any], phases: bool) -> Callable[[dict[str, Any]
     if "markdown" in content:
         return operator.itemgetter("markdown")
     if "drafts" in content:
-        return drafts.as_table
+        return draft_methods.as_table
     return train.as_table if "blocks" in content["results"][0] else partial(tables.as_table, phases=phases)
 
 

@@ -57,14 +57,14 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     check_file(arguments.json)
     set_threads(arguments.threads)
-    from hf_dart.bench import drafts, profile, report, speed, suites
+    from hf_dart.bench import draft_methods, profile, report, speed, suites
 
     names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
     before: dict[str, Any] = {}
     costs = None
     try:
         if arguments.json is not None and arguments.json.is_file():
-            before, costs = drafts.earlier(arguments.json)
+            before, costs = draft_methods.earlier(arguments.json)
         settings = speed.Settings(**{name: getattr(arguments, name) for name in names})
         modes = {mode: speed.MODES[mode] for mode in arguments.modes}
     except ValueError as error:
@@ -80,9 +80,10 @@ def _run(arguments: argparse.Namespace) -> int:
         costs = None
     elif costs is None:
         costs = profile.measure(pair, progress=_show)
-    ways = {**drafts.ways(pair.head, arguments.nodes, costs), **drafts.of_others(others, arguments.nodes)}
+    ways = draft_methods.draft_methods(pair.head, arguments.nodes, costs)
+    ways |= draft_methods.of_others(others, arguments.nodes)
     try:
-        ways |= drafts.of_ranks(pair.head, arguments.ranks, arguments.nodes)
+        ways |= draft_methods.of_ranks(pair.head, arguments.ranks, arguments.nodes)
     except ValueError as error:
         raise UserError(sentence(error)) from error
     about = report.circumstances(pair, settings, pair.head.tree_config, text, ["hf-dart", *arguments.words])
@@ -91,7 +92,7 @@ def _run(arguments: argparse.Namespace) -> int:
         about["costs"] = asdict(costs)
     # As they come back from a file.
     content = json.loads(json.dumps({**about, "results": []}))
-    content["results"] = drafts.known(before, content)
+    content["results"] = draft_methods.known(before, content)
     done = {one["mode"] for one in content["results"]}
     for mode, options in modes.items():
         if mode in done:
@@ -101,7 +102,7 @@ def _run(arguments: argparse.Namespace) -> int:
         measurements = speed.measure(pair, prompts, settings, methods, _show, {mode: options})
         content["results"] += report.as_json(measurements, about)["results"]
         write_json(arguments.json, content)
-    print(drafts.as_table(content))
+    print(draft_methods.as_table(content))
     return 0 if all(one.get("identical", True) for one in content["results"]) else 1
 
 

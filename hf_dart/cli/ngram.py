@@ -123,7 +123,7 @@ def _info(arguments: argparse.Namespace) -> int:
         table = NgramTable.load(arguments.table)
         if arguments.tokenizer is not None:
             tokenizer = read_tokenizer(arguments.tokenizer)
-            table.check_fit(vocabulary_hash(tokenizer), len(tokenizer))
+            table.check_vocabulary(vocabulary_hash(tokenizer), len(tokenizer))
     except ValueError as error:
         raise UserError(sentence(error)) from error
     _describe(table)

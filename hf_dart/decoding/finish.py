@@ -33,9 +33,10 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         s.stats.trace.end(s.rows.steps)
     leave_generator(s, s.rows.steps)
     if s.request.returns_cache:
-        pending = [*s.draft.pending, s.seen, *_level_rows(s, sequences)]
+        pending = [*s.drafter_runner.pending, s.seen, *_level_rows(s, sequences)]
         s.cache.write_back(s.rows.steps - 1)
-        leave(s.stock_cache, s.draft.drafter, s.draft.draft, pending, s.request.first_slot, sequences.clone())
+        runner = s.drafter_runner
+        leave(s.stock_cache, runner.drafter, runner.drafter_state, pending, s.request.first_slot, sequences.clone())
     if not s.request.generation_config.return_dict_in_generate:
         return sequences
     return DartGenerateOutput(

@@ -14,7 +14,7 @@ from hf_dart.cache.base import TreeCache
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding.admit import Request
-from hf_dart.decoding.drafting import Drafting
+from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
@@ -24,7 +24,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.session import HiddenStates, Noise, Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
-from hf_dart.decoding.turns import Draft, resume_draft
+from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features
@@ -174,13 +174,13 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         noise.begin()
     with stats.phase("prefill"):
         with aside():
-            draft = resume_draft(
+            drafter_state = resume_state(
                 request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads
             )
-            draft = draft or Draft(
+            drafter_state = drafter_state or DrafterState(
                 request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
             )
-            ran = _run(request, rows, draft)
+            ran = _run(request, rows, drafter_state)
         hidden_states = None
         if request.collects("output_hidden_states"):
             hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width)
@@ -202,9 +202,9 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         )
         grower = TreeGrower(request.drafter, request.tree_config, request.processors, rows.tokens, rows.device)
         pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0)
-        drafting = Drafting(
+        drafter_runner = DrafterRunner(
             request.drafter,
-            draft,
+            drafter_state,
             request.drafter.propose_ranked,
             grower.depth,
             lambda level, scores: grower.score(scores, noise_ahead(level, 1)),
@@ -220,7 +220,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         streaming=streaming,
         stats=stats,
         pace=pace,
-        draft=drafting,
+        drafter_runner=drafter_runner,
         grower=grower,
         verify=verify,
         cache=ran.cache,
@@ -256,11 +256,12 @@ class _Prefilled(NamedTuple):
     cache: TreeCache
 
 
-def _run(request: Request, rows: Rows, draft: Draft) -> _Prefilled:
+def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefilled:
     """Stock's prefill, and the cache that takes over from it."""
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
-    feed = PromptFeed(request.drafter, draft.state, tail, [max(pad - request.cached, 0) for pad in request.pads])
+    pads = [max(pad - request.cached, 0) for pad in request.pads]
+    feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
     with undone_on_failure(request.stock_cache):
         recorder = PrefillRecorder(model, feed, layers)
         outputs = recorder.prefill(

@@ -62,7 +62,7 @@ class Proposal:
         vocabulary = torch.arange(rows, device=self.logits.device) if rows < vocab_size else None
         return Proposal(self.logits[..., :vocab_size], self.hidden, vocabulary)
 
-    def make_certain(self, rows: list[bool], token: int) -> None:
+    def force_token(self, rows: list[bool], token: int) -> None:
         """Let those rows draft `token` alone, if they can."""
         column = token
         if self.vocabulary is not None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.decoding.admit import Request
-from hf_dart.decoding.drafting import Drafting
+from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.pace import CHAIN, Pace, shares
@@ -25,7 +25,7 @@ Noise = Callable[[int, int], "Tensor | None"]
 """Of a start and a depth: the Gumbel noise [B, depth, V] of tokens that many places after the text, if trees see it."""
 
 
-class Verifies(Protocol):
+class TreeVerifier(Protocol):
     """Runs a tree through the target: `target.verify.Verifier`, or a captured forward in its place."""
 
     @property
@@ -36,8 +36,8 @@ class Verifies(Protocol):
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]: ...
 
 
-class Keeps(Protocol):
-    """Keeps what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
+class RoundCache(Protocol):
+    """RoundCache what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
 
     lengths: Tensor
     prompt_lengths: Tensor
@@ -90,7 +90,7 @@ class Session:
         streaming: who sees it.
         stats: what was done.
         pace: whether drafts pay.
-        draft: the drafter's side.
+        drafter_runner: the drafter's side.
         grower: from a draft to a tree.
         verify: the target's forward over a tree.
         cache: what stays of it.
@@ -108,10 +108,10 @@ class Session:
     streaming: Streaming
     stats: DraftStats
     pace: Pace
-    draft: Drafting
+    drafter_runner: DrafterRunner
     grower: TreeGrower
-    verify: Verifies
-    cache: Keeps
+    verify: TreeVerifier
+    cache: RoundCache
     walk: Walker
     noise: NoiseStream | None
     noise_ahead: Noise
@@ -146,7 +146,7 @@ class Session:
         chain = budget.level == CHAIN
 
         def refine(tokens: Tensor) -> Proposal:
-            return self.draft.refine(proposal, tokens).within(self.vocab_size)
+            return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
 
         return self.grower(proposal.within(self.vocab_size), gumbel, budget.deepest, refine, chain, budget.shares)
 

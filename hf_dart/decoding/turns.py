@@ -20,7 +20,7 @@ from hf_dart.decoding.proposer import Proposer
 
 
 @dataclass
-class Draft:
+class DrafterState:
     """A drafter's state and what of the text it covers.
 
     Attributes:
@@ -39,22 +39,22 @@ class Draft:
 
 
 @dataclass
-class _Left:
+class _StateLeft:
     """What a call left with a cache."""
 
     drafter: ref[Proposer[Any]]
-    draft: Draft
+    state: DrafterState
     pending: list[Verified]
     first: int  # slot of the first token that is known
     tokens: Tensor  # [B, S] from there to the slot behind the cache
     keys: ref[Tensor] | None  # of the first layer, where every update makes a new tensor
 
 
-_left: WeakKeyDictionary[Cache, _Left] = WeakKeyDictionary()
+_left: WeakKeyDictionary[Cache, _StateLeft] = WeakKeyDictionary()
 
 
 def leave(
-    cache: Cache, drafter: Proposer[Any], draft: Draft, pending: list[Verified], first: int, tokens: Tensor
+    cache: Cache, drafter: Proposer[Any], state: DrafterState, pending: list[Verified], first: int, tokens: Tensor
 ) -> None:
     """Keep a drafter's state for the next call over this cache.
 
@@ -62,10 +62,12 @@ def leave(
         pending: verified positions that the state has not taken in yet, up to the end of the cache.
         tokens: [B, S] in slots first .. first + S - 1; the cache holds all but the last.
     """
-    _left[cache] = _Left(ref(drafter), draft, pending, first, tokens, _first_keys(cache))
+    _left[cache] = _StateLeft(ref(drafter), state, pending, first, tokens, _first_keys(cache))
 
 
-def resume_draft(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]) -> Draft | None:
+def resume_state(
+    cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]
+) -> DrafterState | None:
     """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 
     Whatever was left is handed out once: a call that breaks off leaves nothing.
@@ -76,7 +78,7 @@ def resume_draft(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first:
     """
     left = _left.pop(cache, None)
     cached = int(cache.get_seq_length())
-    if left is None or left.drafter() is not drafter or left.draft.pads != pads or cached <= left.draft.start:
+    if left is None or left.drafter() is not drafter or left.state.pads != pads or cached <= left.state.start:
         return None
     # A position is taken in together with the token behind it, so one more than the cache holds has to agree.
     known = max(first, left.first)
@@ -88,8 +90,8 @@ def resume_draft(cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first:
     # Where not all tokens can be compared, the cache has to be the very one that was left.
     if known > 0 and (left.keys is None or left.keys() is not _first_layer(cache).keys):
         return None
-    fits = drafter.resume(left.draft.state, left.pending, left.draft.lengths(cached))
-    return left.draft if fits else None
+    fits = drafter.resume(left.state.state, left.pending, left.state.lengths(cached))
+    return left.state if fits else None
 
 
 def _first_layer(cache: Cache) -> Any:

@@ -49,11 +49,22 @@ class BoundDrafter(SlotDrafter, TargetReader):
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         check_compatible(self.config, target, tokenizer)
 
-    def _attach_to(self, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Self:
-        """Bind to `target`, move to the device and dtype of its LM head (or `dtype`), and attach the target."""
-        self.bind(target, tokenizer)
-        lm_head = target.get_output_embeddings()
-        floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
-        self.to(device=device_of(lm_head), dtype=dtype or floating)
-        attached(target)
-        return self.eval()
+
+def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
+    """Bind a drafter to `target`, move it to the device and dtype of its LM head (or `dtype`), and attach the target.
+
+    Args:
+        drafter: a [`BoundDrafter`] that is an `nn.Module`; it is returned.
+        target: a causal LM.
+        tokenizer: of the target, as for `bind`.
+        dtype: of the drafter's weights.
+
+    Raises:
+        ValueError: the drafter was made for another target, or the target cannot verify trees exactly.
+    """
+    drafter.bind(target, tokenizer)
+    lm_head = target.get_output_embeddings()
+    floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
+    drafter.to(device=device_of(lm_head), dtype=dtype or floating)
+    attached(target)
+    return drafter.eval()

@@ -82,9 +82,9 @@ def _check_vocabulary(config: TargetNeeds, target: PreTrainedModel, tokenizer: A
     if config.tokenizer_hash is not None and tokenizer is not None:
         if not same_vocabulary(config.tokenizer_hash, tokenizer, rows):
             raise ValueError(
-                f"This drafter was trained with the tokenizer of {config.made_for}, and that of {_name(target)} has other "
-                "tokens or ids; use the target that the drafter was trained for, or, if tokens were only added for the "
-                "training, pass tokenizer= with them."
+                f"This drafter was trained with the tokenizer of {config.made_for}, and that of {_name(target)} has "
+                "other tokens or ids; use the target that the drafter was trained for, or, if tokens were only added "
+                "for the training, pass tokenizer= with them."
             )
         # The ids agree: tables that differ only in padding rows are the same vocabulary.
         return

@@ -23,8 +23,8 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 from hf_dart.drafters.base_config import DrafterConfig
 
 
-class Remember(Protocol):
-    """Keeps keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
+class KeyValueWriter(Protocol):
+    """RoundCache keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
 
     def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
 
@@ -62,7 +62,7 @@ class DartAttention(nn.Module):
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
         mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features behind those of entries
-        remember: Remember | None,
+        remember: KeyValueWriter | None,
         context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
         wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
     ) -> Tensor:  # [B, Q or W, H]
@@ -171,7 +171,7 @@ class DartLayer(nn.Module):
         residual: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | BlockMask,
-        remember: Remember | None,
+        remember: KeyValueWriter | None,
         context: Tensor | None,
         wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
     ) -> Tensor:  # [B, Q or W, H]

@@ -12,7 +12,7 @@ import torch
 from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
 
-from hf_dart.drafters.bound import BoundDrafter
+from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import registered
 from hf_dart.errors import missing_folder
@@ -84,7 +84,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed accelerators too
             drafter = cls(fields)
-        return drafter._attach_to(target, tokenizer)
+        return attach_to(drafter, target, tokenizer)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -156,7 +156,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
                 "files have to come from one save_pretrained."
             ) from error
         if target is not None:
-            drafter._attach_to(target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
+            attach_to(drafter, target, tokenizer, dtype=None if kwargs.get("dtype") is None else drafter.dtype)
         return drafter.eval()._with_table(ngram)
 
     @classmethod
@@ -191,7 +191,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
             )
         raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
 
-    def lies_in(self, name: str, **place: Any) -> None:
+    def record_location(self, name: str, **place: Any) -> None:
         """Its weights have been written to this folder or repository; an adapter alone says nothing of its head."""
         if not self.adapted:
             self.name_or_path, self._place = name, place
@@ -217,7 +217,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
                 `hf_dart.hub.push.push_folder`, which also says what is raised.
         """
         with TemporaryDirectory() as folder:
-            with self.keeping_name():
+            with self.keeping_location():
                 self.save_pretrained(folder, max_shard_size=max_shard_size)
             commit = push_folder(
                 folder,
@@ -232,11 +232,11 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
                 **known,
             )
         if not create_pr:
-            self.lies_in(commit.repo_url.repo_id, revision=revision)
+            self.record_location(commit.repo_url.repo_id, revision=revision)
         return commit
 
     @contextmanager
-    def keeping_name(self) -> Iterator[None]:
+    def keeping_location(self) -> Iterator[None]:
         """What is written meanwhile lies in a folder that will not be there under that name."""
         name, place = self.name_or_path, self._place
         try:
@@ -245,7 +245,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
             self.name_or_path, self._place = name, place
 
     def check_ngram(self, table: NgramTable) -> None:
-        table.check_fit(self.config.tokenizer_hash, self.config.vocab_size)
+        table.check_vocabulary(self.config.tokenizer_hash, self.config.vocab_size)
 
     @property
     def adapted(self) -> bool:

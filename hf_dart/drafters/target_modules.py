@@ -40,7 +40,7 @@ def _nothing() -> None:
     """What stands for the target in a pickle."""
 
 
-class TargetReader(nn.Module):
+class TargetReader:
     """A network that reads tokens through the embeddings of a target and scores them with its LM head."""
 
     described_as: ClassVar[str]

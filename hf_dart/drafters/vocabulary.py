@@ -90,7 +90,7 @@ def state_of(weight: Any) -> tuple[Any, ...]:
     return id(weight), version, weight.device, weight.dtype
 
 
-class HeadRows:
+class LMHeadRows:
     """The rows of an LM head that belong to a draft vocabulary, copied out once.
 
     Reading them where they lie would gather M H numbers for every draft.

@@ -106,7 +106,7 @@ class PackedVerifier(Verifier):
         super().__init__(*more)
         self._hands_down = hands_down
 
-    def told(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+    def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
         if not self._hands_down:
             return {}
         heads = self.target.config.get_text_config(decoder=True).num_attention_heads

@@ -121,7 +121,7 @@ class FixedCache:
 
 
 @dataclass
-class FixedDraft(SlotState):
+class FixedDraftCache(SlotState):
     """The head's cache in one tier: entries of all rows at places of their own, and every slot looked at.
 
     Attributes:
@@ -131,16 +131,16 @@ class FixedDraft(SlotState):
     buffers: list[Tensor] = field(default_factory=list)
 
     @classmethod
-    def of(cls, state: SlotState, batch: int, slots: int, memory: Memory) -> FixedDraft:
+    def of(cls, state: SlotState, batch: int, slots: int, memory: Memory) -> FixedDraftCache:
         """An empty one of B rows for heads whose state is like `state`."""
         store = SlotStore(state.store.specs, batch, slots, zeros=memory.of("head"))
         buffers = [store.buffer(index) for index in range(len(state.store.specs))]
         none = torch.zeros(batch, dtype=torch.long)
         return cls(store, none.to(state.lengths.device), none, buffers)
 
-    def ahead(self) -> FixedDraft:
+    def ahead(self) -> FixedDraftCache:
         """The same entries for a draft that may yet be dropped: what it takes in is not counted here."""
-        return FixedDraft(self.store, self.lengths, self.counted, self.buffers)
+        return FixedDraftCache(self.store, self.lengths, self.counted, self.buffers)
 
     @property
     def ragged(self) -> bool:

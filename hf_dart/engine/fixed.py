@@ -11,7 +11,7 @@ from hf_dart.decoding.walk import drawn, follow
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
-from hf_dart.engine.cache import FixedCache, FixedDraft
+from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
@@ -46,7 +46,7 @@ class FixedRound:
         head: DartHead,
         verifier: Verifier,
         cache: FixedCache,
-        draft: FixedDraft,
+        draft: FixedDraftCache,
         state: State,
         processors: FixedProcessors,
         backend: str | None = None,
@@ -65,7 +65,7 @@ class FixedRound:
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
             self.keep(*self._check(self._guess()))
 
-    def as_written(self) -> None:
+    def run_uncompiled(self) -> None:
         """One round of which nothing is compiled."""
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
             self.keep(*self.check(self.guess()))

@@ -21,7 +21,7 @@ from hf_dart.decoding.proposal import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.draft import CapturedPass
+from hf_dart.engine.draft_pass import CapturedDraftPass
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import Job
 from hf_dart.engine.proof import difference
@@ -43,9 +43,9 @@ class Forward:
         with torch.inference_mode(False), torch.no_grad():
             self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, capture.memory)
         self._sizes: dict[int, _Sized] = {}
-        self.drafting: CapturedPass | None = None
+        self.draft_pass: CapturedDraftPass | None = None
         if job.head is not None and job.config.nodes != 1:
-            self.drafting = CapturedPass(job, job.head, slots, nodes, capture)
+            self.draft_pass = CapturedDraftPass(job, job.head, slots, nodes, capture)
 
     def fits(self, longest: int) -> bool:
         """Is there room for one more round behind `longest` committed tokens?"""
@@ -57,8 +57,8 @@ class Forward:
         self._whole.store.copy_from(cache.store, cache.longest)
         self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
         self._whole.lengths.copy_(cache.lengths)
-        if self.drafting is not None:
-            self.drafting.load(job)
+        if self.draft_pass is not None:
+            self.draft_pass.load(job)
 
     def differs(self, job: Job) -> tuple[float, float]:
         """As `Tier.differs`."""
@@ -70,9 +70,9 @@ class Forward:
         return difference(job, list(range(len(job.rows))), self.nodes, verify)
 
     @contextmanager
-    def stand_in(self, job: Job) -> Iterator[StandIn]:
+    def stand_in(self, job: Job) -> Iterator[CapturedParts]:
         """Let rounds verify here, with a session of their own, and let the job's go on where they end."""
-        stand_in = StandIn(self, job)
+        stand_in = CapturedParts(self, job)
         try:
             yield stand_in
         finally:
@@ -123,7 +123,7 @@ class _Sized:
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of a tree whose roots stand at `roots` [B].
 
-        On a GPU the next launch writes its own in the same place; a root's features may be kept (`Drafting.pending`).
+        On a GPU the next launch writes its own in the same place; a root's features may wait in `DrafterRunner`.
         """
         wide = tree.padded(self._tree.size)
         for mine, given in (
@@ -139,7 +139,7 @@ class _Sized:
         return logits[:, : tree.size], features.clone() if tree.size == 1 else features[:, : tree.size]
 
 
-class StandIn:
+class CapturedParts:
     """A session's `verify` and `cache`, and its drafter's pass, as long as rounds run here in their place.
 
     Attributes:
@@ -154,15 +154,15 @@ class StandIn:
     def __init__(self, forward: Forward, job: Job) -> None:
         self._forward, self._job = forward, job
         self._sized: _Sized | None = None
-        self._holds, self._drafts = True, forward.drafting is not None
+        self._holds, self._drafts = True, forward.draft_pass is not None
         self.failure: Exception | None = None
         self.lengths, self.prompt_lengths = job.cache.lengths, job.cache.prompt_lengths
         job.cache.release()
-        draft = job.session.draft
-        if forward.drafting is not None:
-            state = replace(draft.draft, state=forward.drafting.state)
-            draft = replace(draft, draft=state, ask=self.ask)
-        self.session = replace(job.session, verify=self, cache=self, draft=draft)
+        runner = job.session.drafter_runner
+        if forward.draft_pass is not None:
+            state = replace(runner.drafter_state, state=forward.draft_pass.state)
+            runner = replace(runner, drafter_state=state, propose_with=self.propose)
+        self.session = replace(job.session, verify=self, cache=self, drafter_runner=runner)
 
     @property
     def longest(self) -> int:
@@ -186,14 +186,14 @@ class StandIn:
                 self._hand_back_cache()
         return self._job.verify(tree, limits)
 
-    def ask(
+    def propose(
         self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal | None:
         """A draft, by the head itself after more positions than fit here, or if this fails."""
-        drafting = self._forward.drafting
-        if self._drafts and drafting is not None and next_tokens.shape[1] <= drafting.most:
+        draft_pass = self._forward.draft_pass
+        if self._drafts and draft_pass is not None and next_tokens.shape[1] <= draft_pass.most:
             try:
-                return drafting(features, next_tokens, counts, depth or self._job.drafter.draft_length)
+                return draft_pass(features, next_tokens, counts, depth or self._job.drafter.draft_length)
             except Exception as failure:
                 self.failure = failure
         self._hand_back_draft()
@@ -224,7 +224,8 @@ class StandIn:
         self._hand_back_draft()
         own, other = self._job.session, self.session
         own.seen = other.seen
-        own.draft.pending, own.draft.last = other.draft.pending, other.draft.last
+        own.drafter_runner.pending = other.drafter_runner.pending
+        own.drafter_runner.last = other.drafter_runner.last
 
     def _hand_back_cache(self) -> None:
         if self._holds:
@@ -233,6 +234,6 @@ class StandIn:
                 self._forward.hand_to(self._job.cache, self.lengths)
 
     def _hand_back_draft(self) -> None:
-        if self._drafts and self._forward.drafting is not None:
+        if self._drafts and self._forward.draft_pass is not None:
             self._drafts = False
-            self._job.draft_state.take_in(self._forward.drafting.state, list(range(len(self.lengths))))
+            self._job.draft_state.take_in(self._forward.draft_pass.state, list(range(len(self.lengths))))

@@ -53,9 +53,9 @@ class Launch:
         device: where it computes.
         pool: of `memory_pool`; its graphs never run at the same time, and nothing that one leaves there is read by
             another.
-        as_written: the same function, of which nothing is compiled. It is tried first, so that what cannot be captured
-            is told before a capture is begun, which would leave PyTorch's generators and its allocator in the middle of
-            one.
+        run_uncompiled: the same function, of which nothing is compiled. It is tried first, so that what cannot be
+            captured is told before a capture is begun, which would leave PyTorch's generators and its allocator in the
+            middle of one.
 
     Raises:
         RuntimeError: it asks the host for something.
@@ -66,14 +66,14 @@ class Launch:
         step: Callable[[], None],
         device: torch.device,
         pool: Pool | None = None,
-        as_written: Callable[[], None] | None = None,
+        run_uncompiled: Callable[[], None] | None = None,
     ) -> None:
         self._launch = step
         if device.type == "cuda":
-            if as_written is not None:
-                as_written()  # what is made on first use may come from the host
+            if run_uncompiled is not None:
+                run_uncompiled()  # what is made on first use may come from the host
                 with NoHost():
-                    as_written()
+                    run_uncompiled()
             self._launch = _captured(step, device, pool or _pool(device)).replay
         else:
             step()

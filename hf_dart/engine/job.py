@@ -60,7 +60,7 @@ class Job:
     @property
     def draft_state(self) -> Any:
         """What the drafter has read, as its `begin` returned it."""
-        return self.session.draft.draft.state
+        return self.session.drafter_runner.drafter_state.state
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
-from hf_dart.engine.cache import FixedCache, FixedDraft
+from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.fixed import FixedRound
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import HeadJob
@@ -42,7 +42,7 @@ class Tier:
         # Also for calls in inference mode: what is made there could not be written outside of it later.
         with torch.inference_mode(False), torch.no_grad():
             self.cache = FixedCache(job.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
-            self.draft = FixedDraft.of(job.draft_state, shape.batch, shape.draft_slots, memory)
+            self.draft = FixedDraftCache.of(job.draft_state, shape.batch, shape.draft_slots, memory)
             self.state = State.empty(shape, features, memory)
         verifier = PackedVerifier(
             job.model, self.cache, job.verify.kinds, job.head.feature_layers, hands_down=hands_down
@@ -58,7 +58,7 @@ class Tier:
             shape, job.head, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
         )
         self.round.guess()  # what the head makes on first use is there before anything is traced
-        self.launch = Launch(self.round, device, pool, self.round.as_written)
+        self.launch = Launch(self.round, device, pool, self.round.run_uncompiled)
 
     def suits(self, running: list[tuple[int, int]], rounds: int) -> bool:
         """May so many more rounds be run here?
@@ -149,7 +149,7 @@ class Tier:
         self.load(job)
         yield self._verifies(job)
         roots = []
-        for launch in (self.round.as_written, self.launch):
+        for launch in (self.round.run_uncompiled, self.launch):
             self.load(job)
             launch()
             roots.append(self.state.features[:, 0].clone())

@@ -95,7 +95,7 @@ class StockSteps:
         self._outputs = self._run(inputs)
         return self._outputs
 
-    def behind(self, outputs: Any) -> StockSteps:
+    def resumed(self, outputs: Any) -> StockSteps:
         """Go on from the cache, as if these outputs of a prefill were those of this prompt."""
         self._outputs = copy.copy(outputs)
         self._outputs["past_key_values"] = self._kwargs["past_key_values"]

@@ -160,7 +160,7 @@ class _Trial:
         self._tokens = tokens.to(device_of(embeddings))
         short = None
         if "cache_params" not in inspect.signature(type(model).forward).parameters:  # stock's name for running states
-            with _explained(model, self._told("plain text over a DynamicCache")):
+            with _explained(model, self._described("plain text over a DynamicCache")):
                 self._outputs = self._prefill(_PROMPT, pads)
             short = getattr(self._outputs, "past_key_values", None)
         if not isinstance(short, Cache):
@@ -175,7 +175,7 @@ class _Trial:
             )
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
-        with _explained(model, self._told("plain text")):
+        with _explained(model, self._described("plain text")):
             self._noise = self._noise_of_batches()
 
     def run(self, length: int) -> None:
@@ -216,7 +216,7 @@ class _Trial:
         numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
         return {int(value) for value in numbers if value > 0}
 
-    def _told(self, what: str) -> str:
+    def _described(self, what: str) -> str:
         rows = "" if len(self._pads) == 1 else " in a padded batch" if any(self._pads) else " in a batch"
         return what + rows
 
@@ -260,7 +260,7 @@ class _Trial:
 
     def _steps(self, length: int) -> StockSteps:
         """Stock's loop behind a prefix."""
-        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).behind(self._outputs)
+        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
 
     def _tree_against_steps(self, length: int, tokens: Tensor) -> tuple[float, float]:
         """The largest difference of a logit between trees and stock's steps over their paths, and what is allowed.
@@ -273,10 +273,10 @@ class _Trial:
         # Rows of paths [B, n], a shorter one filled up by what is not looked at.
         filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
         committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
-        with _explained(self._model, self._told("plain text")):
+        with _explained(self._model, self._described("plain text")):
             steps = self._steps(length)
             wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
-        with _explained(self._model, self._told("a token tree")):
+        with _explained(self._model, self._described("a token tree")):
             logits, behind = self._trees(length, nodes, after, kept, steps.shift)
         error = largest = 0.0
         for row, path in enumerate(kept):

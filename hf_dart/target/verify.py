@@ -69,10 +69,10 @@ class Verifier:
 
     def room(self, lengths: Tensor) -> Tensor:
         """As `depth_room`, of rows of `lengths` [B]."""
-        told = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
-        left = (self._last_position - told).clamp(min=0)
+        positions = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
+        left = (self._last_position - positions).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
-        return left if self._hard else left.masked_fill(told > self._last_position, MAX_DRAFT_LENGTH)
+        return left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
@@ -122,7 +122,7 @@ class Verifier:
         inputs: dict[str, Any] = {}
         if masked:
             masks = self.masks(tree, positions)
-            inputs = self.told(masks, computed)
+            inputs = self.extra_inputs(masks, computed)
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
@@ -140,7 +140,7 @@ class Verifier:
             self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tokens)
 
-    def told(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+    def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
         """Keyword arguments for the target beside the usual ones."""
         return {}
 

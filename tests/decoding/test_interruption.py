@@ -51,7 +51,7 @@ def pair() -> tuple[Any, DartHead]:
 
 
 class Listener(BaseStreamer):
-    """Keeps what it is given; the first put is the prompt."""
+    """RoundCache what it is given; the first put is the prompt."""
 
     def __init__(self) -> None:
         self.heard: list[list[int]] = []

@@ -10,7 +10,7 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.drafting import joined
+from hf_dart.decoding.drafter_runner import joined
 from hf_dart.decoding.pace import Pace, headway, shares
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.lookup import LookupDrafter

@@ -49,11 +49,11 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     answers: list[bool] = []
 
     def watched(*args: Any) -> Any:
-        draft = turns.resume_draft(*args)
+        draft = turns.resume_state(*args)
         answers.append(draft is not None)
         return draft
 
-    monkeypatch.setattr(prefill, "resume_draft", watched)
+    monkeypatch.setattr(prefill, "resume_state", watched)
     return answers
 
 

@@ -75,13 +75,13 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
     llama: tuple[Any, DiffusionDrafter], lengths: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     answers: list[bool] = []
-    resume_draft = test_turns.turns.resume_draft
+    resume_state = test_turns.turns.resume_state
 
     def watched(*args: Any) -> Any:
-        answers.append((draft := resume_draft(*args)) is not None)
+        answers.append((draft := resume_state(*args)) is not None)
         return draft
 
-    monkeypatch.setattr(test_turns.prefill, "resume_draft", watched)
+    monkeypatch.setattr(test_turns.prefill, "resume_state", watched)
     test_turns.test_the_next_turn_drafts_as_if_it_had_read_all(llama, "dynamic", lengths, "sampled", answers)
 
 

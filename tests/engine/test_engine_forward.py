@@ -15,10 +15,10 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
-from hf_dart.decoding.drafting import Drafting
+from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
 from hf_dart.engine.compiled import Engine
-from hf_dart.engine.draft import CapturedPass
+from hf_dart.engine.draft_pass import CapturedDraftPass
 from hf_dart.engine.forward import Forward, _Sized
 
 FORWARDS = tally("float64, captured forwards")
@@ -135,8 +135,8 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     eager, rounds = head.last_stats.committed, head.last_stats.rounds
     made = engine(target, head)
     drafts = []
-    draft = CapturedPass.__call__
-    monkeypatch.setattr(CapturedPass, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
+    draft = CapturedDraftPass.__call__
+    monkeypatch.setattr(CapturedDraftPass, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
     assert_identical(target, head, batch(size, "sdpa"), into=FORWARDS, **options)
     assert len(made._forwards) > 1
     assert head.last_stats.committed == eager
@@ -154,7 +154,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
     eager = head.last_stats.committed
     made = engine(target, head, first_tier=64)
     drafts = []
-    draft = CapturedPass.__call__
+    draft = CapturedDraftPass.__call__
 
     def third(self: Any, *args: Any) -> Any:
         drafts.append(1)
@@ -164,7 +164,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
             raise torch.OutOfMemoryError("no room left")
         return draft(self, *args)
 
-    monkeypatch.setattr(CapturedPass, "__call__", third)
+    monkeypatch.setattr(CapturedDraftPass, "__call__", third)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert_identical(target, head, batch(4, "sdpa"), **options)
@@ -177,7 +177,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore:Of this call")
 def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
-    step, propose = _Sized._step, Drafting.propose
+    step, propose = _Sized._step, DrafterRunner.propose
     taken: list[torch.Tensor] = []
 
     def in_place(self: Any, run: Any) -> None:
@@ -188,13 +188,13 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
                 place.copy_(found)
             self._found = before
 
-    def watched(self: Drafting, seen: Any, level: str) -> Any:
+    def watched(self: DrafterRunner, seen: Any, level: str) -> Any:
         if len(self.pending) > 1 and level != PAUSE:
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
         return propose(self, seen, level)
 
     monkeypatch.setattr(_Sized, "_step", in_place)
-    monkeypatch.setattr(Drafting, "propose", watched)
+    monkeypatch.setattr(DrafterRunner, "propose", watched)
     target = tiny_target("llama")
     head = tiny_head(target, tree={"nodes": None})
     engine(target, head, first_tier=128)
@@ -239,6 +239,6 @@ def test_without_a_break() -> None:
     identical(target, head, made, batch(4, "sdpa"), "NoRepeat", no_repeat_ngram_size=3, **GREEDY)
     (forward,) = made._forwards.values()
     assert isinstance(forward, Forward)
-    assert forward.drafting is not None
-    assert counters["stats"]["unique_graphs"] == len(forward._sizes) + len(forward.drafting._sizes)
+    assert forward.draft_pass is not None
+    assert counters["stats"]["unique_graphs"] == len(forward._sizes) + len(forward.draft_pass._sizes)
     assert not counters["graph_break"]

@@ -157,8 +157,8 @@ def test_a_captured_forward(backend: str | None) -> None:
     try:
         for forward in made._forwards.values():
             assert forward is not None
-            assert forward.drafting is not None
-            for sized in (*forward._sizes.values(), *forward.drafting._sizes.values()):
+            assert forward.draft_pass is not None
+            for sized in (*forward._sizes.values(), *forward.draft_pass._sizes.values()):
                 sized._launch()
     finally:
         torch.cuda.set_sync_debug_mode("default")

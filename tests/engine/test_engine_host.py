@@ -120,7 +120,7 @@ def test_rounds(size: int, sampled: bool, tmp_path: Path) -> None:
     (tier,) = made._tiers.values()
     assert tier is not None
     with NoHost():
-        tier.round.as_written()
+        tier.round.run_uncompiled()
 
 
 def test_a_target_that_asks() -> None:
@@ -132,4 +132,4 @@ def test_a_target_that_asks() -> None:
     (tier,) = made._tiers.values()
     assert tier is not None
     with pytest.raises(RuntimeError, match="asks the host"), NoHost():
-        tier.round.as_written()
+        tier.round.run_uncompiled()

@@ -12,7 +12,7 @@ from support.tiny import tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
-from hf_dart.bench.drafts import of_ranks
+from hf_dart.bench.draft_methods import of_ranks
 from hf_dart.drafters.dart import low_rank
 from hf_dart.drafters.dart.low_rank import Factors
 

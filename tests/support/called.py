@@ -36,7 +36,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Recorder(BaseStreamer):
-    """Keeps what it is given.
+    """RoundCache what it is given.
 
     Args:
         last: the call that is interrupted.

@@ -19,6 +19,8 @@ def modules(package: Path) -> dict[str, Path]:
     """The files of a package by the name that imports them."""
     found = {}
     for path in sorted(package.rglob("*.py")):
+        if not (path.parent / "__init__.py").is_file():
+            continue  # what is pushed with a drafter is no part of the package
         parts = path.relative_to(package.parent).with_suffix("").parts
         found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
     return found

@@ -307,14 +307,14 @@ def test_copies_share_the_file(table: NgramTable) -> None:
 
 
 def test_fits_by_hash_else_by_size(table: NgramTable, tmp_path: Path) -> None:
-    table.check_fit(None, VOCABULARY)
-    table.check_fit("other", VOCABULARY + 3)
+    table.check_vocabulary(None, VOCABULARY)
+    table.check_vocabulary("other", VOCABULARY + 3)
     with pytest.raises(ValueError, match="another tokenizer"):
-        table.check_fit(None, VOCABULARY - 1)
+        table.check_vocabulary(None, VOCABULARY - 1)
     hashed = build(["a b c"], tmp_path / "hashed", tokenizer=words())
-    hashed.check_fit(vocabulary_hash(words()), 3)
+    hashed.check_vocabulary(vocabulary_hash(words()), 3)
     with pytest.raises(ValueError, match="another tokenizer"):
-        hashed.check_fit("0123456789abcdef", 5)
+        hashed.check_vocabulary("0123456789abcdef", 5)
 
 
 # ---- the command ------------------------------------------------------------------------------------------

@@ -13,11 +13,12 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
-from hf_dart.drafters.dart.refine import BigramSelector, Editor
+from hf_dart.drafters.dart.selector_and_editor import BigramSelector, Editor
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
@@ -155,7 +156,7 @@ class DartHead(PretrainedDrafter, DartModel):
         with torch.random.fork_rng(devices=[]):
             head = cls(config)
         head.to(weights["fc.weight"].dtype).load_state_dict(weights)
-        return head._attach_to(target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
+        return attach_to(head, target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
 
     @classmethod
     def from_pretrained(  # type: ignore[override]
@@ -207,7 +208,7 @@ class DartHead(PretrainedDrafter, DartModel):
             with torch.random.fork_rng(devices=[]):
                 head = cls(cls.config_class.from_dict(content))
             dtype = as_dtype(kwargs.get("dtype"))
-            head._attach_to(target, tokenizer, dtype=None if dtype == "auto" else dtype)
+            attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
             initialise(head, target)
             return head
         base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
@@ -255,7 +256,7 @@ class DartHead(PretrainedDrafter, DartModel):
             if kwargs.get("is_main_process", True):
                 adapters.save(self, Path(save_directory))
         else:
-            self.lies_in(str(Path(save_directory).absolute()))  # adapters can name it from now on
+            self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
     def bind(self, target: Any, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.
@@ -313,7 +314,7 @@ class DartHead(PretrainedDrafter, DartModel):
         shift = int(self.config.shift_logits)
         slots = draft - shift
         known = counts.to(self.device)
-        entries = self._real_inputs(features, next_tokens).then(self.slot_inputs(batch, slots))
+        entries = self._real_inputs(features, next_tokens).followed_by(self.slot_inputs(batch, slots))
         if state.ragged:
             # A row's mask slots begin right behind its own last real entry; what lies behind them is never looked at.
             entry = torch.arange(real + slots, device=self.device)
@@ -495,7 +496,7 @@ class DartHead(PretrainedDrafter, DartModel):
     # ---- other parts --------------------------------------------------------------------------------
 
     def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
-        """Give a trained head a bigram selector (`hf_dart.drafters.dart.refine`); untrained, it changes no score.
+        """Give a trained head a bigram selector (`selector_and_editor`); untrained, it changes no score.
 
         Args:
             rank: its width.
@@ -507,7 +508,7 @@ class DartHead(PretrainedDrafter, DartModel):
         return self
 
     def add_editor(self, seed: int = 0) -> Self:
-        """Let a trained head run again on its own draft (`refine.Editor`); untrained, that changes nothing.
+        """Let a trained head run again on its own draft (`selector_and_editor.Editor`); untrained, it changes nothing.
 
         Args:
             seed: of its initial weights; the global generators are not moved.

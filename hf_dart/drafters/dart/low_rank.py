@@ -67,7 +67,7 @@ class LowRankHead:
 
     def __call__(self, lm_head: nn.Module, hidden: Tensor, vocabulary: Tensor | None, rank: int) -> Tensor:
         """Hidden states [B, d, H], in the LM head's dtype, to logits [B, d, V], or [B, d, M] of a draft vocabulary."""
-        if self._made is not None and torch.compiler.is_compiling():  # as in `HeadRows`
+        if self._made is not None and torch.compiler.is_compiling():  # as in `LMHeadRows`
             return self._made[2].logits(hidden)
         weight: Any = lm_head.weight
         key = (state_of(weight), rank)

@@ -16,10 +16,10 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.low_rank import LowRankHead
-from hf_dart.drafters.dart.refine import BigramSelector, Editor
+from hf_dart.drafters.dart.selector_and_editor import BigramSelector, Editor
 from hf_dart.drafters.layers import DartLayer, rotation_at
 from hf_dart.drafters.network import DraftNetwork
-from hf_dart.drafters.vocabulary import HeadRows
+from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.target.devices import device_of
 
 
@@ -38,7 +38,7 @@ class Entries(NamedTuple):
     residual: Tensor
     context: Tensor | None
 
-    def then(self, slots: Entries) -> Entries:
+    def followed_by(self, slots: Entries) -> Entries:
         """These, and mask slots behind them."""
         return Entries(
             torch.cat([self.x, slots.x], dim=1), torch.cat([self.residual, slots.residual], dim=1), self.context
@@ -101,7 +101,7 @@ class DartModel(DraftNetwork):
         self.editor = Editor(config) if config.editor else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
-        self._head_rows, self._low_rank = HeadRows(), LowRankHead()
+        self._head_rows, self._low_rank = LMHeadRows(), LowRankHead()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -134,7 +134,7 @@ class DartModel(DraftNetwork):
         """As `logits`, of a draft [B, d, H]: by `draft_rank` where there is one."""
         lm_head = self.lm_head or self.shared.lm_head
         weight = lm_head.weight
-        if self.draft_rank is None or type(lm_head) is not nn.Linear or weight.is_meta:  # as in `HeadRows`
+        if self.draft_rank is None or type(lm_head) is not nn.Linear or weight.is_meta:  # as in `LMHeadRows`
             return self.logits(hidden)
         # An LM head of the head's own has rows of the draft vocabulary alone.
         vocabulary = self.draft_vocabulary if self.lm_head is None else None
@@ -178,7 +178,7 @@ class DartModel(DraftNetwork):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """As `slot_inputs`, of slots that hold a draft (`hf_dart.drafters.dart.refine.Editor`).
+        """As `slot_inputs`, of slots that hold a draft (`hf_dart.drafters.dart.selector_and_editor.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
@@ -214,7 +214,7 @@ class DartModel(DraftNetwork):
         """
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
-        x, residual, context = self.inputs(features, next_embeddings).then(slots)
+        x, residual, context = self.inputs(features, next_embeddings).followed_by(slots)
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
         known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.drafters.bound import BoundDrafter
+from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
 from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.registry import register
@@ -88,7 +88,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         wanted = saved if wanted == "auto" else wanted
         if target is None:
             return drafter.to(dtype=wanted or saved).eval()
-        return drafter._attach_to(target, tokenizer, wanted)
+        return attach_to(drafter, target, tokenizer, wanted)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         super()._check_compatible(target, tokenizer)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
-from hf_dart.drafters.layers import DartAttention, DartMLP, Remember, rotation_at, take
+from hf_dart.drafters.layers import DartAttention, DartMLP, KeyValueWriter, rotation_at, take
 from hf_dart.drafters.network import DraftNetwork
 
 MASK = -1
@@ -30,7 +30,7 @@ class DiffusionLayer(nn.Module):
         x: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
         mask: Tensor | BlockMask,
-        remember: Remember | None,
+        remember: KeyValueWriter | None,
         wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
     ) -> Tensor:  # [B, Q or W, H]
         mixed = self.self_attn(self.input_norm(x), rotation, mask, remember, wanted=wanted)

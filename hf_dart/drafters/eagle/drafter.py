@@ -19,7 +19,7 @@ from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal, Score
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel
-from hf_dart.drafters.layers import Remember, rotation_at
+from hf_dart.drafters.layers import KeyValueWriter, rotation_at
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
@@ -61,8 +61,8 @@ class BeamProposal(Proposal):
             conditional=self.conditional[..., :vocab_size],
         )
 
-    def make_certain(self, rows: list[bool], token: int) -> None:
-        super().make_certain(rows, token)
+    def force_token(self, rows: list[bool], token: int) -> None:
+        super().force_token(rows, token)
         which = torch.tensor(rows, device=self.logits.device)
         self.branches[which] = token
         self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
@@ -229,8 +229,8 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         return self.step(embeddings, behind, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
 
 
-def _writer(state: SlotState, slots: Tensor, end: int) -> Remember:
-    """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
+def _writer(state: SlotState, slots: Tensor, end: int) -> KeyValueWriter:
+    """RoundCache keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
 
     def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
         keys, values = state.store.write(0, key, slots), state.store.write(1, value, slots)

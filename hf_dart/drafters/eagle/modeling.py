@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.layers import DartLayer, Remember, rotation_at
+from hf_dart.drafters.layers import DartLayer, KeyValueWriter, rotation_at
 from hf_dart.drafters.network import DraftNetwork
 
 
@@ -34,7 +34,12 @@ class EagleModel(DraftNetwork):
             nn.init.ones_(module.weight)
 
     def step(
-        self, embeddings: Tensor, features: Tensor, rotation: tuple[Tensor, Tensor], mask: Tensor, remember: Remember
+        self,
+        embeddings: Tensor,
+        features: Tensor,
+        rotation: tuple[Tensor, Tensor],
+        mask: Tensor,
+        remember: KeyValueWriter,
     ) -> Tensor:
         """The layer over embeddings [B, Q, E] and what stands in front of each token, [B, Q, H]: states [B, Q, H]."""
         pairs = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], dim=-1)

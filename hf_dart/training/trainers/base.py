@@ -301,7 +301,7 @@ class DrafterTrainer(Trainer):
             shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         try:
-            with self.drafter.keeping_name():
+            with self.drafter.keeping_location():
                 yield written
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
@@ -315,7 +315,7 @@ class DrafterTrainer(Trainer):
             if self.args.should_save:
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
-        self.drafter.lies_in(str(final.absolute()))
+        self.drafter.record_location(str(final.absolute()))
 
 
 def seeded(*numbers: int) -> torch.Generator:

@@ -153,7 +153,7 @@ class NgramTable:
             self._devices[device] = Ngrams(self.spec.bits, self.tokens, unigrams, keys, counts)
         return self._devices[device]
 
-    def check_fit(self, tokenizer_hash: str | None, rows: int) -> None:
+    def check_vocabulary(self, tokenizer_hash: str | None, rows: int) -> None:
         """Compare with the tokenizer of a target whose embedding table has so many rows.
 
         Raises:

@@ -14,20 +14,20 @@ from hf_dart.decoding.pace import PAUSE
 from hf_dart.decoding.proposal import Proposal, Score, Verified
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
-from hf_dart.decoding.turns import Draft
+from hf_dart.decoding.turns import DrafterState
 
-Ask = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
+ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
 """`Proposer.propose_ranked`, or a captured pass in its place."""
 
 
 @dataclass
-class Drafting:
+class DrafterRunner:
     """Hands verified positions to the drafter and asks it for drafts, unless drafting pauses.
 
     Attributes:
         drafter: what drafts.
-        draft: its state, and what of the text that covers.
-        ask: how it is asked.
+        drafter_state: its state, and what of the text that covers.
+        propose_with: how it is asked for a draft.
         depth: tokens of a draft.
         score: what the target will do with its candidates.
         rows: the text of each row.
@@ -39,8 +39,8 @@ class Drafting:
     """
 
     drafter: Proposer[Any]
-    draft: Draft
-    ask: Ask
+    drafter_state: DrafterState
+    propose_with: ProposeFunction
     depth: int
     score: Score
     rows: Rows
@@ -63,7 +63,8 @@ class Drafting:
         features, next_tokens, counts = joined(self.pending)
         self.pending = []
         with self.aside():
-            proposal = self.ask(self.draft.state, features, next_tokens, counts, self.depth, self.score)
+            state = self.drafter_state.state
+            proposal = self.propose_with(state, features, next_tokens, counts, self.depth, self.score)
         if proposal is not None and self.last is not None and not counts.all():
             proposal = proposal.where(counts > 0, self.last)  # rows that stood still keep their draft
         if proposal is not None:
@@ -74,14 +75,14 @@ class Drafting:
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
         """The draft after a second look at `tokens` [B, d] of the `first` one."""
         with self.aside():
-            proposal = self.drafter.refine(self.draft.state, first, tokens)
+            proposal = self.drafter.refine(self.drafter_state.state, first, tokens)
         self._hold_ended_rows(proposal)
         return proposal
 
     def _hold_ended_rows(self, proposal: Proposal) -> None:
         """Rows that are only filled up must not hold up the others."""
         if self.rows.in_step and self.rows.fills_up and True in self.rows.ended:
-            proposal.make_certain(self.rows.ended, self.rows.pad)
+            proposal.force_token(self.rows.ended, self.rows.pad)
 
 
 def joined(chunks: list[Verified]) -> Verified:

@@ -10,14 +10,14 @@ from torch import Tensor
 
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.engine.cache import FixedDraft
+from hf_dart.engine.cache import FixedDraftCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import Job
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
-class CapturedPass:
+class CapturedDraftPass:
     """A head's drafts behind texts of up to T tokens, of up to A new positions at once.
 
     Args:
@@ -35,7 +35,7 @@ class CapturedPass:
         self.most = _width(most)
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
         with torch.inference_mode(False), torch.no_grad():
-            self.state = FixedDraft.of(job.draft_state, len(job.rows), room, capture.memory)
+            self.state = FixedDraftCache.of(job.draft_state, len(job.rows), room, capture.memory)
         self._sizes: dict[tuple[int, int], _Sized] = {}
 
     def load(self, job: Job) -> None:
@@ -66,7 +66,7 @@ class _Sized:
     def __init__(
         self,
         head: DartHead,
-        state: FixedDraft,
+        state: FixedDraftCache,
         width: int,
         depth: int,
         like: Tensor,

@@ -16,7 +16,7 @@ from hf_dart.view.tables import STOCK, UNREADABLE, Verdict, headline
 
 
 @dataclass(frozen=True)
-class Way:
+class DraftMethod:
     """One row of the table: a drafter and how its drafts become trees."""
 
     drafter: Any
@@ -41,7 +41,7 @@ class Way:
         return {"tree": asdict(self.tree), "bytes": size}
 
 
-def ways(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, Way]:
+def draft_methods(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, DraftMethod]:
     """What is compared, by name; ways that need an n-gram table, a selector or an editor only where there is one.
 
     Args:
@@ -81,20 +81,20 @@ def ways(head: Any, nodes: int, costs: Profile | None = None) -> dict[str, Way]:
     found[f"{stack} + copies".strip()] = replace(found[best], lookup=TreeConfig.lookup)
     found[f"{stack} + copies, size by cost".strip()] = replace(found[best], lookup=TreeConfig.lookup, **by_cost)
     found["the head's own"] = own
-    return {name: Way(head, tree) for name, tree in found.items()}
+    return {name: DraftMethod(head, tree) for name, tree in found.items()}
 
 
-def of_others(heads: Mapping[str, Any], nodes: int) -> dict[str, Way]:
+def of_others(heads: Mapping[str, Any], nodes: int) -> dict[str, DraftMethod]:
     """What other heads of the same target bring by their own selectors and editors, beside their marginal trees."""
     return {
         f"{title}: {name}": way
         for title, head in heads.items()
-        for name, way in ways(head, nodes).items()
+        for name, way in draft_methods(head, nodes).items()
         if name == "marginal tree" or " x" in name or name in ("+ selector", "+ Markov selector")
     }
 
 
-def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, Way]:
+def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, DraftMethod]:
     """The marginal tree of drafts that LM heads of low rank score (`DartHead.reduce_rank`).
 
     Raises:
@@ -103,7 +103,7 @@ def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, Way]:
     if ranks and not isinstance(head, DartHead):
         raise ValueError(f"Ranks are those of a DART head's LM head; this is a {type(head).__name__}.")
     tree = TreeConfig(nodes=nodes, lookup=0, selector=False, ngram_weight=0)
-    return {f"marginal tree, rank {rank}": Way(copy(head).reduce_rank(rank), tree) for rank in ranks}
+    return {f"marginal tree, rank {rank}": DraftMethod(copy(head).reduce_rank(rank), tree) for rank in ranks}
 
 
 def earlier(file: Path) -> tuple[dict[str, Any], Profile | None]:
