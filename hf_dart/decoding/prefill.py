@@ -37,12 +37,18 @@ from hf_dart.target.verify import Verifier
 _HEADROOM = 512
 # Positions that a drafter takes in at once: its masks grow with them, times all positions before.
 _AT_ONCE = 2048
+# Each chunk of ids brings all embeddings in some releases of transformers, none in others.
+_NOT_THE_PROMPT = (
+    "generate runs over other positions than the prompt's, as it does with input_ids, inputs_embeds and "
+    "prefill_chunk_size together, and before transformers 5.21 with prefill_chunk_size and a cached prefix; leave "
+    "prefill_chunk_size out."
+)
 
 
 class PromptFeed:
     """Hands prompt positions to the drafter, each with the token behind it.
 
-    The last position has no such token yet: its features wait in `last` for the first generated token.
+    The last position has no such token yet: its features wait for the first generated token (`finish`).
 
     Args:
         prompt: the ids [B, T] or embeddings [B, T, E] that prefill runs over (a cached prefix left out).
@@ -54,7 +60,7 @@ class PromptFeed:
         self._prompt = prompt
         self._pads = torch.tensor(pads)
         self._next = 0  # slot of the first position that was not handed on
-        self.last: Tensor | None = None  # [B, 1, F]
+        self._last: Tensor | None = None  # [B, 1, F]
 
     def __call__(self, features: Tensor) -> None:
         """Take in the features [B, C, F] of the next C slots.
@@ -62,15 +68,11 @@ class PromptFeed:
         Raises:
             ValueError: there are more than the prompt has.
         """
-        if self.last is not None:
-            features = torch.cat([self.last.to(features.device), features], dim=1)
+        if self._last is not None:
+            features = torch.cat([self._last.to(features.device), features], dim=1)
         if self._next + features.shape[1] > self._prompt.shape[1]:
-            raise ValueError(
-                "generate runs over more positions than the prompt has, as it does with input_ids, inputs_embeds and "
-                "prefill_chunk_size together, and before transformers 5.21 with prefill_chunk_size and a cached "
-                "prefix; leave prefill_chunk_size out."
-            )
-        self.last = features[:, -1:]
+            raise ValueError(_NOT_THE_PROMPT)
+        self._last = features[:, -1:]
         ready = features.shape[1] - 1
         if ready == 0:
             return
@@ -85,6 +87,16 @@ class PromptFeed:
             taken = (counts - first).clamp(0, piece.shape[1])
             self._drafter.extend(self._state, _taken(features, piece), _taken(next_tokens, piece), taken)
         self._next += ready
+
+    def finish(self) -> Tensor:
+        """The features [B, 1, F] of the prompt's last position.
+
+        Raises:
+            ValueError: there were fewer positions than the prompt has.
+        """
+        if self._last is None or self._next + 1 != self._prompt.shape[1]:
+            raise ValueError(_NOT_THE_PROMPT)
+        return self._last
 
 
 def _taken(states: Tensor, entries: Tensor) -> Tensor:
@@ -267,6 +279,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         outputs = recorder.prefill(
             request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
         )
+        last = feed.finish()
         # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(outputs.past_key_values)
         refuse_compressed(stock, request.total)
@@ -276,8 +289,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
-    assert feed.last is not None
-    return _Prefilled(outputs, recorder.width, feed.last, recorder.shift, kinds, stock, cache)
+    return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
 
 
 def _as_trees_see(noise: NoiseStream | None, rows: Rows, request: Request) -> Noise:

@@ -181,7 +181,7 @@ def test_static_caches_shorter_than_the_window(room: int) -> None:
 
 
 def test_embeddings_beside_ids_in_chunks(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    """Stock runs over the embeddings once for each chunk of the ids."""
+    """Stock runs over the embeddings once for each chunk of the ids, or leaves them out (before 5.21)."""
     embeddings = target.get_input_embeddings()(INPUTS["input_ids"]).detach()
     inputs = {**INPUTS, "input_ids": INPUTS["input_ids"][:, -2:], "inputs_embeds": embeddings}
     chunked = {**inputs, **GREEDY, "prefill_chunk_size": 1}
