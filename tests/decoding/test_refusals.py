@@ -389,7 +389,7 @@ def test_caches_that_are_not_of_the_prompt(
 
     parts = [target.model.layers[layer].self_attn for layer in layers]
     hooks = [part.register_forward_hook(change, with_kwargs=True) for part in parts]
-    words = f"holds {held} entries behind a prompt of 7"
+    words = f"holds {held} entries after a prompt of 7"
     refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, words)
     for hook in hooks:
         hook.remove()
