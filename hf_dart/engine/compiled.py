@@ -94,6 +94,8 @@ class Engine:
         self._progress = progress
         self._busy = Lock()
         self._warned: set[str] = set()
+        self._tiers: dict[tuple[Any, ...], Tier | None] = {}
+        self._forwards: dict[tuple[Any, ...], Forward | None] = {}
         self.release()
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -102,17 +104,18 @@ class Engine:
     def release(self) -> None:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._made_for: tuple[Any, ...] = ()
+        kept = self._tiers or self._forwards
         self._clear()
         self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
+        if kept:
+            gc.collect()  # rounds refer to themselves, by what was compiled of them
 
     def _clear(self) -> None:
-        self._tiers: dict[tuple[Any, ...], Tier | None] = {}
-        self._forwards: dict[tuple[Any, ...], Forward | None] = {}
+        self._tiers, self._forwards = {}, {}
         self._wanted: set[Shape] = set()  # by earlier calls, which went on without
         self._missed: set[Shape] = set()  # by calls so far
         self._memory = Memory()
         self._pool: Pool | None = None  # a new one with the next graph: a pool may end with its last graph
-        gc.collect()  # rounds refer to themselves, by what was compiled of them
 
     def _made(self, make: Callable[[], _Kept]) -> _Kept:
         """What `make` makes; where memory is short, in the place of all that was kept."""
@@ -121,6 +124,7 @@ class Engine:
         except torch.OutOfMemoryError:
             pass  # the error holds what was made so far, and is gone behind this line
         self._clear()
+        gc.collect()  # also what was half made
         return make()
 
     def _capture(self, job: Job) -> Capture:

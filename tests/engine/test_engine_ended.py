@@ -74,15 +74,15 @@ def test_what_seats_hold_is_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     """Between tiers: each row's own features and counts, which the head has yet to take in; none of ended rows."""
     unload, seats = Tier.unload, []
 
-    def watched(self: Tier, call: Any) -> Any:
-        features, accepted = unload(self, call)
+    def watched(self: Tier, job: Any) -> None:
+        unload(self, job)
+        features, counts = job.session.seen.features, job.session.seen.counts
         held = dict(zip(self.seats, zip(self.state.features, self.state.counts.tolist(), strict=True), strict=True))
-        for row, count in enumerate(accepted.counts):
+        for row, count in enumerate(counts.tolist()):
             taken, wanted = held.get(row, (torch.zeros_like(features[row]), 0))
             assert count == wanted
-            assert torch.equal(features[row], taken)
+            assert torch.equal(features[row, :count], taken[:count])
         seats.append(self.seats)
-        return features, accepted
 
     monkeypatch.setattr(Tier, "unload", watched)
     target = tiny_target("llama")
