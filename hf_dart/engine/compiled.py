@@ -104,7 +104,7 @@ class Engine:
     def release(self) -> None:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._made_for: tuple[Any, ...] = ()
-        kept = self._tiers or self._forwards
+        kept = bool(self._tiers or self._forwards)
         self._clear()
         self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
         if kept:
