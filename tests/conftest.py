@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from support.compare import TALLIES, tally
+
+pytest.register_assert_rewrite("support")
+
+from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()

@@ -148,7 +148,7 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
         for one in methods:
             _count(one, target, inputs, settings.new_tokens, engine)
     head.engine = engine
-    tiers = [tier for tier in engine._tiers.values() if tier and tier.shape.depth and not tier.shape.sampled]
+    tiers = [tier for tier in engine.tiers if tier and tier.shape.depth and not tier.shape.sampled]
     phases = phase_ms(tiers[-1], settings.backend) if tiers else {}
     context = settings.prompt_tokens + settings.new_tokens // 2
     return _report(settings, methods, phases, memory_bandwidth(device), forward_bytes(target, settings.batch, context))

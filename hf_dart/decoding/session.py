@@ -37,7 +37,7 @@ class TreeVerifier(Protocol):
 
 
 class RoundCache(Protocol):
-    """RoundCache what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
+    """Keeps what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
 
     lengths: Tensor
     prompt_lengths: Tensor

@@ -101,6 +101,11 @@ class Engine:
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
 
+    @property
+    def tiers(self) -> list[Tier | None]:
+        """The captured rounds that are kept, the one used last at the end; None for one that could not be made."""
+        return [*self._tiers.values()]
+
     def release(self) -> None:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._made_for: tuple[Any, ...] = ()

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import CLOSE, assert_same_cache, prefill
 from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
@@ -20,7 +21,7 @@ from hf_dart.cache.aligned import RightAlignedCache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
-from hf_dart.cache.stock_layers import DummyLayer, attention_layers, window_of
+from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding import finish
 from hf_dart.decoding import prefill as prefilling
@@ -32,8 +33,6 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
 GREEDY = {"do_sample": False, "max_new_tokens": 26}
-# Sums in another order differ in the last bits.
-CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 # These families compute their expert weights in fp32, whatever their dtype.
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
@@ -79,13 +78,6 @@ def representative(*case: Any) -> Any:
 
 
 CASES = [representative(family, make) for family in FAMILIES for make in kinds_of_cache(family)]
-
-
-def prefill(target: Any, inputs: dict[str, Tensor]) -> DynamicCache:
-    cache = DynamicCache(config=target.config)
-    positions = (inputs["attention_mask"].cumsum(-1) - 1).clamp(min=0)
-    target(**inputs, position_ids=positions, past_key_values=cache, use_cache=True)
-    return cache
 
 
 def random_tree(batch: int, nodes: int, random: Random) -> DraftTree:
@@ -195,29 +187,6 @@ def test_right_aligned_end_to_end(family: str, lengths: list[int], monkeypatch: 
     misses = [0.1, 0.8, 0.3, 0.5][: len(lengths)]
     assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, **options)
     assert len(made) == 2
-
-
-def assert_same_cache(ours: DynamicCache, stock: DynamicCache, pads: list[int], tokens: Tensor) -> None:
-    """All layers hold the same entries in the same slots; what padding left there is nobody's business."""
-    assert type(ours) is type(stock)
-    assert ours.get_seq_length() == stock.get_seq_length() == tokens.shape[1] - 1
-    assert len(ours.layers) == len(stock.layers)
-    for left, right in zip(ours.layers, stock.layers, strict=True):
-        assert type(left) is type(right)
-        if isinstance(left, DummyLayer):
-            continue
-        for name in ("keys", "values"):
-            got, want = getattr(left, name), getattr(right, name)
-            assert got.shape == want.shape
-            hidden = max(0, stock.get_seq_length() - want.shape[2])  # slots that have left the window
-            for row, pad in enumerate(pads):
-                first = max(0, pad - hidden)
-                torch.testing.assert_close(got[row, :, first:], want[row, :, first:], **CLOSE)
-        if getattr(right, "cumulative_length", None) is not None:
-            assert int(left.cumulative_length) == int(right.cumulative_length)
-        if getattr(right, "is_indexer_initialized", False):
-            for row, pad in enumerate(pads):
-                torch.testing.assert_close(left.indexer_keys[row, pad:], right.indexer_keys[row, pad:], **CLOSE)
 
 
 def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache, **options: Any) -> Tensor:

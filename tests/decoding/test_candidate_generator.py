@@ -306,7 +306,7 @@ def test_nothing_is_left_on_the_model_and_threads_do_not_meet() -> None:
 
 
 class Counting(LogitsProcessor):
-    """RoundCache state from call to call."""
+    """Keeps state from call to call."""
 
     calls = 0
 

@@ -10,9 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical, run
-from support.outcome import snapshot
-from support.tiny import prompts, tiny_target
-from test_interruption import (
+from support.interruptions import (
     GREEDY,
     SAMPLED,
     TOKENS,
@@ -23,7 +21,9 @@ from test_interruption import (
     states_by_token,
     used,
 )
-from test_turns import KINDS, RAGGED
+from support.outcome import snapshot
+from support.tiny import prompts, tiny_target
+from support.turns import KINDS, RAGGED
 from torch import Tensor
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import StaticLayer

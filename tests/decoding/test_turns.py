@@ -11,30 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import Run, run
-from support.tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
-from test_tree_caches import assert_same_cache
+from support.compare import run
+from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.turns import (
+    CASES,
+    KINDS,
+    MODES,
+    RAGGED,
+    assert_drafts_as_if_it_had_read_all,
+    assert_turns_are_stocks,
+    behind,
+    first_draft,
+)
+from support.turns import taken_up as taken_up
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.decoding import prefill, turns
+from hf_dart.decoding import turns
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.target.trial import prove
-
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
-RAGGED = [9, 3, 7, 13]
-MODES: dict[str, dict[str, Any]] = {
-    "greedy": {"do_sample": False, "max_new_tokens": 17},
-    "sampled": {"do_sample": True, "top_k": 0, "max_new_tokens": 17},
-    # Some rows end early, and lie in the cache with pads behind their end.
-    "eos": {"do_sample": True, "top_k": 0, "max_new_tokens": 17, "eos_token_id": [3, 11, 19, 27], "pad_token_id": PAD},
-}
-KINDS: dict[str, Callable[[Any], Any]] = {
-    "dynamic": lambda target: DynamicCache(config=target.config),
-    "static": lambda target: StaticCache(config=target.config, max_cache_len=96),
-}
 
 
 @pytest.fixture(scope="module")
@@ -43,67 +39,6 @@ def pair() -> tuple[Any, DartHead]:
     return target, tiny_head(target)
 
 
-@pytest.fixture
-def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """Of every call, whether it went on with a draft."""
-    answers: list[bool] = []
-
-    def watched(*args: Any) -> Any:
-        draft = turns.resume_state(*args)
-        answers.append(draft is not None)
-        return draft
-
-    monkeypatch.setattr(prefill, "resume_state", watched)
-    return answers
-
-
-def behind(inputs: dict[str, Tensor], sequences: Tensor, seed: int = 9) -> dict[str, Tensor]:
-    """The next turn's inputs: the text so far and four more tokens."""
-    ids = torch.cat([sequences, prompts([4] * len(sequences), seed)["input_ids"]], dim=1)
-    mask = inputs["attention_mask"]
-    seen = torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)
-    return {"input_ids": ids, "attention_mask": torch.cat([mask, seen], dim=1)}
-
-
-def two_turns(
-    target: Any, make: Callable[[Any], Any], lengths: list[int], drafting: tuple[Any, Any], mode: dict[str, Any]
-) -> tuple[Any, Run, Run]:
-    """The cache and two turns over it, drafted by `drafting` (None: plain)."""
-    cache, inputs = make(target), prompts(lengths)
-    done = []
-    for seed, drafter in enumerate(drafting):
-        options = {**mode, "assistant": drafter} if drafter is not None else mode
-        done.append(run(target, inputs, seed, past_key_values=cache, **options))
-        inputs = behind(inputs, done[-1].sequences)
-    return cache, done[0], done[1]
-
-
-def assert_turns_are_stocks(family: str, kind: str, lengths: list[int], mode: str) -> None:
-    target = attach(tiny_target(family))
-    head = tiny_head(target)
-    want, *plain = two_turns(target, KINDS[kind], lengths, (None, None), MODES[mode])
-    for drafting in ((head, None), (head, head), (None, head)):
-        cache, *ours = two_turns(target, KINDS[kind], lengths, drafting, MODES[mode])
-        for turn, stock in zip(ours, plain, strict=True):
-            assert torch.equal(turn.sequences, stock.sequences), drafting
-            assert torch.equal(turn.state, stock.state), drafting
-        if kind == "dynamic":
-            pads = [max(lengths) - length for length in lengths]
-            assert_same_cache(cache, want, pads, plain[1].sequences)
-        else:
-            assert [int(layer.get_seq_length()) for layer in cache.layers] == [
-                int(layer.get_seq_length()) for layer in want.layers
-            ]
-
-
-CASES = [
-    (family, kind, lengths, mode)
-    for family in FAMILIES
-    for kind in KINDS
-    if (family, kind) != ("deepseek_v32", "static")  # refused
-    for lengths in ([WINDOW - 3], RAGGED)
-    for mode in MODES
-]
 REPRESENTATIVE = [
     ("llama", "static", RAGGED, "eos"),
     ("gemma3", "dynamic", RAGGED, "sampled"),
@@ -169,42 +104,13 @@ def test_caches_that_do_not_fit_the_call(pair: tuple[Any, DartHead]) -> None:
 # ---- the draft goes on ------------------------------------------------------------------------------------
 
 
-class FirstDraft(Exception):
-    """Ends a call at its first draft, and brings that along."""
-
-
-def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: Any) -> Tensor:
-    """What the head drafts first, [B, d, V]."""
-    propose = head.propose
-
-    def tell(*args: Any, **kwargs: Any) -> Proposal:
-        raise FirstDraft(propose(*args, **kwargs).logits)
-
-    head.propose = tell  # type: ignore[method-assign]
-    try:
-        with pytest.raises(FirstDraft) as told:
-            run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"])
-    finally:
-        del head.propose
-    return told.value.args[0]
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_next_turn_drafts_as_if_it_had_read_all(
     pair: tuple[Any, DartHead], kind: str, lengths: list[int], mode: str, taken_up: list[bool]
 ) -> None:
-    """The state that goes on is the one that a call over the whole text would have built."""
-    target, head = pair
-    cache, inputs = KINDS[kind](target), prompts(lengths)
-    for seed in range(2):
-        text = run(target, inputs, seed, past_key_values=cache, assistant=head, **MODES[mode]).sequences
-        inputs = behind(inputs, text)
-    goes_on = first_draft(target, head, inputs, cache)
-    assert taken_up == [False, True, True]
-    anew = first_draft(target, head, inputs, KINDS[kind](target))
-    torch.testing.assert_close(goes_on, anew, rtol=1e-9, atol=1e-9)
+    assert_drafts_as_if_it_had_read_all(*pair, kind, lengths, mode, taken_up)
 
 
 def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,8 +12,9 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support.compare import assert_identical, run, tally
+from support.heads import drafts, shaken
 from support.sentences import one_sentence
-from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
@@ -37,30 +38,11 @@ def base(target: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def shaken(head: DartHead, seed: int = 1) -> DartHead:
-    """As if the active adapter had been trained: LoRA's second factors start at zero."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in head.parameters():
-            if parameter.requires_grad:
-                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
-    return head
-
-
 def adapter(target: Any, base: str, folder: Path, seed: int = 1, **config: Any) -> str:
     head = DartHead.from_pretrained(base, target=target)
     head.add_adapter(LoraConfig(r=2, lora_alpha=4, **config))
     shaken(head, seed).save_pretrained(folder)
     return str(folder)
-
-
-def drafts(head: DartHead) -> torch.Tensor:
-    """[d, V] behind some random positions."""
-    generator = torch.Generator().manual_seed(5)
-    features = torch.randn(1, 6, head.config.features_width, generator=generator, dtype=torch.float64)
-    tokens = torch.randint(VOCABULARY, (1, 6), generator=generator)
-    with torch.no_grad():
-        return head.propose(head.begin(1, 8), features, tokens, torch.tensor([6])).logits[0]
 
 
 # ---- files ------------------------------------------------------------------------------------------------

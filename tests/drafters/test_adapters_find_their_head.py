@@ -11,12 +11,12 @@ import pytest
 import torch
 from peft import LoraConfig
 from support import tiny_training
+from support.heads import drafts
 from support.hub import Hub
 from support.hub import hub as hub
 from support.sentences import one_sentence
 from support.tiny import tiny_head, tiny_target
 from support.tiny_training import tiny_trainer, token_rows
-from test_adapters import drafts
 
 from hf_dart import DartHead
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments

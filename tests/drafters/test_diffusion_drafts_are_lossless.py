@@ -1,6 +1,6 @@
-"""The contract with the diffusion drafter: that of `test_exact.py`, and with `-m matrix` all the other matrices.
+"""The contract with the diffusion drafter: that of heads, and with `-m matrix` all the matrices that heads have.
 
-In float64 without tolerance. The matrices are those of the files they are named after, with this drafter for the head.
+In float64 without tolerance.
 """
 
 from __future__ import annotations
@@ -9,23 +9,23 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import test_interruption
-import test_options
-import test_refusals
-import test_turns
 import torch
 from support import matrix
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
+from support.interruptions import interrupt
+from support.options import FAMILIES as OPTIONS_FAMILIES
+from support.options import assert_pairs_are_stocks
+from support.options import clock as clock
+from support.refusals import ROUTES, assert_refused_option
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_target
-from test_exact import FAMILIES
-from test_options import clock
+from support.turns import CASES, RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
+from support.turns import taken_up as taken_up
 from transformers import DynamicCache
 
 from hf_dart import DiffusionDrafter, TreeConfig
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 
-__all__ = ["clock"]  # a fixture
 EXACT = tally("float64, diffusion drafters")
 
 
@@ -65,29 +65,19 @@ def test_every_number_of_steps(llama: tuple[Any, DiffusionDrafter], steps: int, 
 
 
 @pytest.mark.parametrize("mode", ["greedy", "eos"])
-def test_several_turns(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_turns, "tiny_head", tiny_diffusion_drafter)
-    test_turns.assert_turns_are_stocks("gemma3", "dynamic", test_turns.RAGGED, mode)
+def test_several_turns(mode: str) -> None:
+    assert_turns_are_stocks("gemma3", "dynamic", RAGGED, mode, tiny_diffusion_drafter)
 
 
-@pytest.mark.parametrize("lengths", [[7], test_turns.RAGGED])
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
 def test_the_next_turn_drafts_as_if_it_had_read_all(
-    llama: tuple[Any, DiffusionDrafter], lengths: list[int], monkeypatch: pytest.MonkeyPatch
+    llama: tuple[Any, DiffusionDrafter], lengths: list[int], taken_up: list[bool]
 ) -> None:
-    answers: list[bool] = []
-    resume_state = test_turns.turns.resume_state
-
-    def watched(*args: Any) -> Any:
-        answers.append((draft := resume_state(*args)) is not None)
-        return draft
-
-    monkeypatch.setattr(test_turns.prefill, "resume_state", watched)
-    test_turns.test_the_next_turn_drafts_as_if_it_had_read_all(llama, "dynamic", lengths, "sampled", answers)
+    assert_drafts_as_if_it_had_read_all(*llama, "dynamic", lengths, "sampled", taken_up)
 
 
-def test_interrupted_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(test_interruption, "tiny_head", tiny_diffusion_drafter)
-    reached = test_interruption.interrupt("gemma3", "dynamic", test_interruption.RAGGED, True, cases=4, seed=1)
+def test_interrupted_anywhere() -> None:
+    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=4, seed=1, make=tiny_diffusion_drafter)
     assert len(set(reached)) > 2
 
 
@@ -98,12 +88,11 @@ def test_chunks_and_hidden_states(llama: tuple[Any, DiffusionDrafter]) -> None:
         assert_identical(target, drafter, prompts([9, 3, 7, 13]), **SAMPLED, **options)
 
 
-@pytest.mark.parametrize("route", test_refusals.ROUTES)
+@pytest.mark.parametrize("route", ROUTES)
 @pytest.mark.parametrize("name", ["beams", "no cache", "offloaded", "attentions", "right padding", "an empty prompt"])
 def test_refused_options(llama: tuple[Any, DiffusionDrafter], route: str, name: str) -> None:
-    """As for a head; the next call is as exact as ever."""
     target, drafter = llama
-    test_refusals.test_refused_options(target, drafter, test_refusals.ROUTES[route](drafter), name)  # type: ignore[arg-type]
+    assert_refused_option(target, drafter, ROUTES[route](drafter), name)
 
 
 def test_steps_and_order_may_change_between_turns(llama: tuple[Any, DiffusionDrafter]) -> None:
@@ -132,45 +121,35 @@ def test_stocks_assisted_loop(llama: tuple[Any, DiffusionDrafter]) -> None:
     assert ours.tolist() == target.generate(**inputs, **GREEDY).tolist()
 
 
-# ---- the matrices of other files --------------------------------------------------------------------------
+# ---- the matrices ------------------------------------------------------------------------------------------
 
 
 @pytest.mark.matrix
-@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), test_turns.CASES)
-def test_turns_of_every_cache_kind(
-    family: str, kind: str, lengths: list[int], mode: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_turns, "tiny_head", tiny_diffusion_drafter)
-    test_turns.assert_turns_are_stocks(family, kind, lengths, mode)
+@pytest.mark.parametrize(("family", "kind", "lengths", "mode"), CASES)
+def test_turns_of_every_cache_kind(family: str, kind: str, lengths: list[int], mode: str) -> None:
+    assert_turns_are_stocks(family, kind, lengths, mode, tiny_diffusion_drafter)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(("family", "column"), matrix.CELLS, ids=str)
-def test_cells(family: str, column: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(matrix, "tiny_head", tiny_diffusion_drafter)
-    assert matrix.run_cell(family, column).total.mean_tau > 1.3
+def test_cells(family: str, column: Any) -> None:
+    assert matrix.run_cell(family, column, make=tiny_diffusion_drafter).total.mean_tau > 1.3
 
 
 @pytest.mark.matrix
 @pytest.mark.filterwarnings("ignore:Passing `")
 @pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("family", test_options.FAMILIES)
-def test_options_in_pairs_everywhere(
-    family: str, seed: int, clock: Callable[[], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_options, "tiny_head", tiny_diffusion_drafter)
-    test_options.test_options_in_pairs_everywhere(family, seed, clock)
+@pytest.mark.parametrize("family", OPTIONS_FAMILIES)
+def test_options_in_pairs_everywhere(family: str, seed: int, clock: Callable[[], None]) -> None:
+    assert_pairs_are_stocks(family, seed, clock, EXACT, tiny_diffusion_drafter)
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize("sampled", [True, False])
-@pytest.mark.parametrize("lengths", [[7], test_interruption.RAGGED])
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_interrupted_anywhere_often(
-    family: str, lengths: list[int], sampled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(test_interruption, "tiny_head", tiny_diffusion_drafter)
-    test_interruption.interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2)
+def test_interrupted_anywhere_often(family: str, lengths: list[int], sampled: bool) -> None:
+    interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2, make=tiny_diffusion_drafter)
 
 
 def test_the_runs_accepted_drafts() -> None:

@@ -10,14 +10,15 @@ import torch
 from peft import LoraConfig
 from safetensors import safe_open
 from support.compare import assert_identical, tally
+from support.heads import drafts, in_one_pass, shaken
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_head, tiny_target
-from test_adapters import GREEDY, SAMPLED, drafts, shaken
-from test_options_of_dart_heads import in_one_pass
 
 from hf_dart import DartHead
 
 EXACT = tally("float64, heads of copied layers")
+GREEDY = {"do_sample": False, "max_new_tokens": 16}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
 
 
 @pytest.fixture(scope="module")

@@ -12,16 +12,15 @@ import torch.nn.functional as F
 from support import tiny_training
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
+from support.heads import in_one_pass
 from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
-from torch import Tensor
 from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.drafters.layers import take
 from hf_dart.drafters.vocabulary import frequent_tokens, unused_token
 from hf_dart.training.objective.blocks import build_blocks
 from hf_dart.trees.vocabulary import spread
@@ -51,18 +50,6 @@ def head_with(target: Any, option: str, **config: Any) -> DartHead:
     if head.selector is not None:
         torch.nn.init.normal_(head.selector.context.weight, generator=torch.Generator().manual_seed(4))
     return head
-
-
-def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
-    """Draft logits [d, V] behind T positions, by the training pass with one block behind the last of them."""
-    documents = torch.zeros(1, len(tokens) + 1, dtype=torch.long)
-    anchors = torch.tensor([[len(tokens) - 1]])
-    bidirectional = head.config.block_attention == "bidirectional"
-    injected = head.config.inject_features
-    shifted = head.config.shift_logits
-    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected, shifted=shifted)
-    hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
-    return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
 
 
 @torch.no_grad()

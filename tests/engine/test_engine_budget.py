@@ -126,7 +126,7 @@ def test_families(family: str) -> None:
     head = tiny_head(target)
     made = engine(target, head)
     assert_identical(target, head, batch(4, "sdpa"), tree_config=TREE, **GREEDY, **ENDS)
-    assert all(one.shape.budget for one in made._tiers.values())
+    assert all(one.shape.budget for one in made.tiers)
 
 
 def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -149,5 +149,5 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             assert_identical(target, head, batch(4, attention), tree_config=TREE, **GREEDY)
-        assert [one.shape.budget for one in made._tiers.values()] == [None]
+        assert [one.shape.budget for one in made.tiers] == [None]
         assert any("do not share" in line for line in told) == (attention == "sdpa")

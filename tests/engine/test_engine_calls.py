@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical, run
+from support.engines import engine as uncaptured
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -24,7 +25,6 @@ from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import admit
 from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import packed
-from hf_dart.engine.compiled import Engine
 from hf_dart.target.attention import PACKED
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.trial import prove
@@ -38,12 +38,7 @@ def pair() -> tuple[Any, Any]:
     return target, tiny_head(target)
 
 
-def engine(target: Any, drafter: Any, **options: Any) -> Engine:
-    return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 32, **options})
-
-
-def used(made: Engine) -> bool:
-    return any(tier is not None for tier in made._tiers.values())
+engine = functools.partial(uncaptured, first_tier=32)
 
 
 @pytest.mark.parametrize(
@@ -61,7 +56,7 @@ def test_calls_that_are_not_taken(pair: tuple[Any, Any], options: dict[str, Any]
     options = {**GREEDY, **options}
     with pytest.warns(UserWarning, match=reason):
         assert_identical(target, head, batch(1, "sdpa"), **options)
-    assert not used(made)
+    assert not any(made.tiers)
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
         assert_identical(target, head, batch(1, "sdpa"), **options)
@@ -85,7 +80,7 @@ def test_another_target(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)
     assert_identical(copy.deepcopy(target), head, batch(1, "sdpa"), **GREEDY)
-    assert not used(made)
+    assert not any(made.tiers)
 
 
 def test_the_last_one_inside_sets_the_attention_back(pair: tuple[Any, Any]) -> None:
@@ -142,11 +137,11 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    before = list(made._tiers.values())
+    before = made.tiers
     with torch.no_grad():
         target.model.norm.weight.mul_(-1)
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    assert list(made._tiers.values()) == before
+    assert made.tiers == before
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
     # What the head has made of its own weights and of those that it borrows, graphs hold as it was.
     for weight in (None, target.lm_head.weight, next(head.parameters())):
@@ -154,8 +149,8 @@ def test_weights_that_change(pair: tuple[Any, Any]) -> None:
             with torch.no_grad():
                 weight.mul_(1.5)
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-        assert list(made._tiers.values()) != before
-        before = list(made._tiers.values())
+        assert made.tiers != before
+        before = made.tiers
 
 
 def test_code_that_changes(pair: tuple[Any, Any]) -> None:
@@ -169,10 +164,10 @@ def test_code_that_changes(pair: tuple[Any, Any]) -> None:
         lambda: setattr(mlp, "forward", lambda states, by=3: forward(states) * by),
     ):
         assert_identical(target, head, prompts([7]), **GREEDY)
-        before = list(made._tiers.values())
+        before = made.tiers
         change()
         assert_identical(target, head, prompts([7]), **GREEDY)
-        assert list(made._tiers.values()) != before
+        assert made.tiers != before
 
 
 class Counts(torch.nn.Sequential):
@@ -188,9 +183,9 @@ def test_modules_that_count(pair: tuple[Any, Any]) -> None:
     target.model.layers[0].mlp = Counts(target.model.layers[0].mlp).eval()
     made = engine(target, head)
     assert_identical(target, head, prompts([7]), **GREEDY)
-    before = list(made._tiers.values())
+    before = made.tiers
     assert_identical(target, head, prompts([7]), **GREEDY)
-    assert list(made._tiers.values()) == before
+    assert made.tiers == before
 
 
 def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
@@ -205,7 +200,7 @@ def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
         target.generate(**prompts([7]), assistant=head, **GREEDY)
         weight.copy_(before)
     assert_identical(target, head, prompts([4]), **GREEDY)
-    assert len(made._tiers) == 1
+    assert len(made.tiers) == 1
 
 
 def test_a_warper_that_the_user_changes(pair: tuple[Any, Any]) -> None:
@@ -264,7 +259,7 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
         made = engine(target, other)
         for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}, {"assistant": other}):
             found.append(target.generate(**batch(1, "sdpa"), **GREEDY, **drafting))
-        assert used(made)
+        assert any(made.tiers)
     finally:
         done.set()
         thread.join()
@@ -302,7 +297,7 @@ def test_trees_larger_than_their_drafts(pair: tuple[Any, Any]) -> None:
     for tree, most in ((TreeConfig(nodes=40, depth=2, top_k=2, beam=2, lookup=0), 6), (TreeConfig.chain(10), 5)):
         made = engine(target, head)
         assert_identical(target, head, prompts([7]), tree_config=tree, **GREEDY)
-        assert [tier.shape.tree.nodes for tier in made._tiers.values() if tier] == [1 + most]
+        assert [tier.shape.tree.nodes for tier in made.tiers if tier] == [1 + most]
         assert head.last_stats.drafted == most * head.last_stats.rounds
 
 
@@ -315,24 +310,24 @@ def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) ->
     for nodes, cost in ((8, 0.03), (8, 0.04), (5, 0.04), (8, 0.05), (6, 0.04)):
         tree = TreeConfig(nodes=nodes, node_cost=cost, draft_cost=cost, ngram_weight=cost)
         target.generate(**prompts([7]), assistant=head, tree_config=tree, **GREEDY)
-    assert [tier.shape.tree.nodes for tier in made._tiers.values() if tier] == [8, 6]
+    assert [tier.shape.tree.nodes for tier in made.tiers if tier] == [8, 6]
 
 
 def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)
     assert_identical(target, head, prompts([7]), return_dict_in_generate=True, output_hidden_states=False, **GREEDY)
-    before = list(made._tiers.values())
+    before = made.tiers
     target(**prompts([7]), output_hidden_states=True)  # transformers' own hooks stay from here on
     target.generate(**prompts([7]), assistant=head, **GREEDY)
-    assert list(made._tiers.values()) == before
+    assert made.tiers == before
     handle = target.model.layers[0].register_forward_hook(lambda layer, inputs, output: output * 2)
     with pytest.warns(UserWarning, match="forward hooks"):
         assert_identical(target, head, prompts([7]), **GREEDY)
     handle.remove()
     with torch.autocast("cpu", torch.bfloat16):
         target.generate(**prompts([7]), assistant=head, **GREEDY)
-    assert list(made._tiers.values()) != before
+    assert made.tiers != before
 
 
 def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -342,7 +337,7 @@ def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
     if hasattr(matmul, "fp32_precision"):
         made = engine(target, head)
         target.generate(**prompts([7]), assistant=head, **GREEDY)
-        before = list(made._tiers.values())
+        before = made.tiers
         try:
             matmul.fp32_precision = "tf32"
             assert matmul_precision()[0] == "tf32"
@@ -350,7 +345,7 @@ def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
             assert_identical(target, head, prompts([7]), **GREEDY)
         finally:
             matmul.fp32_precision = "none"
-        assert list(made._tiers.values()) != before
+        assert made.tiers != before
     monkeypatch.setattr(torch.backends.cuda, "matmul", SimpleNamespace())
     assert matmul_precision() == (torch.get_float32_matmul_precision(),)
 

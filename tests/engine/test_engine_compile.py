@@ -33,7 +33,7 @@ def test_one_graph_without_a_break() -> None:
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY, **options)
     assert counters["stats"]["unique_graphs"] == 2, "one for what is drafted, one for what is verified"
     assert not counters["graph_break"]
-    assert len(made._tiers) == 1
+    assert len(made.tiers) == 1
 
 
 @pytest.mark.matrix
@@ -45,8 +45,8 @@ def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
             assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
         with torch.inference_mode():
             assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    assert len(made._tiers) == 2
-    assert all(made._tiers.values())
+    assert len(made.tiers) == 2
+    assert all(made.tiers)
     assert counters["stats"]["unique_graphs"] == 4
 
 
@@ -59,7 +59,7 @@ def test_sampled_without_a_break(nodes: int) -> None:
     assert_identical(target, head, batch(4, "sdpa"), **options)
     assert counters["stats"]["unique_graphs"] == 2
     assert not counters["graph_break"]
-    assert len(made._tiers) == 1
+    assert len(made.tiers) == 1
 
 
 @pytest.mark.matrix
@@ -76,7 +76,7 @@ def test_a_round_that_is_compiled_too_often() -> None:
                 assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
         finally:
             torch.set_num_threads(threads)
-    assert list(made._tiers.values()) == [None]
+    assert made.tiers == [None]
 
 
 @pytest.mark.matrix
@@ -113,5 +113,5 @@ def test_by_inductor() -> None:
     target, head, _ = compiled("qwen3", "inductor")
     made = hf_dart.compile(target, head, first_tier=16)
     assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    assert len(made._tiers) == 2
+    assert len(made.tiers) == 2
     assert not counters["graph_break"]

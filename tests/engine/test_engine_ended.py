@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
 import torch
 from support.compare import assert_identical, tally
+from support.engines import counting
+from support.engines import engine as uncaptured
 from support.tiny import prompts, tiny_head, tiny_target
 
-import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.engine import compiled as module
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.compiled import Engine
@@ -29,13 +30,12 @@ def every_move_is_worth_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_WORTH_A_MOVE", 1)
 
 
-def engine(target: Any, head: Any, **options: Any) -> Engine:
-    return hf_dart.compile(target, head, **{"backend": None, "first_tier": 16, "lag": 1, **options})
+engine = functools.partial(uncaptured, lag=1)
 
 
 def batches(made: Engine) -> list[int]:
     """Of the tiers, each once, in the order in which they were used last."""
-    return list(dict.fromkeys(tier.shape.batch for tier in made._tiers.values() if tier is not None))
+    return list(dict.fromkeys(tier.shape.batch for tier in made.tiers if tier is not None))
 
 
 def test_batch_sizes() -> None:
@@ -101,7 +101,7 @@ def test_what_is_left_is_shared_by_fewer() -> None:
     shares = []
     for _ in range(2):
         assert_identical(target, head, ROWS, tree_config=TreeConfig(lookup=0), **GREEDY)
-        tiers = [tier for tier in made._tiers.values() if tier is not None]
+        tiers = [tier for tier in made.tiers if tier is not None]
         shares.append({tier.shape.batch: tier.shape.drafted for tier in tiers})
     assert shares[0] == {5: 6}
     assert len(shares[1]) > 1
@@ -124,14 +124,6 @@ def test_a_long_row_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 COUNTING = {"do_sample": False, "max_new_tokens": 28, "eos_token_id": [130], "pad_token_id": 0}
-
-
-def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
-    """A target that counts, a head that does, and two rows to go on with: the first one soon comes to 130."""
-    target = build_target("tiny", torch.float32, torch.device("cpu"))
-    ids = torch.stack([torch.arange(8) + 110, torch.arange(8) + 10])
-    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return target, SimulatedHead.from_target(target, draft_length=7).aim(tau), inputs
 
 
 def test_a_path_that_is_longer_than_trees_of_one_row() -> None:
@@ -179,7 +171,7 @@ def test_rounds_of_fewer_rows_that_fail(sampled: bool, monkeypatch: pytest.Monke
     options = {**GREEDY, "do_sample": sampled, "top_k": 0, "tree_config": TREE}
     for _ in range(2):
         assert_identical(target, head, ROWS, **options)
-    tier = next(tier for tier in made._tiers.values() if tier is not None and tier.shape.batch < 5)
+    tier = next(tier for tier in made.tiers if tier is not None and tier.shape.batch < 5)
     launched = []
 
     def fails(tree: Any) -> Any:

@@ -12,11 +12,11 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical, run, tally
+from support.engines import engine
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
 from transformers import DynamicCache, TextStreamer
 
-import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.compiled import Engine
 from hf_dart.engine.state import Shape
@@ -28,13 +28,9 @@ ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 TREE = TreeConfig(nodes=13)
 
 
-def engine(target: Any, head: Any, **options: Any) -> Engine:
-    return hf_dart.compile(target, head, **{"backend": None, "first_tier": 16, **options})
-
-
 def sizes(made: Engine) -> set[int]:
     """The tiers that were used."""
-    return {tier.shape.slots for tier in made._tiers.values() if tier is not None}
+    return {tier.shape.slots for tier in made.tiers if tier is not None}
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import warnings
 from typing import Any
@@ -11,12 +12,21 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical
-from test_engine_calls import GREEDY, engine, used
-from test_engine_calls import pair as pair
+from support.engines import engine as uncaptured
+from support.tiny import tiny_head, tiny_target
 
 from hf_dart import TreeConfig
 from hf_dart.engine import compiled as module
 from hf_dart.engine.graphs import Launch
+
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
+engine = functools.partial(uncaptured, first_tier=32)
+
+
+@pytest.fixture
+def pair() -> tuple[Any, Any]:
+    target = tiny_target("llama")
+    return target, tiny_head(target)
 
 
 def test_what_cannot_be_made(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -40,7 +50,7 @@ def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
 
     class Narrow(module.Tier):
         def __init__(self, *args: Any) -> None:
-            if made._tiers:
+            if made.tiers:
                 raise torch.OutOfMemoryError("no room")
             super().__init__(*args)
 
@@ -48,7 +58,7 @@ def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    assert [tier.shape.batch for tier in made._tiers.values() if tier] == [4]
+    assert [tier.shape.batch for tier in made.tiers if tier] == [4]
 
 
 @pytest.mark.parametrize("ready", [False, True])
@@ -69,7 +79,7 @@ def test_a_call_that_cannot_be_loaded(pair: tuple[Any, Any], ready: bool, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     assert tier.shape.budget
 
@@ -83,7 +93,7 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
     options = {"do_sample": sampled, "max_new_tokens": 20, "tree_config": TreeConfig(nodes=8, lookup=0)}
     target.generate(**batch(4, "sdpa"), assistant=head, **options)
     wanted = head.last_stats.tau
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     round_of = tier.round
     launched = []
@@ -101,7 +111,7 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
     # The head's cache is as it should be: what it took in for the draft that failed is not in there twice.
     if not sampled:
         assert head.last_stats.tau == pytest.approx(wanted, rel=0.05)
-    assert not used(made)
+    assert not any(made.tiers)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert_identical(target, head, batch(4, "sdpa"), **options)
@@ -119,14 +129,14 @@ def test_a_launch_that_does_nothing(pair: tuple[Any, Any], proved: bool, monkeyp
         reason = "a round brought no token"
     with pytest.warns(UserWarning, match=reason):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    assert not used(made)
+    assert not any(made.tiers)
 
 
 def test_what_is_released_is_gone(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)
     target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
-    rounds = [ref(tier.round) for tier in made._tiers.values() if tier]
+    rounds = [ref(tier.round) for tier in made.tiers if tier]
     assert rounds
     gc.disable()
     try:

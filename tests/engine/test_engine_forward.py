@@ -9,11 +9,11 @@ import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical, run, tally
+from support.engines import engine
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch._dynamo.utils import counters
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
@@ -27,16 +27,12 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 
 
-def engine(target: Any, drafter: Any, **options: Any) -> Engine:
-    return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 16, **options})
-
-
 def identical(target: Any, drafter: Any, made: Engine, inputs: dict[str, Any], reason: str, **options: Any) -> None:
     with pytest.warns(UserWarning, match=f"the target's forward alone is captured.*{reason}"):
         assert_identical(target, drafter, inputs, into=FORWARDS, **options)
     assert made._forwards
     assert all(made._forwards.values())
-    assert not made._tiers
+    assert not made.tiers
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
         assert_identical(target, drafter, inputs, seed=1, into=FORWARDS, **{**options, "max_new_tokens": 8})

@@ -40,10 +40,10 @@ def inputs(size: int) -> dict[str, torch.Tensor]:
 
 def assert_host_is_not_asked(made: Engine) -> None:
     """No round of any tier waits for the device, as it is written or as it is launched."""
-    assert made._tiers
+    assert made.tiers
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for tier in made._tiers.values():
+        for tier in made.tiers:
             assert tier is not None
             tier.round()
             tier.launch()
@@ -63,17 +63,17 @@ def test_families(family: str, backend: str | None) -> None:
                 assert_identical_up_to_near_ties(
                     target, head, inputs(size), into=tally("fp32, captured"), label=label, **options
                 )
-    assert len(made._tiers) > 4
+    assert len(made.tiers) > 4
 
 
 @pytest.mark.parametrize("nodes", [1, 16])
 def test_nothing_is_read_back(nodes: int) -> None:
     target, head, made = on_gpu("qwen3", None, selector_rank=4)
     target.generate(**inputs(4), assistant=head, tree_config=TreeConfig(nodes=nodes), **GREEDY)
-    assert made._tiers
+    assert made.tiers
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for tier in made._tiers.values():
+        for tier in made.tiers:
             assert tier is not None
             tier.round()  # as it is
             for _ in range(3):
@@ -87,7 +87,7 @@ def test_one_launch_per_round() -> None:
     """Of kernels, by the profiler: a replay is one `cudaGraphLaunch` and nothing else."""
     target, head, made = on_gpu("qwen3", None)
     target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=16), **GREEDY)
-    tier = next(iter(made._tiers.values()))
+    tier = next(iter(made.tiers))
     assert tier is not None
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         tier.launch()
@@ -101,10 +101,10 @@ def test_weights_that_move() -> None:
     target, head, made = on_gpu("llama", None)
     into = tally("fp32, captured")
     assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="before", **GREEDY)
-    before = list(made._tiers.values())
+    before = made.tiers
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
     assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="behind", **GREEDY)
-    assert list(made._tiers.values()) != before
+    assert made.tiers != before
 
 
 def test_long_text_through_many_tiers() -> None:
@@ -113,7 +113,7 @@ def test_long_text_through_many_tiers() -> None:
     assert_identical_up_to_near_ties(
         target, head, ids, into=tally("fp32, captured"), label="long", do_sample=False, max_new_tokens=230
     )
-    assert {tier.shape.slots for tier in made._tiers.values() if tier is not None} >= {32, 64, 128, 256}
+    assert {tier.shape.slots for tier in made.tiers if tier is not None} >= {32, 64, 128, 256}
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -175,7 +175,7 @@ def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         into = tally("fp32, captured")
         assert_identical_up_to_near_ties(target, head, ids, into=into, label="fewer rows", **options)
-    assert {tier.shape.batch for tier in made._tiers.values() if tier is not None} > {5}
+    assert {tier.shape.batch for tier in made.tiers if tier is not None} > {5}
     assert_host_is_not_asked(made)
 
 
@@ -189,7 +189,7 @@ def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
         assert_identical_up_to_near_ties(target, head, inputs(size), into=into, label=str(warpers), **options)
     chosen = [
         tier.round._chooses_everywhere(tier.shape.budget or tier.shape.bucket)
-        for tier in made._tiers.values()
+        for tier in made.tiers
         if tier is not None
     ]
     assert all(chosen) == ("top_p" not in warpers)
@@ -201,7 +201,7 @@ def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "into": tally("fp32, captured")}
     with pytest.warns(UserWarning, match="asks the host"):
         assert_identical_up_to_near_ties(target, head, inputs(1), label="experts", **options)
-    assert not any(made._tiers.values())
+    assert not any(made.tiers)
     torch.randn(3, device="cuda")
 
 
@@ -213,7 +213,7 @@ def test_rows_that_share_their_nodes() -> None:
     into = tally("fp32, captured")
     head.tree_config = TreeConfig(nodes=13)
     assert_identical_up_to_near_ties(target, head, ids, into=into, label="shared nodes", **options)
-    tiers = [tier for tier in made._tiers.values() if tier is not None]
+    tiers = [tier for tier in made.tiers if tier is not None]
     assert all(tier.shape.budget is not None for tier in tiers)
     torch.cuda.set_sync_debug_mode("error")
     try:

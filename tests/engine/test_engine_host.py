@@ -117,7 +117,7 @@ def test_rounds(size: int, sampled: bool, tmp_path: Path) -> None:
     options = {"top_k": 8, "top_p": 0.9, "temperature": 0.7} if sampled else {}
     options |= {"repetition_penalty": 1.2, "min_new_tokens": 3, "do_sample": sampled, "max_new_tokens": 8}
     target.generate(**batch(size, "sdpa"), assistant=head, tree_config=TreeConfig(nodes=8, lookup=8), **options)
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     with NoHost():
         tier.round.run_uncompiled()
@@ -129,7 +129,7 @@ def test_a_target_that_asks() -> None:
     head = tiny_head(target)
     made = hf_dart.compile(target, head, backend=None, first_tier=64)
     target.generate(**batch(1, "sdpa"), assistant=head, do_sample=False, max_new_tokens=4)
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     with pytest.raises(RuntimeError, match="asks the host"), NoHost():
         tier.round.run_uncompiled()

@@ -51,7 +51,7 @@ def test_calls_in_turns() -> None:
     for _ in range(2):
         for size, options in calls:
             assert_identical(target, head, batch(size, "sdpa"), into=TURNS, max_new_tokens=14, **options)
-    tiers = [tier for tier in made._tiers.values() if tier is not None]
+    tiers = [tier for tier in made.tiers if tier is not None]
     assert len(tiers) > 3
     assert len({tier.cache.store.buffer(0).data_ptr() for tier in tiers}) == 1
     assert len({tier.draft.store.buffer(0).data_ptr() for tier in tiers}) == 1

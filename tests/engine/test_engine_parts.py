@@ -110,7 +110,7 @@ def test_masks_are_made_once_for_all_layers(
     made = hf_dart.compile(target, head, backend=None, first_tier=64)
     options = {"do_sample": False, "max_new_tokens": 8, "tree_config": TreeConfig(nodes=8)}
     assert_identical(target, head, prompts([7, 3, 5][:size]), **options)
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     with counted() as operations:
         tier.round.run_uncompiled()

@@ -8,13 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from support.caches import prefill
 from support.cases import batch
 from support.compare import assert_identical
-from support.tiny import prompts, tiny_target
-from test_engine_ended import counting
-from test_engine_exact import TREE, engine
-from test_engine_exact import qwen as qwen
-from test_tree_caches import prefill
+from support.engines import counting, engine
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
@@ -25,8 +23,15 @@ from hf_dart.engine import processing
 from hf_dart.engine.loop import Reports
 from hf_dart.engine.state import Shape
 
+TREE = TreeConfig(nodes=13)
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "tree_config": TREE, "pad_token_id": 0}
 SAMPLED = {**GREEDY, "do_sample": True, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def qwen() -> tuple[Any, Any]:
+    target = tiny_target("qwen3")
+    return target, tiny_head(target)
 
 
 @pytest.fixture
@@ -94,7 +99,7 @@ def test_no_text_stands_where_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def watched(self: Reports, number: int) -> None:
         send(self, number)
-        for tier in made._tiers.values():
+        for tier in made.tiers:
             assert tier is not None
             held.append(tier.shape.slots - int(tier.cache.lengths.max()))
 

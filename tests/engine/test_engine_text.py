@@ -44,7 +44,7 @@ def test_text_in_a_loop() -> None:
         made: Any = hf_dart.compile(target, head, backend=None, first_tier=256)
         assert_identical(target, head, inputs, tree_config=TreeConfig(nodes=8, lookup=lookup), **options)
         taus.append(head.last_stats.tau)
-        assert made._tiers
+        assert made.tiers
     head.engine = None
     target.generate(**inputs, assistant=head, tree_config=TreeConfig(nodes=8, lookup=5), **options)
     assert taus[1] > taus[0] + 0.5
@@ -64,11 +64,11 @@ def test_an_ngram_table(tmp_path: Path, scores: str, backend: str | None) -> Non
     tree = TreeConfig(nodes=13, scores=scores, lookup=5)
     made: Any = hf_dart.compile(target, head, backend=backend, first_tier=64)
     assert_identical(target, head, batch(4, "sdpa"), tree_config=tree, **GREEDY)
-    assert made._tiers
+    assert made.tiers
     assert not made._forwards
     assert not counters["graph_break"]
-    before = list(made._tiers.values())
+    before = made.tiers
     if backend is None:
         head.ngram = random_table(tmp_path / "others.ngram", seed=1)
         assert_identical(target, head, batch(1, "sdpa"), tree_config=tree, **GREEDY)
-        assert not set(before) & set(made._tiers.values())
+        assert not set(before) & set(made.tiers)

@@ -53,7 +53,7 @@ def made_tier(rows: int, nodes: int, **options: Any) -> Tier:
     made = hf_dart.compile(target, head, backend=None, first_tier=64)
     tree = TreeConfig(nodes=nodes, lookup=0)
     target.generate(**prompts([7, 3, 5][:rows]), assistant=head, tree_config=tree, max_new_tokens=12, **options)
-    (tier,) = made._tiers.values()
+    (tier,) = made.tiers
     assert tier is not None
     tier.state.ended.fill_(False)
     tier.state.limits.fill_(40)
@@ -116,7 +116,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
             made = hf_dart.compile(target, head, backend=None, first_tier=64)
             options = {"do_sample": True, "top_k": 0, "max_new_tokens": 10, **PROCESSORS["of the text"]}
             target.generate(**prompts([7]), assistant=head, tree_config=TreeConfig(nodes=8, lookup=0), **options)
-            (tier,) = made._tiers.values()
+            (tier,) = made.tiers
             assert tier is not None
             with verified(tier) as verdict, Operations() as operations:
                 tier.round.walk(*verdict)

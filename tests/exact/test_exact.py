@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import GREEDY, MODES, SAMPLED, batch, replay
+from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties, run, tally
 from support.tiny import PAD, VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
@@ -25,7 +25,6 @@ from hf_dart import TreeConfig
 from hf_dart.decoding import api
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 
-FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 EXACT = tally("float64, tiny random targets")
 
 

@@ -214,7 +214,7 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
             tallies.taus.append(best)
         assert snapshot(target) == before, "the target was changed"
         if made is not None:
-            tallies.kinds["with captured rounds"] += any(made._tiers.values())
+            tallies.kinds["with captured rounds"] += any(made.tiers)
             tallies.kinds["with captured forwards"] += any(made._forwards.values())
     finally:
         if head is not None:

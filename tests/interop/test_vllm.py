@@ -16,8 +16,10 @@ import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
 from support.guests import original_checkpoint
+from support.heads import peagle_head
+from support.letters import letters
 from support.tiny import prompts, tiny_target
-from test_tries import Trie
+from support.tries import Trie
 from torch import Tensor
 
 from hf_dart import DartHead
@@ -30,17 +32,6 @@ from hf_dart.trees.ngram import NgramTable
 @pytest.fixture(scope="module")
 def target() -> Any:
     return tiny_target("llama", num_hidden_layers=8)
-
-
-def peagle_head(target: Any, seed: int = 0, **config: Any) -> DartHead:
-    fields = {"mask_mode": "peagle", "mask_token_id": 47, "draft_length": 5, "initializer_range": 0.3}
-    head = DartHead.from_target(target, seed=seed, **{**fields, **config})
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        torch.manual_seed(seed)
-        for name, weight in head.named_parameters():
-            if "norm" in name:
-                weight.copy_(1 + 0.3 * torch.randn_like(weight))
-    return head
 
 
 def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -> Tensor:
@@ -159,7 +150,6 @@ def converted(*words: object) -> int:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a tokenizer, and heads for it."""
-    from test_only_the_right_target_is_taken import letters
 
     folder = tmp_path_factory.mktemp("saved")
     model = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)

@@ -27,8 +27,8 @@ TOLERANCE = 1e-4
 @torch.no_grad()
 def write(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
+    from support.heads import peagle_head
     from support.tiny import prompts, tiny_target
-    from test_vllm import peagle_head
 
     from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.target.features import features_request, gather_features

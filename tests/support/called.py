@@ -36,7 +36,7 @@ class Stopped(KeyboardInterrupt):
 
 
 class Recorder(BaseStreamer):
-    """RoundCache what it is given.
+    """Keeps what it is given.
 
     Args:
         last: the call that is interrupted.

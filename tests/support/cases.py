@@ -9,6 +9,7 @@ from torch import Tensor
 from support.compare import run
 from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, prompts
 
+FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "T=1": {"do_sample": True, "top_k": 0},

@@ -6,9 +6,10 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -77,14 +78,14 @@ def attentions(family: str) -> list[str]:
 CELLS = [(family, column) for family in FAMILIES for column in COLUMNS if column.attention in attentions(family)]
 
 
-def run_cell(family: str, column: Column, seed: int = 0) -> Cell:
-    """Greedy and sampled, with a random head and with a drafter that is mostly right.
+def run_cell(family: str, column: Column, seed: int = 0, make: Callable[[Any], Any] = tiny_head) -> Cell:
+    """Greedy and sampled, with a random drafter (of `make`) and with a drafter that is mostly right.
 
     Raises:
         AssertionError: a run differs from stock's, or the generator is left elsewhere.
     """
     target = tiny_target(family, column.attention, column.dtype, seed)
-    head = tiny_head(target)
+    head = make(target)
     head.tree_config = _TREE
     cell = Cell()
     inputs = prompts(column.prompts, seed)

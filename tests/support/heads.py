@@ -1,0 +1,55 @@
+"""Heads as if trained, and what they draft."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from hf_dart import DartHead
+from hf_dart.drafters.layers import take
+from hf_dart.training.objective.blocks import build_blocks
+from support.tiny import VOCABULARY
+
+
+def shaken(head: DartHead, seed: int = 1) -> DartHead:
+    """As if the active adapter had been trained: LoRA's second factors start at zero."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in head.parameters():
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype), alpha=0.2)
+    return head
+
+
+def drafts(head: DartHead) -> torch.Tensor:
+    """[d, V] behind some random positions."""
+    generator = torch.Generator().manual_seed(5)
+    features = torch.randn(1, 6, head.config.features_width, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(VOCABULARY, (1, 6), generator=generator)
+    with torch.no_grad():
+        return head.propose(head.begin(1, 8), features, tokens, torch.tensor([6])).logits[0]
+
+
+def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
+    """Draft logits [d, V] behind T positions, by the training pass with one block behind the last of them."""
+    documents = torch.zeros(1, len(tokens) + 1, dtype=torch.long)
+    anchors = torch.tensor([[len(tokens) - 1]])
+    bidirectional = head.config.block_attention == "bidirectional"
+    injected = head.config.inject_features
+    shifted = head.config.shift_logits
+    blocks = build_blocks(documents, anchors, head.draft_length, bidirectional, injected=injected, shifted=shifted)
+    hidden = head(features[None], head.embed(tokens)[None], blocks.positions, blocks.mask)
+    return head.logits(take(hidden, blocks.entries))[0, : head.draft_length]
+
+
+def peagle_head(target: Any, seed: int = 0, **config: Any) -> DartHead:
+    fields = {"mask_mode": "peagle", "mask_token_id": 47, "draft_length": 5, "initializer_range": 0.3}
+    head = DartHead.from_target(target, seed=seed, **{**fields, **config})
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(seed)
+        for name, weight in head.named_parameters():
+            if "norm" in name:
+                weight.copy_(1 + 0.3 * torch.randn_like(weight))
+    return head

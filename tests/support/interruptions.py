@@ -1,0 +1,203 @@
+"""Calls that are broken off, and what must hold of what they leave."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from contextlib import contextmanager
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, StoppingCriteria
+from transformers.generation.streamers import BaseStreamer
+
+import hf_dart.decoding
+from hf_dart.cache.stock_layers import attention_layers, held_by
+from hf_dart.decoding.api import attach
+from support.caches import CLOSE
+from support.cases import replay
+from support.compare import assert_identical, run
+from support.tiny import prompts, tiny_head, tiny_target
+from support.turns import KINDS
+
+TOKENS = 15
+GREEDY = {"do_sample": False, "max_new_tokens": TOKENS}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS}
+
+
+def used(family: str, make: Callable[[Any], Any] = tiny_head) -> tuple[Any, Any]:
+    """A target and its drafter after a first call, at which transformers installs its hooks for hidden states."""
+    target = attach(tiny_target(family))
+    head = make(target)
+    run(target, prompts([3]), 0, assistant=head, max_new_tokens=2)
+    return target, head
+
+
+class Listener(BaseStreamer):
+    """Keeps what it is given; the first put is the prompt."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[int]] = []
+
+    def put(self, value: Tensor) -> None:
+        self.heard.append(value.tolist())
+
+    def end(self) -> None:
+        pass
+
+    @property
+    def tokens(self) -> int:
+        return max(0, len(self.heard) - 1)
+
+
+def states_by_token(batch: int, vocabulary: int, seed: int) -> list[Tensor]:
+    """The generator's state after 0, 1, ... tokens of stock sampling."""
+    torch.manual_seed(seed)
+    states = [torch.get_rng_state()]
+    for _ in range(TOKENS):
+        torch.multinomial(torch.full((batch, vocabulary), 1 / vocabulary), num_samples=1)
+        states.append(torch.get_rng_state())
+    return states
+
+
+def entries(cache: Any) -> list[tuple[Tensor, Tensor]]:
+    return [held_by(layer) for layer in attention_layers(cache) if layer.is_initialized]
+
+
+def assert_holds_a_prefix(target: Any, cache: Any, inputs: dict[str, Tensor], text: Tensor) -> int:
+    """All layers end at the same slot, and hold what the plain forward would have put there; returns that slot."""
+    held = {int(layer.get_seq_length()) for layer in attention_layers(cache)}
+    assert len(held) == 1
+    slots = held.pop()
+    if slots == 0:
+        return 0
+    mask = torch.ones(len(text), slots, dtype=torch.long)
+    mask[:, : inputs["attention_mask"].shape[1]] = inputs["attention_mask"]
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    plain = DynamicCache(config=target.config)
+    with torch.no_grad():
+        target(
+            input_ids=text[:, :slots],
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=plain,
+            use_cache=True,
+        )
+    for ours, stock in zip(entries(cache), entries(plain), strict=True):
+        for got, want in zip(ours, stock, strict=True):
+            kept = min(got.shape[2], want.shape[2])
+            for row, pad in enumerate((inputs["attention_mask"] == 0).sum(-1).tolist()):
+                first = max(0, pad - (slots - kept))
+                torch.testing.assert_close(
+                    got[row, :, got.shape[2] - kept + first :], want[row, :, want.shape[2] - kept + first :], **CLOSE
+                )
+    return slots
+
+
+def assert_goes_on(
+    target: Any, cache: Any, inputs: dict[str, Tensor], stock: Tensor, token: int, **options: Any
+) -> None:
+    """From `token` on, with that cache and the generator as it is, the rest of stock's text comes out."""
+    prompt = inputs["input_ids"].shape[1]
+    text = stock[:, : prompt + token]
+    slots = assert_holds_a_prefix(target, cache, inputs, text)
+    assert prompt <= slots < prompt + max(token, 1) or slots == token == 0
+    if slots == prompt + token or token == TOKENS:
+        return  # nothing to run, or nothing left
+    seen = torch.ones(len(text), token, dtype=torch.long)
+    mask = torch.cat([inputs["attention_mask"], seen], dim=1)
+    options = {**options, "max_new_tokens": TOKENS - token}
+    rest = target.generate(input_ids=text, attention_mask=mask, past_key_values=cache, **options)
+    assert torch.equal(rest, stock)
+
+
+_OURS = str(Path(hf_dart.decoding.__file__).parent.parent)
+
+
+@contextmanager
+def interrupted_at(line: int) -> Any:
+    """Raise KeyboardInterrupt when the `line`-th line of this package is about to run; yields the count so far."""
+    passed = [0]
+
+    def watch(frame: Any, event: str, argument: Any) -> Any:
+        if not frame.f_code.co_filename.startswith(_OURS):
+            return None
+        if event == "line":
+            passed[0] += 1
+            if passed[0] == line:
+                raise KeyboardInterrupt
+        return watch
+
+    before = sys.gettrace()
+    sys.settrace(watch)
+    try:
+        yield passed
+    finally:
+        sys.settrace(before)
+
+
+def interrupt(
+    family: str,
+    kind: str,
+    lengths: list[int],
+    sampled: bool,
+    cases: int,
+    seed: int,
+    make: Callable[[Any], Any] = tiny_head,
+    **more: Any,
+) -> list[int]:
+    """Break calls off at that many lines; returns how many tokens had been generated in each."""
+    target, head = used(family, make)
+    inputs, options = prompts(lengths), {**(SAMPLED if sampled else GREEDY), **more}
+    stock = run(target, inputs, seed, **options).sequences
+    states = states_by_token(len(lengths), target.config.vocab_size, seed)
+    drafter = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5][: len(lengths)], seed=seed, **options)
+
+    def call(line: int, cache: Any, listener: Listener) -> int:
+        with interrupted_at(line) as passed:
+            same = copy.deepcopy(drafter)  # it draws its misses
+            run(target, inputs, seed, past_key_values=cache, streamer=listener, assistant=same, **options)
+        return passed[0]
+
+    total = call(-1, KINDS[kind](target), Listener())
+    random = Random(seed)
+    reached = []
+    for line in (1 + int(total * (case + random.random()) / cases) for case in range(cases)):  # spread over all
+        cache, listener = KINDS[kind](target), Listener()
+        with pytest.raises(KeyboardInterrupt) as kept:  # as notebooks keep it, with all that the call held
+            call(line, cache, listener)
+        token = listener.tokens
+        if sampled:
+            left = torch.get_rng_state()
+            assert torch.equal(run(target, inputs, seed, **options, assistant=head).sequences, stock), "it still leads"
+            torch.set_rng_state(left)
+            matches = [index for index, state in enumerate(states) if torch.equal(state, torch.get_rng_state())]
+            assert len(matches) == 1, "the generator is at no token of stock's"
+            assert token <= matches[0] <= token + 1
+            token = matches[0]
+        assert_goes_on(target, cache, inputs, stock, token, **options, assistant=head)
+        reached.append(token)
+        del kept
+    assert_identical(target, head, inputs, seed=seed, **options)
+    return reached
+
+
+class Broken(Exception):
+    pass
+
+
+class FailingCriterion(StoppingCriteria):
+    """Fails when it is shown more than `length` slots."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        if input_ids.shape[1] > self.length:
+            raise Broken
+        return torch.zeros(len(input_ids), dtype=torch.bool)
