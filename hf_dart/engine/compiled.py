@@ -106,6 +106,11 @@ class Engine:
         """The captured rounds that are kept, the one used last at the end; None for one that could not be made."""
         return [*self._tiers.values()]
 
+    @property
+    def forwards(self) -> list[Forward | None]:
+        """The captured forwards that are kept, for calls that take no captured rounds; as `tiers` otherwise."""
+        return [*self._forwards.values()]
+
     def release(self) -> None:
         """Free all graphs and buffers; they are made anew when they are needed."""
         self._made_for: tuple[Any, ...] = ()

@@ -98,6 +98,15 @@ def test_forgotten_blocks_change_nothing() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+def test_skipped_noise_is_not_kept() -> None:
+    wanted = NoiseStream(2, 5, CPU).begin().exponentials([300, 300], 3)
+    noise = NoiseStream(2, 5, CPU).begin()
+    noise.forget_before(300)
+    assert torch.equal(noise.exponentials([300, 300], 3), wanted)
+    assert len(noise._blocks) <= 4
+    assert len(noise._states) <= 5
+
+
 def test_a_row_that_has_ended_may_lie_behind_what_is_kept() -> None:
     torch.manual_seed(5)
     stream = NoiseStream(2, 9, CPU).begin()
@@ -158,8 +167,11 @@ LEFT_BEHIND = [0.0, 1.0, 0.0, 0.3]
 
 
 @pytest.mark.parametrize("misses", [LEFT_BEHIND, [1.0, 0.0, 0.0, 0.0]])
+@pytest.mark.parametrize("shared", [True, False], ids=["", "noise not shared"])
 @pytest.mark.parametrize("eos", [None, [3]], ids=["to the end", "some end early"])
-def test_what_is_held_stays_bounded(misses: list[float], eos: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_held_stays_bounded(
+    misses: list[float], eos: Any, shared: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One row has every draft accepted, another none; some end early, and no longer count then."""
     rows: list[Rows] = []
     leads, held = [], []
@@ -183,7 +195,7 @@ def test_what_is_held_stays_bounded(misses: list[float], eos: Any, monkeypatch: 
     inputs = prompts([9, 3, 7, 13])
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 90, "eos_token_id": eos, "pad_token_id": 0}
     drafter = replay(target, inputs, misses=misses, draft_length=DEPTH, **options)
-    drafter.tree_config = TreeConfig(shared_noise=True, lookup=0, nodes=24)
+    drafter.tree_config = TreeConfig(shared_noise=shared, lookup=0, nodes=24)
     assert_identical(target, drafter, inputs, **options)
     assert max(leads) <= MAX_LEAD
     # From the slowest row to where the fastest one's draft ends; and the state behind that.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from threading import Barrier, Thread
 from typing import Any
 
@@ -46,21 +48,27 @@ def test_concurrent_calls(llama: tuple[Any, Any]) -> None:
     assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
 
 
-def test_two_targets_with_two_heads_each(llama: tuple[Any, Any]) -> None:
-    target, head = llama
-    sliding = tiny_target("gemma3")
-    pairs = [(target, head), (sliding, tiny_head(sliding)), (target, tiny_head(target)), (sliding, tiny_head(sliding))]
-    inputs = prompts([6, 3])
-    options = {**GREEDY, "max_new_tokens": 40}
-    alone = [call(each, 0, **inputs, **options).sequences for each, _ in pairs]
-    together: list[Any] = [None] * len(pairs)
+def test_two_targets_with_two_heads_each() -> None:
+    """Greedy: all threads of a process share the generator that sampling draws from."""
+    targets = [tiny_target(family) for family in ("llama", "gemma3")]
+    heads = [[tiny_head(target, seed=seed) for seed in (0, 1)] for target in targets]
+    inputs = [prompts([9, 4], seed=seed) for seed in (0, 1)]
+    options = {"do_sample": False, "max_new_tokens": 40}
+    stock = [[target.generate(**each, **options).tolist() for each in inputs] for target in targets]
+    jobs = list(itertools.product(range(2), range(2), range(2)))
+    together = Barrier(len(jobs))
 
-    def work(index: int) -> None:
-        each, its_head = pairs[index]
-        together[index] = each.generate(**inputs, **options, assistant=its_head)
+    def call(which: int, head: int, prompt: int) -> bool:
+        together.wait()
+        found = [
+            targets[which].generate(**inputs[prompt], **options, assistant=heads[which][head]).tolist()
+            for _ in range(2)
+        ]
+        return found == [stock[which][prompt]] * 2
 
-    side_by_side(work, len(pairs))
-    assert all(torch.equal(left, right) for left, right in zip(together, alone, strict=True))
+    with ThreadPoolExecutor(len(jobs)) as pool:
+        assert all(pool.map(lambda job: call(*job), jobs))
+    assert all(head.last_stats.tau > 1 for pair in heads for head in pair)
 
 
 def test_concurrent_sampled_calls_draw_noise_of_their_own(llama: tuple[Any, Any]) -> None:

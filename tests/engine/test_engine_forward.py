@@ -30,8 +30,8 @@ ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 def identical(target: Any, drafter: Any, made: Engine, inputs: dict[str, Any], reason: str, **options: Any) -> None:
     with pytest.warns(UserWarning, match=f"the target's forward alone is captured.*{reason}"):
         assert_identical(target, drafter, inputs, into=FORWARDS, **options)
-    assert made._forwards
-    assert all(made._forwards.values())
+    assert made.forwards
+    assert all(made.forwards)
     assert not made.tiers
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
@@ -116,7 +116,7 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
         assert_identical(target, head, batch(4, "sdpa"), **options)
     assert len(launches) == 5
-    assert list(made._forwards.values()) == [None]
+    assert made.forwards == [None]
     assert_identical(target, head, batch(4, "sdpa"), **options)
 
 
@@ -134,7 +134,7 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     draft = CapturedDraftPass.__call__
     monkeypatch.setattr(CapturedDraftPass, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
     assert_identical(target, head, batch(size, "sdpa"), into=FORWARDS, **options)
-    assert len(made._forwards) > 1
+    assert len(made.forwards) > 1
     assert head.last_stats.committed == eager
     assert len(drafts) == rounds
 
@@ -167,7 +167,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
     assert any("it failed (OutOfMemoryError" in str(one.message) for one in told) == fails
     assert head.last_stats.committed == eager
     assert len(drafts) == 2 + fails
-    assert all(made._forwards.values()) != fails
+    assert all(made.forwards) != fails
 
 
 @pytest.mark.filterwarnings("ignore:Of this call")
@@ -233,7 +233,7 @@ def test_without_a_break() -> None:
     head = tiny_head(target)
     made = engine(target, head, backend="eager", first_tier=64)
     identical(target, head, made, batch(4, "sdpa"), "NoRepeat", no_repeat_ngram_size=3, **GREEDY)
-    (forward,) = made._forwards.values()
+    (forward,) = made.forwards
     assert isinstance(forward, Forward)
     assert forward.draft_pass is not None
     assert counters["stats"]["unique_graphs"] == len(forward._sizes) + len(forward.draft_pass._sizes)

@@ -152,10 +152,10 @@ def test_a_captured_forward(backend: str | None) -> None:
                 label=f"captured forward, {size}",
                 **{"max_new_tokens": 40, **options},
             )
-    assert made._forwards
+    assert made.forwards
     torch.cuda.set_sync_debug_mode("error")
     try:
-        for forward in made._forwards.values():
+        for forward in made.forwards:
             assert forward is not None
             assert forward.draft_pass is not None
             for sized in (*forward._sizes.values(), *forward.draft_pass._sizes.values()):

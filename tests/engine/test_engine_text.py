@@ -65,7 +65,7 @@ def test_an_ngram_table(tmp_path: Path, scores: str, backend: str | None) -> Non
     made: Any = hf_dart.compile(target, head, backend=backend, first_tier=64)
     assert_identical(target, head, batch(4, "sdpa"), tree_config=tree, **GREEDY)
     assert made.tiers
-    assert not made._forwards
+    assert not made.forwards
     assert not counters["graph_break"]
     before = made.tiers
     if backend is None:

@@ -22,8 +22,6 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import api
-from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 
 EXACT = tally("float64, tiny random targets")
 
@@ -269,29 +267,6 @@ def test_a_drafter_without_features(llama: tuple[Any, Any]) -> None:
 
 
 # ---- the noise queue --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("misses", [[0.0, 1.0, 1.0, 1.0], [1.0, 0.0, 0.0, 0.5]])
-def test_no_row_runs_too_far_ahead(
-    llama: tuple[Any, Any], misses: list[float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One row has every draft accepted, another none: the queue of noise blocks stays short."""
-    longest = 0
-
-    class Watched(NoiseStream):
-        def _draw_to(self, end: int) -> None:
-            nonlocal longest
-            super()._draw_to(end)
-            longest = max(longest, len(self._blocks))
-
-    monkeypatch.setattr(api, "NoiseStream", Watched)
-    target, _ = llama
-    inputs = batch(4, "sdpa")
-    options = {**SAMPLED, "max_new_tokens": 110}
-    drafter = replay(target, inputs, misses=misses, draft_length=9, **options)
-    stock, _ = assert_identical(target, drafter, inputs, **options)
-    assert stock.sequences.shape[1] == 13 + 110
-    assert MAX_LEAD <= longest <= MAX_LEAD + drafter.draft_length + 1
 
 
 def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> None:

@@ -215,7 +215,7 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
         assert snapshot(target) == before, "the target was changed"
         if made is not None:
             tallies.kinds["with captured rounds"] += any(made.tiers)
-            tallies.kinds["with captured forwards"] += any(made._forwards.values())
+            tallies.kinds["with captured forwards"] += any(made.forwards)
     finally:
         if head is not None:
             head.engine = None

@@ -27,7 +27,6 @@ from hf_dart import TreeConfig, attach
 from hf_dart.decoding import prefill
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
-from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.walk import Walker
 
@@ -87,24 +86,6 @@ def test_no_room_is_taken_for_tokens_that_never_come() -> None:
     stock = target.generate(**prompts([7]), do_sample=False, max_new_tokens=20)
     options = {"do_sample": False, "max_new_tokens": 10**12, "eos_token_id": int(stock[0, 15]), "pad_token_id": 0}
     assert_identical(target, head, prompts([7]), **options)
-
-
-@pytest.mark.parametrize("length", [12.0, 11.5])
-def test_a_length_as_a_float(length: float) -> None:
-    target = tiny_target("llama")
-    assert_identical(target, tiny_head(target), prompts([7, 4]), do_sample=False, max_new_tokens=length)
-
-
-@pytest.mark.matrix
-def test_texts_outgrow_the_first_room() -> None:
-    target = tiny_target("llama", max_position_embeddings=2048)
-    head = tiny_head(target)
-    for options in ({}, {"output_scores": True, "return_dict_in_generate": True}):
-        ours, stock = (
-            run(target, prompts([7, 4]), 0, do_sample=False, max_new_tokens=530, **options, **drafted)
-            for drafted in ({"assistant": head}, {})
-        )
-        assert torch.equal(ours.sequences, stock.sequences)
 
 
 def test_the_length_of_a_criterion_of_ones_own_counts() -> None:
@@ -198,15 +179,6 @@ def test_inference_mode_leaves_nothing_behind() -> None:
     hidden = torch.randn(1, head.config.hidden_size, dtype=torch.float64, requires_grad=True)
     head.logits(hidden).sum().backward()
     assert hidden.grad is not None
-
-
-def test_skipped_noise_is_not_kept() -> None:
-    wanted = NoiseStream(2, 5, torch.device("cpu")).begin().exponentials([300, 300], 3)
-    noise = NoiseStream(2, 5, torch.device("cpu")).begin()
-    noise.forget_before(300)
-    assert torch.equal(noise.exponentials([300, 300], 3), wanted)
-    assert len(noise._blocks) <= 4
-    assert len(noise._states) <= 5
 
 
 class Later(MaxLengthCriteria):

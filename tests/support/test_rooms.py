@@ -1,12 +1,13 @@
-"""What `support/rooms.py` counts: every import, wherever it stands."""
+"""What `support/rooms.py` counts: every import, wherever it stands; and what test files import."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from support.rooms import circles, hidden, imports, modules, upward
+from support.rooms import ROOT, circles, hidden, imports, modules, upward
 
 FILES = {
     "__init__.py": "",
@@ -54,3 +55,11 @@ def test_circles_and_upward_imports(graph: dict[str, set[str]], tmp_path: Path) 
 def test_blocks_for_type_checkers(graph: dict[str, set[str]], tmp_path: Path) -> None:
     found = {path.name: hidden(path) for path in (tmp_path / "house").rglob("*.py")}
     assert found == {**dict.fromkeys(found, 0), "two.py": 1}
+
+
+def test_no_test_file_imports_another() -> None:
+    """What several of them need is in `support/`, so that each runs by itself."""
+    files = sorted((ROOT / "tests").rglob("*.py"))
+    assert len(files) > 100
+    importing = re.compile(r"^\s*(from|import) ([\w.]+\.)?test_", re.MULTILINE)
+    assert [str(path) for path in files if importing.search(path.read_text())] == []
