@@ -24,7 +24,7 @@ from hf_dart.drafters.base_config import DrafterConfig
 
 
 class KeyValueWriter(Protocol):
-    """RoundCache keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
+    """Keeps keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
 
     def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
 

@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 30}
 
 
 class Listener(ReplayDrafter):
-    """RoundCache everything that it is told, row by row."""
+    """Keeps everything that it is told, row by row."""
 
     def begin(self, batch_size: int, capacity: int) -> ReplayState:
         self.features: list[list[Tensor]] = [[] for _ in range(batch_size)]

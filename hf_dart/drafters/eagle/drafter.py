@@ -230,7 +230,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
 
 
 def _writer(state: SlotState, slots: Tensor, end: int) -> KeyValueWriter:
-    """RoundCache keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
+    """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
 
     def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
         keys, values = state.store.write(0, key, slots), state.store.write(1, value, slots)
