@@ -46,7 +46,7 @@ def main() -> None:
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--rows", type=int, default=1536, help="to learn from")
     parser.add_argument("--evaluation-rows", type=int, default=128, help="of held-out files, for the offline tau")
-    parser.add_argument("--prompts", type=int, default=24, help="beginnings of held-out rows to decode in earnest")
+    parser.add_argument("--prompts", type=int, default=24, help="beginnings of held-out rows to generate from")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
@@ -117,7 +117,7 @@ def files_of(package: str, suffix: str) -> list[Path]:
 
 
 def rows_from(files: list[Path], count: int, sampling: Sampling, writer: ModelWriter) -> list[dict[str, Any]]:
-    """Up to `count` rows: a piece of a file, and what the target writes behind it, which alone is drafted."""
+    """Up to `count` rows: a piece of a file, and what the target writes after it, which alone is drafted."""
     pieces: list[list[int]] = []
     for file in files:
         text = file.read_text(encoding="utf8", errors="replace")

@@ -56,7 +56,7 @@ def train_tokenizer(files: list[Path]) -> PreTrainedTokenizerFast:
 
 
 def collate(rows: Sequence[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Rows of packed documents: positions begin anew with each; no token is predicted from another one."""
+    """Rows of packed documents: positions start again with each; no token is predicted from another one."""
     ids = torch.stack([row["input_ids"] for row in rows])
     positions = document_positions(torch.stack([row["documents"] for row in rows]))
     padding = torch.stack([row["documents"] for row in rows]) < 0

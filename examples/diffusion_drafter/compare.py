@@ -5,7 +5,7 @@
 `runs` holds what `run_all.py` trained; what is missing is left out. Rows are: stock; the language model through
 stock's `assistant_model=`, by stock's rule and with drafts of fixed lengths; DART heads; diffusion drafters. Copied
 text is left out (`lookup=0`), so that each stands for itself. Standard errors are jackknifed over prompts. The tables
-also go into the README.md beside the JSON, between its two marker lines; `--render` writes them anew from the JSON.
+also go into the README.md beside the JSON, between its two marker lines; `--render` writes them again from the JSON.
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def main() -> None:
     parser.add_argument("runs", type=Path, help="output folder of run_all.py")
     parser.add_argument("--target", default=str(PACKAGED_TARGET))
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--render", action="store_true", help="only write the tables of the JSON anew")
+    parser.add_argument("--render", action="store_true", help="only write the tables again from the JSON")
     arguments = parser.parse_args()
     if arguments.render:
         write_tables(json.loads(arguments.json.read_text(encoding="utf8")), arguments.json.parent / "README.md")

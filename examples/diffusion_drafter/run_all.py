@@ -1,4 +1,4 @@
-"""Train all drafters of `train.py`, one behind the other, and compare them: the tables of the model card.
+"""Train all drafters of `train.py`, one after the other, and compare them: the tables of the model card.
 
     python examples/diffusion_drafter/run_all.py corpus.bin regenerated runs
 

@@ -127,7 +127,7 @@ def trained_parameters(model: torch.nn.Module) -> int:
 
 
 def small_lm(target: Any, layers: int, parameters: int) -> Qwen3ForCausalLM:
-    """The target with fewer layers, new and of so many parameters, behind its own embeddings, which are frozen."""
+    """The target with fewer layers, new and of so many parameters, after its own embeddings, which are frozen."""
     config = type(target.config)(**{**target.config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
     torch.manual_seed(0)
     missing = parameters - trained_parameters(Qwen3ForCausalLM(config).model.layers)

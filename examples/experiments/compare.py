@@ -3,7 +3,7 @@
     python examples/experiments/compare.py causal corpus.bin regenerated.bin runs/losses --json losses.json
 
 Trains every variant of a suite for the packaged target, from scratch or on from one head (`--start-from`), with each
-seed, and prints one table: τ of chains behind held-out text, offline and exact (`DraftQuality`), with
+seed, and prints one table: τ of chains after held-out text, offline and exact (`DraftQuality`), with
 standard errors over seeds. The data are those of `examples/demo_pair`: the corpus and what `hf-dart regenerate` made of
 it. What is done is kept in the output folder, the heads as well: an interrupted run goes on, and `--seeds` may be
 raised later.
@@ -93,15 +93,15 @@ class Experiment:
         self.held_out = [self._held_out("greedy"), self._held_out("sampled")]
 
     def _held_out(self, mode: str) -> list[dict[str, torch.Tensor]]:
-        """What the target writes behind pieces of pytest's source, which it has never seen: half a row each."""
+        """What the target writes after pieces of pytest's source, which it has never seen: half a row each."""
         file = self.arguments.output / f"held_out_{mode}_{self.arguments.evaluation_rows}x{self.arguments.length}.pt"
         if not file.exists():
             torch.save(self._written(mode), file)
         ids = torch.load(file)
         prefix, pad = self.arguments.length // 2, self.target.config.pad_token_id
-        behind = torch.arange(ids.shape[1]) >= prefix
+        written = torch.arange(ids.shape[1]) >= prefix
         return [
-            {"input_ids": row, "documents": torch.where(row == pad, -1, 0), "loss_mask": behind & (row != pad)}
+            {"input_ids": row, "documents": torch.where(row == pad, -1, 0), "loss_mask": written & (row != pad)}
             for row in ids
         ]
 
