@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dart.bench.exact import Run, compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
@@ -162,7 +163,7 @@ def demo(
 
 
 @torch.no_grad()
-def fastest_threads(model: Any) -> int:
+def fastest_threads(model: PreTrainedModel) -> int:
     """The number of CPU threads with which the target alone is fastest, torch's own choice being the most.
 
     A small model is slowed down by many threads, and by any second one where other programs keep the cores busy.

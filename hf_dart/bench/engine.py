@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import StaticCache
+from transformers import PreTrainedModel, StaticCache
 
 from hf_dart.bench.exact import run, synchronize
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
@@ -175,7 +175,14 @@ def _methods(head: SimulatedHead, static: StaticCache, settings: Settings) -> li
     ]
 
 
-def _time(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int, engine: Any, expected: Tensor) -> None:
+def _time(
+    one: Measurement,
+    target: PreTrainedModel,
+    inputs: dict[str, Tensor],
+    tokens: int,
+    engine: Any,
+    expected: Tensor,
+) -> None:
     head = one.options.get("assistant")
     if head is not None:
         head.engine = None if one.method == EAGER else engine
@@ -194,7 +201,7 @@ def _empty(one: Measurement) -> None:
         one.options["past_key_values"].reset()
 
 
-def _count(one: Measurement, target: Any, inputs: dict[str, Tensor], tokens: int, engine: Any) -> None:
+def _count(one: Measurement, target: PreTrainedModel, inputs: dict[str, Tensor], tokens: int, engine: Any) -> None:
     """Launches and waits per round, those of the prefill left out."""
     head = one.options.get("assistant")
     if head is not None:

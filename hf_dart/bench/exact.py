@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import Verdict
@@ -21,7 +22,7 @@ LOW_PRECISION_ULPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What a call returned and left behind.
+    """What a call returned and left.
 
     Attributes:
         sequences: [B, P + T].
@@ -36,7 +37,7 @@ class Run:
     stats: DraftStats | None
 
 
-def run(model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:
+def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int = 0) -> Run:
     """Seed, call `model.generate(**inputs, **options)`, and time it."""
     device = inputs["input_ids"].device
     torch.manual_seed(seed)
@@ -94,7 +95,7 @@ def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
 
 
 def differences(
-    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Tensor, other: Tensor
+    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Tensor, other: Tensor
 ) -> list[Difference | None]:
     """The first difference of each row; None for rows that agree as far as both go.
 
@@ -128,7 +129,7 @@ def differences(
 
 
 def compare(
-    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
+    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
 ) -> Verdict:
     """Compare a run with stock's, token for token and in the state of the generator.
 
@@ -139,7 +140,7 @@ def compare(
 
 
 def run_differences(
-    model: Any, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
+    model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Run, other: Run
 ) -> list[Difference | None]:
     """`differences` of whole runs: an end at another place is one too."""
     if torch.equal(stock.sequences, other.sequences):

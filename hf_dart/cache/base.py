@@ -56,7 +56,7 @@ class TreeCache(ABC):
         """Drop the last entries of rows that are longer than `lengths` [B]."""
 
     def write_back(self, grown: int) -> None:
-        """Lay the first `grown` entries behind the prompt into the stock cache, in stock's slots; once only.
+        """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
 
         Every row must have as many. Should it fail, the stock cache still holds the prompt.
 

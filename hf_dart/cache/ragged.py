@@ -139,8 +139,8 @@ class RaggedCache(TreeCache):
     def commit(self, path: Tensor, counts: list[int]) -> None:
         source = self.longest + path
         target = self.lengths[:, None] + torch.arange(path.shape[1])
-        # Padding of the path is copied too, behind a row's last entry, where nothing is looked at; room for
-        # it is there because the tree itself lay behind the longest row.
+        # Padding of the path is copied too, after a row's last entry, where nothing is looked at; room for
+        # it is there because the tree itself lay after the longest row.
         if not torch.equal(source, target):  # roots alone of rows of one length lie where they belong
             for buffers in self._buffers.values():
                 buffers.move(source, target)

@@ -26,7 +26,7 @@ class LayerBuffers:
 
     Layers with a sliding window need the last positions of each row alone. What no row will see again makes room for
     what comes, so that such layers cost memory and time for their window, however long the text; a row that has ended
-    keeps what it saw, and with it all that lies behind.
+    keeps what it saw, and with it all that follows.
 
     Args:
         specs: of all buffers.
@@ -56,7 +56,7 @@ class LayerBuffers:
         return 0 if self.window is None else max(int(lengths.min()) - self.window - slack, 0)
 
     def prepare(self, lengths: Tensor, longest: int, nodes: int) -> None:
-        """Make room for `nodes` entries behind the longest row."""
+        """Make room for `nodes` entries after the longest row."""
         end, unseen = longest + nodes, self._unseen(lengths, SLACK)
         if end - self.first > self.store.capacity and unseen > self.first:
             self.store.drop(unseen - self.first, longest - self.first)

@@ -214,7 +214,7 @@ def refuse_drafter(drafter: Proposer[Any]) -> None:
 
 
 def refuse_options(
-    model: Any, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
+    model: PreTrainedModel, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
 ) -> None:
     """Raise for options of `generate` whose result a drafted run could not equal.
 
@@ -246,7 +246,7 @@ def refuse_options(
             raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
     multimodal = "mm_encoder_outputs" in kwargs
     if kwargs.get("mm_encoder_outputs"):  # generate itself passes an empty one with text alone
-        raise ValueError("Drafts are not verified behind images or videos; leave them out, or leave assistant= out.")
+        raise ValueError("Drafts are not verified after images or videos; leave them out, or leave assistant= out.")
     for name, value in kwargs.items():
         blank = multimodal and name in _KINDS_OF_TOKENS and value is not None and not bool(value.any())
         if name not in _INPUTS and value is not None and not blank:
@@ -275,13 +275,13 @@ def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | 
         )
 
 
-def _is_sharded(model: Any) -> bool:
+def _is_sharded(model: PreTrainedModel) -> bool:
     """Do processes hold parts of the model, so that stock would keep them in step?"""
     alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
     return not alone and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
-def _refuse_soft_prompts(model: Any) -> None:
+def _refuse_soft_prompts(model: PreTrainedModel) -> None:
     """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config = getattr(wrapper, "active_peft_config", None)
@@ -353,7 +353,7 @@ def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, tot
         seen = attention_mask.bool()
         if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
             raise ValueError(
-                "The attention mask hides tokens behind visible ones; pad on the left (tokenizer.padding_side='left')."
+                "The attention mask hides tokens after visible ones; pad on the left (tokenizer.padding_side='left')."
             )
         pads = (~seen).sum(-1).tolist()
         if total in pads:

@@ -29,7 +29,7 @@ from hf_dart.trees.config import TreeConfig
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 
 
-def attach(model: Any) -> Any:
+def attach(model: PreTrainedModel) -> Any:
     """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
 
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
@@ -54,7 +54,7 @@ def attach(model: Any) -> Any:
     return attached(model)
 
 
-def attached(model: Any) -> Any:
+def attached(model: PreTrainedModel) -> Any:
     """`model`, attached; what was proved of the target before need not be proved again."""
     target = unwrapped(model)
     if not target.training:
@@ -63,7 +63,7 @@ def attached(model: Any) -> Any:
     return model
 
 
-def detach(model: Any) -> Any:
+def detach(model: PreTrainedModel) -> Any:
     """Undo `attach`."""
     target = unwrapped(model)
     own = _own_generate(target)
@@ -84,7 +84,7 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
-def _own_generate(target: Any) -> Any:
+def _own_generate(target: PreTrainedModel) -> Any:
     """What an instance has for `generate` in place of its class's, ours aside; None if nothing."""
     own = vars(target).get("generate")
     return own.own if isinstance(own, AttachedGenerate) else own
@@ -98,7 +98,7 @@ class AttachedGenerate:
         own: a `generate` that the instance had before, for calls without `assistant=`.
     """
 
-    def __init__(self, model: Any, own: Any) -> None:
+    def __init__(self, model: PreTrainedModel, own: Any) -> None:
         self.model, self.own = model, own
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -110,7 +110,7 @@ class AttachedGenerate:
 
 
 def generate(
-    model: Any,
+    model: PreTrainedModel,
     *args: Any,
     assistant: Proposer[Any] | None = None,
     tree_config: TreeConfig | None = None,
@@ -168,7 +168,7 @@ def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[
     return dict(**dict(named), **kwargs)
 
 
-def _refuse_token_healing(model: Any, kwargs: dict[str, Any]) -> None:
+def _refuse_token_healing(model: PreTrainedModel, kwargs: dict[str, Any]) -> None:
     if _option(model, kwargs, "token_healing"):
         raise ValueError(
             "generate has no tokenizer to heal a prompt with here; heal it first, with model.heal_tokens(input_ids, "
@@ -176,7 +176,7 @@ def _refuse_token_healing(model: Any, kwargs: dict[str, Any]) -> None:
         )
 
 
-def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> None:
+def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer: Any) -> None:
     """`generate` drops the tokenizer for a callable, so the criterion is made here."""
     stop_strings = _option(model, kwargs, "stop_strings")
     if stop_strings is None:
@@ -190,7 +190,7 @@ def _take_stop_strings(model: Any, kwargs: dict[str, Any], tokenizer: Any) -> No
         kwargs["stopping_criteria"] = StoppingCriteriaList([*criteria, criterion])
 
 
-def _option(model: Any, kwargs: dict[str, Any], name: str) -> Any:
+def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
     """An option of `generate` from where stock takes it: keyword, config of the call, config of the model."""
     if name in kwargs:
         return kwargs[name]

@@ -12,6 +12,7 @@ from transformers import (
     EosTokenCriteria,
     GenerationMixin,
     MaxLengthCriteria,
+    PreTrainedModel,
     StaticCache,
     SynthIDTextWatermarkLogitsProcessor,
     UnbatchedClassifierFreeGuidanceLogitsProcessor,
@@ -53,7 +54,7 @@ class DartCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
 
     def __init__(
-        self, drafter: Proposer[Any], target: Any, generation_config: Any, processors: Any, pads: int
+        self, drafter: Proposer[Any], target: PreTrainedModel, generation_config: Any, processors: Any, pads: int
     ) -> None:
         self.model_kwargs_overrides = features_request(drafter.feature_layers)
         self.stats = DraftStats()
@@ -89,7 +90,7 @@ class DartCandidateGenerator(CandidateGenerator):
         n_last_matches: int | Tensor,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Draft behind `input_ids` [1, T], the last of which the target has not read yet.
+        """Draft after `input_ids` [1, T], the last of which the target has not read yet.
 
         Args:
             model_outputs: of the target's last forward, over the tokens before and that round's candidates.
@@ -124,7 +125,7 @@ class DartCandidateGenerator(CandidateGenerator):
         return (ids, None) if proposal is None else self._draw(ids, proposal, outputs.logits.shape[-1])
 
     def _room(self, ids: Tensor) -> int:
-        """How many tokens may be drafted behind `ids` [1, T]."""
+        """How many tokens may be drafted after `ids` [1, T]."""
         room = self._max_length - ids.shape[1] - 1  # the target adds one of its own
         position = ids.shape[1] - 1 - self._pads
         if position <= self._last_position:
@@ -132,7 +133,7 @@ class DartCandidateGenerator(CandidateGenerator):
         return 0 if self._hard else room
 
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-        """A chain behind `ids` [1, T], up to its first end token, drawn with the call's processors."""
+        """A chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""
         proposal = proposal.within(vocab_size)
         logits = proposal.logits.float()
         if proposal.vocabulary is not None:  # stock's processors look at the whole vocabulary
@@ -172,7 +173,7 @@ class DartCandidateGenerator(CandidateGenerator):
 class _WithCandidates:
     """Stands in for the target in one run of the stock loop; only the choice of a candidate generator is its own."""
 
-    def __init__(self, target: Any, generator: DartCandidateGenerator) -> None:
+    def __init__(self, target: PreTrainedModel, generator: DartCandidateGenerator) -> None:
         self._target = target
         self._generator = generator
 
@@ -188,7 +189,7 @@ class _WithCandidates:
 
 @host_by_default
 def _assisted_decoding(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
     logits_processor: Any,
     stopping_criteria: Any,
@@ -222,7 +223,7 @@ def _assisted_decoding(
 
 
 def _refuse(
-    model: Any,
+    model: PreTrainedModel,
     input_ids: Tensor,
     processors: Any,
     criteria: Any,
@@ -246,14 +247,14 @@ def _refuse(
         "needs token ids": kwargs.get("inputs_embeds") is not None,
         "cannot take back drafts from a running state or a static cache": model._is_stateful
         or isinstance(cache, StaticCache),
-        "reads the whole prompt again behind a cached prefix": cache.get_seq_length() > 0,
+        "reads the whole prompt again after a cached prefix": cache.get_seq_length() > 0,
         "gives hidden states to the drafter only": bool(config.output_hidden_states),
         f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),
         "drafts past a MaxLengthCriteria or EosTokenCriteria of your own (give max_length= and eos_token_id=)": lengths
         != {config.max_length}
         or enders != (set() if eos is None else set(eos.tolist())),
         f"calls {', '.join(disturbed)} on rejected drafts too": bool(disturbed),
-        "stops at once behind a prompt that ends in an end token, in this release": ends
+        "stops at once after a prompt that ends in an end token, in this release": ends
         and bool(torch.isin(input_ids[0, -1:], config._eos_token_tensor.to(input_ids.device))),
     }
     for what, applies in differs.items():

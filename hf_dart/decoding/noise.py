@@ -86,14 +86,14 @@ class NoiseStream:
         return self._blocks[position][row : row + 1]
 
     def block(self, position: int) -> Tensor:
-        """E [B, V] of all rows at a position that none of them has left behind."""
+        """E [B, V] of all rows at a position that none of them has passed."""
         self._draw_to(position + 1)
         return self._blocks[position]
 
     def exponentials(self, starts: list[int], depth: int) -> Tensor:
         """E [B, depth, V] of positions starts[b] .. starts[b] + depth - 1.
 
-        A row that has ended lies behind what is kept; it gets the oldest blocks, which it does not use.
+        A row that has ended lies before what is kept; it gets the oldest blocks, which it does not use.
         """
         self._draw_to(max(starts) + depth)
         oldest = next(iter(self._blocks))
@@ -133,7 +133,7 @@ class NoiseStream:
 
 
 class RefusesDraws(TorchDispatchMode):
-    """Around code of the user's own while a stream of `device` leads: stock would draw its next tokens behind it."""
+    """Around code of the user's own while a stream of `device` leads: stock would draw its next tokens after it."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
@@ -46,7 +47,7 @@ _NOT_THE_PROMPT = (
 
 
 class PromptFeed:
-    """Hands prompt positions to the drafter, each with the token behind it.
+    """Hands prompt positions to the drafter, each with the token after it.
 
     The last position has no such token yet: its features wait for the first generated token (`finish`).
 
@@ -77,7 +78,7 @@ class PromptFeed:
         if ready == 0:
             return
         slots = slice(self._next + 1, self._next + 1 + ready)
-        # Rows begin behind their padding; no entry is left over where the longest of them has none.
+        # Rows begin after their padding; no entry is left over where the longest of them has none.
         skipped = (self._pads - self._next).clamp(0, ready)
         counts = ready - skipped
         entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
@@ -116,7 +117,7 @@ class PrefillRecorder:
         shift: `position_shift` of stock's first step after the prompt.
     """
 
-    def __init__(self, target: Any, feed: PromptFeed, feature_layers: list[int]) -> None:
+    def __init__(self, target: PreTrainedModel, feed: PromptFeed, feature_layers: list[int]) -> None:
         self._target = target
         self._feed = feed
         self._feature_layers = feature_layers

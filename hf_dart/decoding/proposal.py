@@ -38,7 +38,7 @@ class Proposal:
     """One draft: distributions over the next d tokens of each row.
 
     Attributes:
-        logits: [B, d, V], entry i for the token i + 1 places behind the last committed one; [B, d, M] where the
+        logits: [B, d, V], entry i for the token i + 1 places after the last committed one; [B, d, M] where the
             drafter scores some tokens only.
         hidden: [B, d, H], what the logits were read from.
         vocabulary: [M] ids of those tokens, ascending; None for all.

@@ -46,7 +46,7 @@ class Proposer(ABC, Generic[State]):
         self._ngram = table
 
     def check_ngram(self, table: NgramTable) -> None:
-        """Raise a `ValueError` that says the mend if the table's token ids are not the target's.
+        """Raise a `ValueError` that names the remedy if the table's token ids are not the target's.
 
         By default every table will do.
         """
@@ -63,7 +63,7 @@ class Proposer(ABC, Generic[State]):
 
     @abstractmethod
     def check_target(self, target: nn.Module) -> None:
-        """Raise a `ValueError` that says the mend if this drafter cannot draft for `target`."""
+        """Raise a `ValueError` that names the remedy if this drafter cannot draft for `target`."""
 
     def draft_cost(self, target: nn.Module, depth: int | None = None) -> float:
         """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
@@ -82,13 +82,13 @@ class Proposer(ABC, Generic[State]):
 
         Args:
             features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
-            next_tokens: [B, A] the token behind each position; [B, A, E] its embedding where the prompt was given
+            next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given
                 as `inputs_embeds`.
             counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
         """
 
     def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
-        """Go on with a state of an earlier call: take in what it lacks, then drop what lies behind `lengths` [B].
+        """Go on with a state of an earlier call: take in what it lacks, then drop what follows `lengths` [B].
 
         Returns:
             Whether the state now holds `lengths` positions per row; a new one is begun otherwise.
@@ -99,7 +99,7 @@ class Proposer(ABC, Generic[State]):
     def propose(
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal | None:
-        """Take in verified positions (as `extend`) and draft `depth` tokens (d where left out) behind the last one.
+        """Take in verified positions (as `extend`) and draft `depth` tokens (d where left out) after the last one.
 
         What is returned for a row with no new position (`counts` 0) is not used. None drafts nothing: then copied
         text alone is verified (`TreeConfig.lookup`).
@@ -108,10 +108,10 @@ class Proposer(ABC, Generic[State]):
     def propose_ranked(
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal | None:
-        """As `propose`, for drafters that choose tokens to draft on from: `score` knows what the target will do.
+        """Take in verified positions and draft, for drafters that choose tokens to draft on from by their `score`.
 
-        That is its processors and, when sampling, the noise that it will draw its tokens with. By default nothing is
-        chosen, and this is `propose`.
+        The score knows the target's processors and, when sampling, the noise that it will draw its tokens with.
+        By default nothing is chosen, and this is `propose`.
         """
         return self.propose(state, features, next_tokens, counts, depth)
 
@@ -128,7 +128,7 @@ class Proposer(ABC, Generic[State]):
             tokens: [B, d] the tokens that are drafted so far; the last one is not looked at.
 
         Returns:
-            Distributions of which entry i holds behind the tokens 0..i - 1 of that draft.
+            Distributions of which entry i holds after the tokens 0..i - 1 of that draft.
         """
         raise NotImplementedError(f"{type(self).__name__} does not refine its drafts.")
 
@@ -142,7 +142,7 @@ class Proposer(ABC, Generic[State]):
             scores: [B, d, K] their log-probabilities by `proposal` alone, with the noise if there is any.
 
         Returns:
-            [B, d, K, K], entry (i, j, k) for candidate k of depth i behind candidate j of depth i - 1 (at
-            depth 0 behind the root, whatever j); None if a draft's tokens are independent of each other.
+            [B, d, K, K], entry (i, j, k) for candidate k of depth i after candidate j of depth i - 1 (at
+            depth 0 after the root, whatever j); None if a draft's tokens are independent of each other.
         """
         return None

@@ -15,7 +15,7 @@ from hf_dart.decoding.noise import RefusesDraws
 from hf_dart.decoding.proposal import Verified
 from hf_dart.target.devices import users_default
 
-_ROOM = 512  # tokens behind the prompt that there is room for at first
+_ROOM = 512  # tokens after the prompt that there is room for at first
 
 
 def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
@@ -31,7 +31,7 @@ class Rows:
 
     Attributes:
         prompt_length: P, slots of the prompt.
-        max_length: P and the tokens that a row may have behind it.
+        max_length: P and the tokens that a row may have after it.
         fills_up: are ended rows filled up with pads, as stock does where an end token is a criterion? Else they run on.
         pad: the token that they are filled up with.
         emitted: tokens generated so far, per row.
@@ -172,7 +172,10 @@ class Rows:
         return self.note(row, token)
 
     def note(self, row: int, token: int) -> bool:
-        """As `append`, on the host alone; to be followed by `write` before anything asks for ids."""
+        """Append a token to a row, on the host alone; true if the row goes on.
+
+        To be followed by `write` before anything asks for ids.
+        """
         self.tokens[row].append(token)
         self.emitted[row] += 1
         if self._stopped_at[row] is None and self._stops(row, token):

@@ -40,7 +40,7 @@ class Trace:
     _spent: dict[str, float] = field(default_factory=dict)
 
     def end(self, tokens: int) -> None:
-        """Cut what rows committed behind `tokens` generated ones, as `sequences` are cut.
+        """Cut what rows committed after `tokens` generated ones, as `sequences` are cut.
 
         A row may be ahead when another one ends the call.
         """

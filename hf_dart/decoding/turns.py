@@ -1,6 +1,6 @@
 """Several turns over one cache: the drafter goes on with the state that it left there, if that still fits.
 
-The state hangs on the cache object and goes with it; copies and pickles of the cache start anew. It can only
+The state hangs on the cache object and goes with it; copies and pickles of the cache start without one. It can only
 change what is drafted, never what is generated.
 """
 
@@ -46,7 +46,7 @@ class _StateLeft:
     state: DrafterState
     pending: list[Verified]
     first: int  # slot of the first token that is known
-    tokens: Tensor  # [B, S] from there to the slot behind the cache
+    tokens: Tensor  # [B, S] from there to the slot after the cache
     keys: ref[Tensor] | None  # of the first layer, where every update makes a new tensor
 
 
@@ -80,7 +80,7 @@ def resume_state(
     cached = int(cache.get_seq_length())
     if left is None or left.drafter() is not drafter or left.state.pads != pads or cached <= left.state.start:
         return None
-    # A position is taken in together with the token behind it, so one more than the cache holds has to agree.
+    # A position is taken in together with the token after it, so one more than the cache holds has to agree.
     known = max(first, left.first)
     if not known <= cached < left.first + left.tokens.shape[1]:
         return None

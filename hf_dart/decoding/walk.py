@@ -23,7 +23,7 @@ class Accepted:
     """What a walk took from each row's tree.
 
     Attributes:
-        path: [B, A] nodes from the root on, on the CPU; entries behind a row's count mean nothing.
+        path: [B, A] nodes from the root on, on the CPU; entries after a row's count mean nothing.
         counts: nodes of the path to commit, per row: the root and the accepted drafts. As many tokens were
             emitted, the last of them (the bonus token) not being in the tree. 0 for rows that stood still.
     """
@@ -82,7 +82,7 @@ class Walker:
         return self._walk_by_token(tree, logits, limits)
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """The target's token behind every node, [B, N]."""
+        """The target's token after every node, [B, N]."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         for processor in self._processors:
             scores = processor(None, scores)  # type: ignore[arg-type]
@@ -182,7 +182,7 @@ class Walker:
             scores = self._processors(ids, logits)
         if before is not None and not torch.equal(ids, before):
             raise ValueError(
-                "A logits processor writes into input_ids, the text that drafts were verified behind; let it work on a "
+                "A logits processor writes into input_ids, the text that drafts were verified after; let it work on a "
                 "copy, or leave assistant= out."
             )
         if isinstance(scores, Tensor) and len(scores) != len(logits):
@@ -231,7 +231,7 @@ def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
     Args:
         tree: N nodes per row.
-        targets: [B, N] the target's token behind every node.
+        targets: [B, N] the target's token after every node.
 
     Returns:
         path [B, N] (node indices from the root on, then zeros), tokens [B, N] (the target's tokens along it),

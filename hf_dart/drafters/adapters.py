@@ -159,7 +159,7 @@ def _base_of(head: PretrainedDrafter) -> tuple[str, str | None]:
 
 
 def _fingerprint_in(folder: Path, head: PretrainedDrafter) -> list[float]:
-    """As `base_fingerprint(head)`, of the weights in a folder; of a part of them, should others be missing."""
+    """Fingerprint of the weights in a folder, as `base_fingerprint(head)` makes it; missing ones are left out."""
     names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
     found: dict[str, Tensor] = {}
     for file in folder.glob("model*.safetensors"):

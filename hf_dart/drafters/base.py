@@ -33,7 +33,7 @@ class Drafter(Proposer[State]):
             kwargs: the rest of what `generate` has prepared.
 
         Returns:
-            As `model.generate`.
+            What `model.generate` returns.
 
         Raises:
             ValueError: something was asked for that could not equal stock's output.

@@ -61,7 +61,7 @@ class DartAttention(nn.Module):
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features behind those of entries
+        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features after those of entries
         remember: KeyValueWriter | None,
         context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
         wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
@@ -207,7 +207,10 @@ def _flex_attention(device_type: str) -> Any:
 
 @torch.compiler.assume_constant_result
 def _frequencies(head_dim: int, theta: float, own: tuple[float, ...] | None, device: torch.device) -> Tensor:
-    """As `_made_frequencies`; `torch.compile` takes them for what they are, and does not look at how they are kept."""
+    """Rotary frequencies [head_dim], each twice; made once per device.
+
+    `torch.compile` takes them for what they are, and does not look at how they are kept.
+    """
     return _made_frequencies(head_dim, theta, own, device)
 
 

@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
+from transformers import PreTrainedModel
 
 from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.network import DraftNetwork
@@ -55,8 +56,8 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         """How often a draft of so many tokens runs the network."""
         return 1
 
-    def draft_cost(self, target: Any, depth: int | None = None) -> float:
-        """As `Drafter.draft_cost`: by the weights that are read, and by how many they are."""
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
+        """Cost of a draft relative to a forward of the target, by the weights that both read and how many they are."""
         embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
         call = _CALL if device_of(embeddings).type == "cpu" else _LAUNCH
         read = sum(weight.numel() + call for weight in target.parameters())
@@ -67,7 +68,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
 
     @classmethod
     @host_by_default
-    def from_target(cls, target: Any, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
+    def from_target(cls, target: PreTrainedModel, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
         """A new, untrained drafter fitted to `target`.
 
         Args:
@@ -91,7 +92,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         cls,
         path: str,
         *,
-        target: Any = None,
+        target: PreTrainedModel | None = None,
         tokenizer: Any = None,
         ngram: NgramTable | str | Path | None = None,
         **kwargs: Any,
@@ -174,14 +175,16 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         return next(iter([*names, *other]), None)
 
     def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
-        """As `from_pretrained` was told, whichever way it went."""
+        """The drafter with a table of n-grams, or the one at that path; None leaves it as it is."""
         if ngram is not None:
             self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
         return self
 
     @classmethod
-    def _from_published(cls, path: str, content: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any) -> Self:
-        """As `from_pretrained`, of a checkpoint in another format, by what its config.json holds."""
+    def _from_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    ) -> Self:
+        """Load a checkpoint in another format, recognised by its config.json (`content`); here, refuse it."""
         registered()  # so that all kinds are known
         kind = KINDS.get(str(content.get("model_type")))
         if kind is not None:
@@ -210,7 +213,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         tags: list[str] | None = None,
         **known: Any,
     ) -> CommitInfo:
-        """As `PreTrainedModel.push_to_hub`, with a card, `custom_generate` and what else is `known` about it.
+        """Push to the Hub in one commit: weights, config, a card, `custom_generate` and what else is `known` about it.
 
         Args:
             known: card, bench, training, base_model, bench_dataset, license, language, datasets, as for

@@ -17,7 +17,7 @@ from hf_dart.drafters.base import Drafter
 class SlotState:
     """The draft cache of one call: keys and values of what is verified, position p of a row in slot p.
 
-    What is drafted is written behind them and overwritten by the next round.
+    What is drafted is written after them and overwritten by the next round.
 
     Attributes:
         store: the buffers.
@@ -71,7 +71,7 @@ class SlotState:
         self.store.copy_from(other.store, int(counted[rows].max()), list(zip(rows, range(len(rows)), strict=True)))
 
     def cut(self, lengths: Tensor) -> bool:
-        """Drop what lies behind `lengths` [B]; False, and nothing is changed, where there is less than that."""
+        """Drop what follows `lengths` [B]; False, and nothing is changed, where there is less than that."""
         lengths = lengths.cpu()
         if bool((self.counted < lengths).any()):
             return False

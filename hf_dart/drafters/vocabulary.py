@@ -68,7 +68,7 @@ def restricted(
     """Goals of training for what a draft vocabulary covers.
 
     The target's distribution is taken given that its token is in the vocabulary. A label outside is none: the draft
-    must fail there, and nothing behind it can be accepted.
+    must fail there, and nothing after it can be accepted.
 
     Args:
         target_logits: [..., V].

@@ -8,10 +8,10 @@ compiled by `torch.compile` without a graph break and replayed as one CUDA graph
     guess    draft (one pass of the head), candidates, tree of N nodes, padded to a bucket with empty ones
     check    one forward of the target over the tree; the target's own token at every node; the path they take,
              cut at the end of the text and at the length limit
-    keep     the path's keys and values move behind the committed ones; counters move on; the tokens go to a ring
+    keep     the path's keys and values move after the committed ones; counters move on; the tokens go to a ring
 
 Where things lie (`cache.FixedCache`): a tier has T slots per row for committed tokens, position p in slot p, and
-behind them N slots for the tree, the same for all rows and rounds. Rows have their own lengths, as tensors. When one
+after them N slots for the tree, the same for all rows and rounds. Rows have their own lengths, as tensors. When one
 of them might outgrow T, the call goes on in the tier twice as long: what attention reads follows the text, not what
 might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
 

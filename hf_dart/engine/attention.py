@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
@@ -47,7 +47,10 @@ def packed_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:  # [B, N, H, D']
-    """As transformers' `sdpa_attention_forward`, which also takes all but a round's masked queries in groups."""
+    """Attention with the interface of transformers' `sdpa_attention_forward`.
+
+    All but a round's masked queries are taken in groups, too.
+    """
     nodes, groups = kwargs.pop(NODES, None), query.shape[1] // key.shape[1]
     for_all = _made_before(attention_mask, kwargs.pop(MASKS, ()), groups)
     if nodes is not None:
@@ -118,7 +121,7 @@ class PackedVerifier(Verifier):
 
 
 @contextmanager
-def packed(target: Any) -> Iterator[None]:
+def packed(target: PreTrainedModel) -> Iterator[None]:
     """Let a target that attends by SDPA use `packed_attention` meanwhile, in this thread."""
     text = target.config.get_text_config(decoder=True)
     if attention_of(target) != "sdpa":

@@ -1,4 +1,4 @@
-"""Keys and values on fixed shapes: T slots for committed tokens, position p in slot p, and N behind them for a tree."""
+"""Keys and values on fixed shapes: T slots for committed tokens, position p in slot p, and N after them for a tree."""
 
 from __future__ import annotations
 
@@ -112,9 +112,9 @@ class FixedCache:
         """There is room."""
 
     def commit(self, path: Tensor) -> None:
-        """Move the entries of nodes `path` [B, A] behind the committed ones.
+        """Move the entries of nodes `path` [B, A] after the committed ones.
 
-        What lies behind a row's last accepted node moves too: nobody looks at it, and the next round overwrites it.
+        What follows a row's last accepted node moves too: nobody looks at it, and the next round overwrites it.
         """
         steps = torch.arange(path.shape[1], device=path.device)
         self.store.move(self.slots + path, self.lengths[:, None] + steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.session import Session
@@ -92,7 +93,7 @@ def _precision() -> list[Any]:
     return [matmul_precision(), *map(str, reduced), *kernels, backends.cudnn_sdp_enabled()]
 
 
-def _hooked(target: Any) -> bool:
+def _hooked(target: PreTrainedModel) -> bool:
     """Has the target hooks of the user's? Those of transformers, once installed, stay and are idle in a round."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith("transformers.")

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeVar
 from weakref import ref
 
 import torch
+from transformers import PreTrainedModel
 
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session
@@ -89,7 +90,7 @@ class Engine:
     while one call uses it, run the eager round without a warning. Copies of a head have none.
     """
 
-    def __init__(self, target: Any, config: EngineConfig, progress: Callable[[str], object]) -> None:
+    def __init__(self, target: PreTrainedModel, config: EngineConfig, progress: Callable[[str], object]) -> None:
         self.target, self.config = ref(target), config
         self._progress = progress
         self._busy = Lock()
@@ -112,7 +113,7 @@ class Engine:
         return [*self._forwards.values()]
 
     def release(self) -> None:
-        """Free all graphs and buffers; they are made anew when they are needed."""
+        """Free all graphs and buffers; they are made again when they are needed."""
         self._made_for: tuple[Any, ...] = ()
         kept = bool(self._tiers or self._forwards)
         self._clear()
@@ -132,7 +133,7 @@ class Engine:
         try:
             return make()
         except torch.OutOfMemoryError:
-            pass  # the error holds what was made so far, and is gone behind this line
+            pass  # the error holds what was made so far, and is gone after this line
         self._clear()
         gc.collect()  # also what was half made
         return make()
@@ -318,7 +319,9 @@ class Engine:
             warnings.warn(sentence, stacklevel=6)
 
 
-def compile(model: Any, drafter: Any, *, progress: Callable[[str], object] | None = None, **options: Any) -> Engine:
+def compile(
+    model: PreTrainedModel, drafter: Any, *, progress: Callable[[str], object] | None = None, **options: Any
+) -> Engine:
     """Let `model.generate(..., assistant=drafter)` run rounds that are compiled, and on a GPU captured as one launch.
 
     The tokens are the same. Rounds are made when a call first needs one of its batch size, tree and length, which

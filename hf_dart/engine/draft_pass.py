@@ -18,7 +18,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
 class CapturedDraftPass:
-    """A head's drafts behind texts of up to T tokens, of up to A new positions at once.
+    """A head's drafts after texts of up to T tokens, of up to A new positions at once.
 
     Args:
         job: of a call; others like it may come.
@@ -46,7 +46,7 @@ class CapturedDraftPass:
         self.state.lengths.copy_(given.lengths)
 
     def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int) -> Proposal:
-        """As `Drafter.propose`, of no more than A positions.
+        """Take in no more than A verified positions, as `Drafter.propose` does, and draft `depth` tokens.
 
         On a GPU the next launch writes its own in the same place, but for batches, whose rows may keep theirs.
         """
@@ -61,7 +61,7 @@ class CapturedDraftPass:
 
 
 class _Sized:
-    """Drafts of one depth behind A new positions, launched on buffers that are filled in before."""
+    """Drafts of one depth after A new positions, launched on buffers that are filled in before."""
 
     def __init__(
         self,
@@ -83,7 +83,7 @@ class _Sized:
         self._launch = Launch(partial(self._step, run), device, capture.pool, partial(self._step, self._propose))
 
     def _propose(self) -> tuple[Tensor, Tensor]:
-        # What it takes in is written behind the entries that count, and counts when the draft has been made.
+        # What it takes in is written after the entries that count, and counts when the draft has been made.
         found = self._head.propose(self._state.ahead(), self._features, self._next_tokens, self._counts, self._depth)
         return found.logits, found.hidden
 
@@ -93,7 +93,7 @@ class _Sized:
 
     def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Proposal:
         width = next_tokens.shape[1]
-        # Behind a row's last position anything will do that is a token.
+        # After a row's last position anything will do that is a token.
         self._features.zero_()
         self._next_tokens.zero_()
         self._features[:, :width] = features

@@ -71,7 +71,7 @@ class FixedRound:
             self.keep(*self.check(self.guess()))
 
     def guess(self) -> DraftTree:
-        """The trees [B, N]: what the head drafts behind the roots, none deeper than its row may still emit.
+        """The trees [B, N]: what the head drafts after the roots, none deeper than its row may still emit.
 
         Changes nothing that `guess` would not do again: what the head takes in counts as soon as the round is kept.
         """
@@ -132,14 +132,14 @@ class FixedRound:
         """The target's verdict.
 
         Returns:
-            path [B, A] nodes from the root on, tokens [B, A] the target's own behind each, counts [B] how many of
+            path [B, A] nodes from the root on, tokens [B, A] the target's own after each, counts [B] how many of
             them are emitted, ended [B] the rows that end with them or had before, features [B, A, F] of the path.
         """
         state, shape = self.state, self.shape
         logits, features, places = self.verify(tree)
         path, tokens, reached = self.walk(tree, logits, places)
         steps = torch.arange(shape.path, device=path.device)
-        # A text ends with its first end token; what the tree holds behind it was accepted for nothing.
+        # A text ends with its first end token; what the tree holds after it was accepted for nothing.
         is_end = state.ends[tokens] & (steps < reached[:, None])
         to_end = torch.where(is_end, steps + 1, shape.path + 1).amin(-1)
         counts = reached.minimum(to_end).minimum(self._left())
@@ -166,7 +166,7 @@ class FixedRound:
         return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
 
     def _chooses_everywhere(self, nodes: int) -> bool:
-        """Is a token chosen behind all R nodes at once, instead of node after node along the paths?
+        """Is a token chosen after all R nodes at once, instead of node after node along the paths?
 
         That is no more than a few operations, on more scores. On a GPU it is the quicker way, unless whole vocabularies
         are sorted for it: then, as on a CPU, the fewer scores the better.
@@ -177,7 +177,7 @@ class FixedRound:
         return fewer or (self.state.roots.is_cuda and not self.processors.sorts)
 
     def _choices(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """The target's token [R] behind each of R nodes, from its logits [R, V]; -1 where there is none to draw."""
+        """The target's token [R] after each of R nodes, from its logits [R, V]; -1 where there is none to draw."""
         state, size = self.state, tree.size
         nodes = self.cache.computed
         nodes = torch.arange(len(logits), device=logits.device) if nodes is None else nodes
@@ -194,7 +194,7 @@ class FixedRound:
         return drawn(scores.softmax(-1) / state.noise[positions % self.shape.noise_rows, rows])
 
     def walk_by_token(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """As `walk`, in stock's shapes: node after node, and no others."""
+        """Walk the trees in stock's shapes: node after node, and no others; returns what `walk` does."""
         state, shape = self.state, self.shape
         seen, going_on = state.seen, torch.ones_like(state.ended)
         node = lengths = torch.zeros_like(state.roots)
@@ -228,7 +228,7 @@ class FixedRound:
         With a budget, nodes that are empty stand anywhere.
         """
         shape, device = self.shape, tree.tokens.device
-        # The root of a row that has ended may lie behind the end of the position table.
+        # The root of a row that has ended may lie beyond the end of the position table.
         roots = (self.cache.lengths - self.state.ended.long()).clamp(min=0)
         if self.cache.computed is None:
             logits, features = self.verifier.run(tree, roots)
@@ -250,16 +250,16 @@ class FixedRound:
         self.cache.lengths.add_(counts)
         if self.shape.drafts:
             self.draft.lengths.add_(state.counts.masked_fill(~moves, 0))
-        known = tokens.clamp(min=0)  # the host says that there is none, and the round behind must not trip over it
+        known = tokens.clamp(min=0)  # the host says that there is none, and the round after must not trip over it
         last = known.gather(1, (counts - 1).clamp(min=0)[:, None])
         state.roots.copy_(torch.where(moves, last[:, 0], state.roots))
         state.emitted.add_(counts)
         state.ended.copy_(ended)
         state.features.copy_(torch.where(moves[:, None, None], features, state.features))
-        # Behind a row's last token the head is shown that one again: anything that is a token will do.
+        # After a row's last token the head is shown that one again: anything that is a token will do.
         steps = torch.arange(path.shape[1], device=path.device)
-        behind = torch.where(steps < counts[:, None], known, state.roots[:, None])
-        state.next_tokens.copy_(torch.where(moves[:, None], behind, state.next_tokens))
+        following = torch.where(steps < counts[:, None], known, state.roots[:, None])
+        state.next_tokens.copy_(torch.where(moves[:, None], following, state.next_tokens))
         state.counts.copy_(torch.where(moves, counts, state.counts))
         if self._rank.needs_history:
             state.seen.scatter_(1, state.next_tokens, True)

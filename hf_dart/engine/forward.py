@@ -29,7 +29,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class Forward:
-    """Verification of trees of up to N nodes behind texts of up to T tokens, in place of a call's own.
+    """Verification of trees of up to N nodes after texts of up to T tokens, in place of a call's own.
 
     Args:
         job: of a call; others like it may come.
@@ -48,7 +48,7 @@ class Forward:
             self.draft_pass = CapturedDraftPass(job, job.head, slots, nodes, capture)
 
     def fits(self, longest: int) -> bool:
-        """Is there room for one more round behind `longest` committed tokens?"""
+        """Is there room for one more round after `longest` committed tokens?"""
         return longest + self.nodes <= self._whole.slots
 
     def load(self, job: Job) -> None:
@@ -61,7 +61,7 @@ class Forward:
             self.draft_pass.load(job)
 
     def differs(self, job: Job) -> tuple[float, float]:
-        """As `Tier.differs`."""
+        """The largest difference of a logit from the eager forward's on trees of random tokens, and what is allowed."""
 
         def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
             logits, _ = self.sized(job, tree.size)(tree, self._whole.lengths - (~running).long())

@@ -45,7 +45,7 @@ class Launch:
     """A function of fixed shapes without arguments, launched as one CUDA graph where its device has them.
 
     A graph replays the kernels of one call on the addresses that they had: what the function works on stays where it
-    is, is filled in before a launch and read behind it, and none of its Python runs again. Warm-up and capture call
+    is, is filled in before a launch and read after it, and none of its Python runs again. Warm-up and capture call
     the function on what is there, so that has to be something that may be overwritten.
 
     Args:
@@ -151,7 +151,7 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> tor
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Let autocast cast anew: copies that it keeps are freed with its context, and a graph would go on reading them."""
+    """Let autocast cast each time: copies that it keeps are freed with its context, and a graph would read them."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -21,7 +21,7 @@ class Job:
     """A session whose target can run on fixed shapes.
 
     Attributes:
-        session: prefilled, with eager rounds behind it or none.
+        session: prefilled, after some eager rounds or none.
         cache: the session's, of the kind whose entries can be handed over.
         verify: the session's, likewise.
         head: its drafter, if that is a head that drafts in one pass where the target is.

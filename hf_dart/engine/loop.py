@@ -27,7 +27,7 @@ class Reports:
             self._copied = [torch.cuda.Event() for _ in range(RING)]
 
     def send(self, number: int) -> None:
-        """To be called behind the launch of round `number`, counted from 0."""
+        """To be called after the launch of round `number`, counted from 0."""
         place = number % RING
         if self._copied:
             self._on_host[place].copy_(self._ring[place], non_blocking=True)
@@ -89,7 +89,7 @@ def run(
                 else:
                     ran = [room > 0 for room in rows.rooms]
                     # A round that was launched before the noise of the one in front was counted may find none left; one
-                    # behind it, never.
+                    # after it, never.
                     idle = 0 if any(emitted) else idle + 1
                     if idle > lag:
                         failure = failure or RuntimeError("a round brought no token")
@@ -102,7 +102,7 @@ def run(
 
 
 def _running(rows: Rows, lengths: list[int]) -> list[tuple[int, int]]:
-    """Committed entries and room of the rows that may still emit something; others may stand behind the tier's end."""
+    """Committed entries and room of the rows that may still emit something; others may stand beyond the tier's end."""
     if rows.finished:
         return []
     return [(length, room) for length, room in zip(lengths, rows.rooms, strict=True) if room > 0]

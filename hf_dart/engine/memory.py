@@ -20,7 +20,7 @@ class Memory:
         self._largest: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def of(self, owner: str) -> Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]:
-        """As `zeros`, of names that others do not use."""
+        """A function that does what `zeros` does, for names that other owners do not use."""
         return lambda name, *what: self.zeros(f"{owner}: {name}", *what)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

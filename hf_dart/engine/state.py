@@ -59,7 +59,7 @@ class Shape:
 
     @property
     def noise_rows(self) -> int:
-        """Positions whose noise is held: those of the rounds that may be under way, and of a tree behind them.
+        """Positions whose noise is held: those of the rounds that may be under way, and of a tree after them.
 
         Rows of a batch may run ahead of the slowest one, as far as in the eager round.
         """

@@ -75,7 +75,7 @@ class Tier:
         seats = self.seats = sorted(sorted(range(len(rows)), key=lambda row: not runs[row])[: self.shape.batch])
         held = torch.tensor([runs[row] or job.returns_cache for row in seats])
         for mine, given in ((self.cache, cache), (self.draft, job.draft_state)):
-            # Of rows that have ended one entry is left, which their roots stand behind.
+            # Of rows that have ended one entry is left, which their roots follow.
             lengths = torch.where(held, given.lengths.cpu()[seats], 1)
             mine.store.clear_from(0)  # what another call left here might be NaN
             pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
@@ -107,7 +107,7 @@ class Tier:
         state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
 
     def supply(self, noise: NoiseStream, rows: Rows) -> None:
-        """Have the noise ready that a round may need; that of positions which all rows have behind them makes room."""
+        """Have the noise ready that a round may need; that of positions which all rows have passed makes room."""
         slowest = rows.slowest()
         noise.forget_before(slowest)
         end = min(slowest + self.shape.noise_rows, rows.max_length - rows.prompt_length)

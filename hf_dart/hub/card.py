@@ -1,6 +1,6 @@
 """The card of a drafter, written from what is known about it; nothing in it is typed by hand.
 
-A card has three parts: the front matter, a part between two marker lines that is written anew at each push, and
+A card has three parts: the front matter, a part between two marker lines that is written again at each push, and
 whatever people write above and below the markers, which stays as it is.
 """
 
@@ -73,7 +73,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
         try:
             card = ModelCard(existing, ignore_metadata_errors=True)
         except Exception as error:  # whatever yaml raises
-            raise ValueError(f"The front matter of the card is not valid YAML ({error}); mend it.") from error
+            raise ValueError(f"The front matter of the card is not valid YAML ({error}); fix it.") from error
         above, _, rest = card.text.partition(BEGIN)
         card.text = above + written + rest.partition(END)[2]
     for name, value in front_matter(facts).items():
@@ -85,7 +85,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
 
 
 def has_markers(card: str) -> bool:
-    """Is there a part of it that is written anew?"""
+    """Is there a part of it that is written again?"""
     return END in card.partition(BEGIN)[2]
 
 

@@ -63,7 +63,7 @@ def optional_file(path: str, name: str, **where: Any) -> Path | None:
 
 
 def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
-    """As `optional_file`, what a JSON file holds.
+    """What a JSON file of a folder or repository holds; None if there is no such file.
 
     Raises:
         ValueError: it is not JSON.

@@ -1,4 +1,4 @@
-"""What the Hub and its client complain about, in one sentence that says the mend."""
+"""What the Hub and its client complain about, in one sentence that names the remedy."""
 
 from __future__ import annotations
 
@@ -82,10 +82,10 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
 def _status(error: HfHubHTTPError, repository: str) -> str:
     status = error.response.status_code
     said = " ".join((error.server_message or str(error)).split())
-    mends = {
+    fixes = {
         401: "log in with `hf auth login`, or pass a valid token=",
         403: "take a token that may write there",
         409: "push again",
         412: "it was changed meanwhile, push again",
     }
-    return f"The Hub refused {repository!r} with {status} ({said}); {mends.get(status, 'try again later')}."
+    return f"The Hub refused {repository!r} with {status} ({said}); {fixes.get(status, 'try again later')}."

@@ -61,7 +61,7 @@ def push_folder(
         folder: what `save_pretrained` or a trainer wrote.
         repository: "name" or "user/name".
         card: text to put in place of the repository's card. Left out, the card that is there is kept, but for the
-            part between its markers, which is written anew (`hf_dart.hub.card`); a card without markers is kept as
+            part between its markers, which is written again (`hf_dart.hub.card`); a card without markers is kept as
             a whole, and a warning says so.
         private, token, create_pr, commit_message, commit_description: as for `PreTrainedModel.push_to_hub`.
         revision: the branch.

@@ -193,7 +193,7 @@ def _share_lm_head(weights: dict[str, Tensor], norm: Tensor | None, lm_head: nn.
 
 
 def _scaled(rows: Tensor, norm: Tensor) -> Tensor:
-    """Rows of an LM head [M, H] behind a norm of weights one instead of `norm` [H], in the dtype of the norm."""
+    """Rows of an LM head [M, H] after a norm of weights one instead of `norm` [H], in the dtype of the norm."""
     wide = torch.promote_types(rows.dtype, torch.float32)
     return (rows.to(wide) * norm.cpu().to(wide)).to(norm.dtype)
 

@@ -167,7 +167,7 @@ def _packed(heads: Array, entries: Array) -> Array:
     begins = np.arange(len(heads)) * _NODE.itemsize + before * _CHILD.itemsize
     packed = np.empty(heads.nbytes + entries.nbytes, dtype=np.uint8)
     packed[begins[:, None] + np.arange(_NODE.itemsize)] = heads.view(np.uint8).reshape(-1, _NODE.itemsize)
-    # Entry j stands behind all entries in front of it and the heads up to that of its own node.
+    # Entry j stands after all entries in front of it and the heads up to that of its own node.
     owners = np.repeat(np.arange(len(heads)) + 1, counts)
     places = np.arange(len(entries)) * _CHILD.itemsize + owners * _NODE.itemsize
     packed[places[:, None] + np.arange(_CHILD.itemsize)] = entries.view(np.uint8).reshape(-1, _CHILD.itemsize)
@@ -227,7 +227,7 @@ def _chunks(file: BinaryIO, nodes: int, chunk: int, vocab_size: int, trie: Path)
         yield first, heads, entries
         first += len(heads)
     if rest or file.read(1):
-        raise _damaged(trie, "bytes are left over behind its last node")
+        raise _damaged(trie, "bytes are left over after its last node")
 
 
 def _longer(file: BinaryIO, content: memoryview, wanted: int, trie: Path) -> memoryview:

@@ -1,7 +1,7 @@
 """Features: the target's hidden states at chosen layers, concatenated.
 
 Layers are indices of HF `hidden_states` everywhere in this project: 0 is the embedding output, L the output of
-the last of L layers, behind the final norm.
+the last of L layers, after the final norm.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 from transformers.utils import output_capturing
 
 # Before this function existed, a list of layers was counted without the embedding output.
 _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
-def layer_count(target: Any) -> int:
+def layer_count(target: PreTrainedModel) -> int:
     """How many layers a target (a causal LM) has, the hidden states of which it returns.
 
     The config of LongCat-Flash counts attentions, of which a layer has two.

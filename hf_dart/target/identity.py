@@ -32,6 +32,6 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
 
 
 def _code_of(function: Any) -> Any:
-    """Code that does not change from call to call: a closure that is made anew for each is the same."""
+    """Code that does not change from call to call: a closure that is made for each of them is the same."""
     function = getattr(function, "__func__", function)
     return getattr(function, "__code__", type(function))

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
 from hf_dart.cache.stock_layers import attention_places, window_of
@@ -34,7 +34,7 @@ class MaskKind:
         return positions - self.window
 
 
-def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
+def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
     """How many positions the queries of each attention layer of a prefilled cache see; None for all.
 
     It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
@@ -47,7 +47,7 @@ def layer_windows(target: Any, prefilled: Cache) -> list[int | None]:
     ]
 
 
-def mask_kinds(target: Any, prefilled: Cache) -> list[MaskKind]:
+def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
     """The kinds of attention layer of a prefilled cache, each once."""
     layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
     kinds: dict[str, MaskKind] = {}

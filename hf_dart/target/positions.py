@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from typing import Any
+
+from transformers import PreTrainedModel
 
 
 @dataclass(frozen=True)
 class _MovingRotary:
-    """Rotary frequencies that are chosen anew in each forward, by the largest position in it.
+    """Rotary frequencies that are chosen again in each forward, by the largest position in it.
 
     Attributes:
         trained: the first position that has other frequencies.
@@ -20,7 +21,7 @@ class _MovingRotary:
     grows: bool
 
     @classmethod
-    def of(cls, target: Any) -> _MovingRotary | None:
+    def of(cls, target: PreTrainedModel) -> _MovingRotary | None:
         text = target.config.get_text_config(decoder=True)
         rope = getattr(text, "rope_parameters", None) or {}
         for kind in (rope, *(part for part in rope.values() if isinstance(part, dict))):
@@ -32,12 +33,12 @@ class _MovingRotary:
         return None
 
 
-def rotary_moves(target: Any) -> bool:
-    """Are the rotary frequencies chosen anew in each forward?"""
+def rotary_moves(target: PreTrainedModel) -> bool:
+    """Are the rotary frequencies chosen again in each forward?"""
     return _MovingRotary.of(target) is not None
 
 
-def position_limit(target: Any) -> tuple[int, bool]:
+def position_limit(target: PreTrainedModel) -> tuple[int, bool]:
     """The last position a draft may reach, and whether that holds for all later rounds too.
 
     Rotary frequencies that follow the largest position in the call would change for the whole tree when one node
@@ -51,7 +52,7 @@ def position_limit(target: Any) -> tuple[int, bool]:
     return (int(table) - 1 if table and table > 0 else sys.maxsize), False
 
 
-def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most: int) -> None:
+def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total: int, most: int) -> None:
     """Raise where rotary frequencies that follow the longest row would tie the rows of a batch together.
 
     Args:
@@ -63,7 +64,7 @@ def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most:
 
     Raises:
         ValueError: a batch grows past the length such frequencies were trained for; or stock would throw its
-            cache away there (Phi-3) and compute the whole text anew.
+            cache away there (Phi-3) and compute the whole text again.
     """
     rotary = _MovingRotary.of(target)
     # The last token is not run through the model.
@@ -74,7 +75,7 @@ def refuse_crossing(target: Any, pads: list[int], cached: int, total: int, most:
         return
     if len(pads) > 1 or starts_anew:
         raise ValueError(
-            f"{type(target).__name__} changes its rotary frequencies behind {rotary.trained} tokens, for "
+            f"{type(target).__name__} changes its rotary frequencies beyond {rotary.trained} tokens, for "
             f"{'the text so far' if starts_anew else 'all rows of a batch'} too; set max_length to "
             f"{rotary.trained + 1} or less, or leave assistant= out."
         )

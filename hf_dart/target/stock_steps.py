@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dart.target.devices import users_default
 
 
-def takes_positions(target: Any) -> bool:
+def takes_positions(target: PreTrainedModel) -> bool:
     """Can the target be told positions? Otherwise it counts them itself."""
     # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
     parameters = inspect.signature(type(target).forward).parameters
@@ -20,7 +21,7 @@ def takes_positions(target: Any) -> bool:
 
 
 def next_inputs(
-    target: Any, ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]
+    target: PreTrainedModel, ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """What stock's loop hands to the forward for the last of `ids` [B, T], and its keyword arguments from then on.
 
@@ -34,13 +35,13 @@ def next_inputs(
         return target.prepare_inputs_for_generation(ids, next_sequence_length=1, **model_kwargs), model_kwargs
 
 
-def position_shift(target: Any, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
+def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
     """How far the positions that stock tells the target lie above those of each row's own text, [B]; None if nowhere.
 
     A target that is told none counts slots, so that padding counts too.
 
     Args:
-        position_ids: [..., B or 1, 1] of a token behind `total` slots; None if stock hands on none.
+        position_ids: [..., B or 1, 1] of a token after `total` slots; None if stock hands on none.
         pads: left padding of each row.
 
     Raises:
@@ -74,7 +75,7 @@ class StockSteps:
         shift: `position_shift` of the last step.
     """
 
-    def __init__(self, target: Any, ids: Tensor, pads: list[int], cache: Any) -> None:
+    def __init__(self, target: PreTrainedModel, ids: Tensor, pads: list[int], cache: Any) -> None:
         self._target, self._ids, self._pads = target, ids, pads
         mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long().to(ids.device)
         kwargs: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}

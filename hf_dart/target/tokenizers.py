@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
+from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_dart.errors import sentence
@@ -17,7 +17,7 @@ def template_hash(template: str) -> str:
     return hashlib.sha256(template.encode()).hexdigest()[:16]
 
 
-def tokenizer_beside(target: Any) -> Tokenizer | None:
+def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
     """The tokenizer stored beside the target's weights, if it is on this machine."""
     name = target.config.name_or_path
     if not name:

@@ -1,6 +1,6 @@
 """Proof by trial: a random tree through the target, held against stock's own steps over its paths.
 
-A rule that depends on length shows only behind that length: a window hides nothing from a short text. So the
+A rule that depends on length shows only beyond that length: a window hides nothing from a short text. So the
 tree is run on 12 tokens and again on both sides of every length that the cache's layers or the config name
 (`_Trial.marks`). Those long texts are never computed: the target's own keys and values are repeated until the cache
 is that long, which costs what a few decoding steps on it cost, whatever the window. Ours and stock's steps
@@ -22,7 +22,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
@@ -43,7 +43,7 @@ _PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
 _KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed,
 _SHORTER = [0, 2]  # or this by a second row
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
-# behind, every node is past it.
+# after, every node is past it.
 _AROUND = (-3, 5)
 # Windows of more slots are looked at only by a call that needs as much memory itself.
 _AT_ATTACH = 8191
@@ -77,7 +77,7 @@ class _RefusalError(ValueError):
 
 
 @contextmanager
-def _explained(model: Any, what: str) -> Iterator[None]:
+def _explained(model: PreTrainedModel, what: str) -> Iterator[None]:
     """Unknown code may fail in any way at all."""
     try:
         yield
@@ -91,14 +91,14 @@ def _explained(model: Any, what: str) -> Iterator[None]:
         ) from failure
 
 
-def forget(model: Any) -> None:
+def forget(model: PreTrainedModel) -> None:
     """Prove the model again when that is next asked for."""
     _proved.pop(model, None)
 
 
 @host_by_default
 @torch.no_grad()
-def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False) -> None:
+def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False) -> None:
     """Check that tree verification is right for a model: once per what it consists of (`identity`).
 
     Runs an 8-node tree, commits one path, runs one more token, and compares all logits with stock's own steps over
@@ -109,7 +109,7 @@ def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, pa
         model: the target.
         text: slots of the longest text of the coming call; by default as much of the target's position table as
             is cheap.
-        nodes: slots behind them that trees may fill.
+        nodes: slots after them that trees may fill.
         rows: of the coming call.
         padded: are some of them padded?
 
@@ -139,19 +139,19 @@ def prove(model: Any, text: int | None = None, nodes: int = 0, rows: int = 1, pa
 
 
 class _Trial:
-    """Trees against stock's steps behind prefixes of any length.
+    """Trees against stock's steps after prefixes of any length.
 
     Args:
         pads: left padding of each row.
 
     Attributes:
         short: a stock cache that holds 12 random tokens per row.
-        marks: lengths behind which the target may compute otherwise: windows, chunks, steps of attention scales.
+        marks: lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
             Those of the cache's layers and all that the config names, as some models slide without telling the
             cache.
     """
 
-    def __init__(self, model: Any, pads: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, pads: list[int]) -> None:
         self._model, self._pads = model, pads
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
@@ -179,7 +179,7 @@ class _Trial:
             self._noise = self._noise_of_batches()
 
     def run(self, length: int) -> None:
-        """Raise if trees behind `length` tokens are not what stock's steps are.
+        """Raise if trees after `length` tokens are not what stock's steps are.
 
         A right target may differ once, where rounding sends a token to another expert; a wrong one always does.
         """
@@ -187,7 +187,7 @@ class _Trial:
             error, allowed = self._tree_against_steps(length, tokens)
             if error <= allowed:
                 return
-        name, text = type(self._model).__name__, f"behind {length} tokens logits differ by {error:.2g}"
+        name, text = type(self._model).__name__, f"after {length} tokens logits differ by {error:.2g}"
         if len(self._pads) > 1:
             kind, instead = ("several rows", "pass one row at a time")
             if any(self._pads):
@@ -259,7 +259,7 @@ class _Trial:
         return cache
 
     def _steps(self, length: int) -> StockSteps:
-        """Stock's loop behind a prefix."""
+        """Stock's loop after a prefix."""
         return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
 
     def _tree_against_steps(self, length: int, tokens: Tensor) -> tuple[float, float]:
@@ -277,10 +277,10 @@ class _Trial:
             steps = self._steps(length)
             wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
         with _explained(self._model, self._described("a token tree")):
-            logits, behind = self._trees(length, nodes, after, kept, steps.shift)
+            logits, following = self._trees(length, nodes, after, kept, steps.shift)
         error = largest = 0.0
         for row, path in enumerate(kept):
-            pairs = [(torch.cat([logits[row, path], behind[row]]), wanted[0][row, : len(path) + 1])]
+            pairs = [(torch.cat([logits[row, path], following[row]]), wanted[0][row, : len(path) + 1])]
             pairs += [(logits[row, left], text[row]) for left, text in zip(_LEFT, wanted[1:], strict=True)]
             error = max(error, *(_difference(*pair) for pair in pairs))
             largest = max(largest, *(float(text.abs().max()) for _, text in pairs))

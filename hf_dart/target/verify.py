@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.target.devices import device_of, users_default
@@ -42,7 +43,7 @@ class Verifier:
 
     def __init__(
         self,
-        target: Any,
+        target: PreTrainedModel,
         cache: Committed,
         kinds: list[MaskKind],
         feature_layers: list[int],
@@ -64,11 +65,11 @@ class Verifier:
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) if len(kinds) > 1 else None
 
     def depth_room(self) -> list[int]:
-        """How many positions behind each row's root the target's position table still holds."""
+        """How many positions after each row's root the target's position table still holds."""
         return self.room(self.cache.lengths).tolist()
 
     def room(self, lengths: Tensor) -> Tensor:
-        """As `depth_room`, of rows of `lengths` [B]."""
+        """How many positions [B] the position table still holds after the roots of rows with `lengths` [B]."""
         positions = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
         left = (self._last_position - positions).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
@@ -86,7 +87,7 @@ class Verifier:
         self.cache.prepare(tree.size)
         roots = self.cache.lengths
         if limits is not None and 0 in limits:
-            # The root of a row that has ended may lie behind the end of the position table.
+            # The root of a row that has ended may lie beyond the end of the position table.
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
         masked = tree.size > 1 or not self._sees_all()
         return self.run(tree, roots.to(tree.tokens.device), masked=masked)
@@ -103,7 +104,7 @@ class Verifier:
     def run(
         self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None, masked: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """As a call, on fixed shapes: the cache has room for the tree, whose roots stand at positions `roots` [B].
+        """Run a tree through the target on fixed shapes: the cache has room for it, and its roots stand at `roots` [B].
 
         Args:
             computed: [M] of the B N nodes, those to be run, as one row of tokens: logits are [1, M, V] and features

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import yaml
 from huggingface_hub import constants
+from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -148,7 +149,7 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
 
 
 def _head(
-    arguments: DrafterArguments, lora: LoraArguments, model: Any, tokenizer: Any, selector_only: bool
+    arguments: DrafterArguments, lora: LoraArguments, model: PreTrainedModel, tokenizer: Any, selector_only: bool
 ) -> Any:
     """A new drafter, or the given one, with weights in float32."""
     config = {**arguments.config(), **lora.head_options()}

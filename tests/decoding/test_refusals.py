@@ -1,4 +1,4 @@
-"""What is refused: one sentence that says the mend, nothing changed, on both routes into the loop."""
+"""What is refused: one sentence that names the remedy, nothing changed, on both routes into the loop."""
 
 from __future__ import annotations
 

@@ -173,7 +173,7 @@ def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkey
     target = tiny_target("llama4", attn_temperature_tuning=True, floor_scale=150, attention_chunk_size=10)
     head = tiny_head(target)
     assert_identical(target, head, prompts([9, 3, 7, 13]), **GREEDY, max_length=60)
-    with pytest.raises(ValueError, match="behind 147 tokens logits differ"):
+    with pytest.raises(ValueError, match="after 147 tokens logits differ"):
         target.generate(**prompts([7]), **GREEDY, max_length=140, assistant=head)
 
 

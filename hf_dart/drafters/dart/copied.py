@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.modeling import DartModel
@@ -48,7 +49,7 @@ def same_fingerprint(left: Iterable[float], right: Iterable[float]) -> bool:
     return one.shape == other.shape and bool(((one - other).abs() < _TOLERANCE).all())
 
 
-def copied_fields(target: Any, first: int | Literal["last"], **config: Any) -> dict[str, Any]:
+def copied_fields(target: PreTrainedModel, first: int | Literal["last"], **config: Any) -> dict[str, Any]:
     """Fields of a `DartConfig` whose layers are copies of the target's.
 
     Args:
@@ -85,7 +86,7 @@ def copied_fields(target: Any, first: int | Literal["last"], **config: Any) -> d
     return {**fields, **config}
 
 
-def initialise(head: DartModel, target: Any) -> None:
+def initialise(head: DartModel, target: PreTrainedModel) -> None:
     """Start as the target's own layers: see the module's docstring."""
     config = head.config
     assert config.copied_layer is not None
@@ -101,7 +102,7 @@ def initialise(head: DartModel, target: Any) -> None:
             head.norm.weight.copy_(last.weight)
 
 
-def fill(head: DartModel, target: Any) -> None:
+def fill(head: DartModel, target: PreTrainedModel) -> None:
     """Copy the layers that the head's config names from `target`, and freeze them.
 
     Raises:
@@ -131,7 +132,7 @@ def copied_names(head: DartModel) -> list[str]:
     return [name for name, _ in head.named_parameters() if name.startswith("layers.") and ".context_" not in name]
 
 
-def _layers(target: Any, first: int, count: int) -> list[nn.Module]:
+def _layers(target: PreTrainedModel, first: int, count: int) -> list[nn.Module]:
     layers = getattr(target.get_decoder(), "layers", [])
     if not 0 <= first <= first + count <= len(layers):
         raise ValueError(
@@ -141,7 +142,7 @@ def _layers(target: Any, first: int, count: int) -> list[nn.Module]:
     return list(layers[first : first + count])
 
 
-def _weights(layer: nn.Module, target: Any) -> dict[str, Tensor]:
+def _weights(layer: nn.Module, target: PreTrainedModel) -> dict[str, Tensor]:
     """A target layer's weights under the names of a `DartLayer`."""
     state = {}
     for name, weight in layer.state_dict().items():
@@ -155,7 +156,7 @@ def _weights(layer: nn.Module, target: Any) -> dict[str, Tensor]:
     return state
 
 
-def _load(layer: nn.Module, state: dict[str, Tensor], target: Any) -> None:
+def _load(layer: nn.Module, state: dict[str, Tensor], target: PreTrainedModel) -> None:
     own = {name for name in layer.state_dict() if ".context_" not in name}
     if own != set(state):
         raise _misfit(target, f"there is no {sorted(own ^ set(state))[0]} in one of them")
@@ -166,7 +167,7 @@ def _load(layer: nn.Module, state: dict[str, Tensor], target: Any) -> None:
 
 
 @torch.no_grad()
-def _try(copy: Any, source: Any, config: DartConfig, target: Any) -> None:
+def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) -> None:
     """Both on the same random input, at positions that are far apart; the generators are not moved."""
     weight = copy.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
@@ -187,12 +188,12 @@ def _try(copy: Any, source: Any, config: DartConfig, target: Any) -> None:
         raise _misfit(target, "it computes something else")
 
 
-def _rope_frequencies(target: Any) -> list[float] | None:
+def _rope_frequencies(target: PreTrainedModel) -> list[float] | None:
     frequencies = getattr(getattr(target.get_decoder(), "rotary_emb", None), "inv_freq", None)
     return None if frequencies is None else frequencies.tolist()
 
 
-def _misfit(target: Any, why: str) -> ValueError:
+def _misfit(target: PreTrainedModel, why: str) -> ValueError:
     return ValueError(
         f"A decoder layer of {type(target).__name__} cannot be copied into a head ({why}); layers as those of Llama, "
         "Mistral, Qwen2 and Qwen3 can: leave copy_layer out."

@@ -101,7 +101,7 @@ class DartHead(PretrainedDrafter, DartModel):
     @host_by_default
     def from_target(
         cls,
-        target: Any,
+        target: PreTrainedModel,
         *,
         tokenizer: Any = None,
         draft_vocabulary: Sequence[int] | Tensor | None = None,
@@ -163,13 +163,13 @@ class DartHead(PretrainedDrafter, DartModel):
         cls,
         path: str,
         *,
-        target: Any = None,
+        target: PreTrainedModel | None = None,
         tokenizer: Any = None,
         ngram: NgramTable | str | Path | None = None,
         base: str | None = None,
         **kwargs: Any,
     ) -> Self:
-        """As `PretrainedDrafter.from_pretrained`; `path` may also be that of an adapter, which brings its head with it.
+        """Load a head; `path` may also be that of an adapter, which brings its head with it.
 
         Args:
             path: what `save_pretrained` wrote, of a head or of its adapter.
@@ -196,7 +196,13 @@ class DartHead(PretrainedDrafter, DartModel):
 
     @classmethod
     def _base_of_adapter(
-        cls, path: str, base: str | None, adapter: dict[str, Any], target: Any, tokenizer: Any, **kwargs: Any
+        cls,
+        path: str,
+        base: str | None,
+        adapter: dict[str, Any],
+        target: PreTrainedModel | None,
+        tokenizer: Any,
+        **kwargs: Any,
     ) -> Self:
         """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json says."""
         where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
@@ -248,7 +254,7 @@ class DartHead(PretrainedDrafter, DartModel):
             self.reduce_vocabulary(adapters.read_state(path, adapters.VOCABULARY, **where)["draft_vocabulary"])
 
     def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
-        """As `PreTrainedModel.save_pretrained`; of a head with adapters, the active one alone is saved."""
+        """Write weights and config.json to a folder; of a head with adapters, the active one alone is saved."""
         super().save_pretrained(save_directory, **kwargs)
         if self.adapted:
             from hf_dart.drafters import adapters
@@ -258,7 +264,7 @@ class DartHead(PretrainedDrafter, DartModel):
         else:
             self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
-    def bind(self, target: Any, tokenizer: Any = None) -> Self:
+    def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.
 
         Raises:
@@ -309,14 +315,14 @@ class DartHead(PretrainedDrafter, DartModel):
     ) -> Proposal:
         batch, real = next_tokens.shape[:2]
         depth = depth or self.config.draft_length
-        # Where a mask slot sees none behind it, a shorter draft is the beginning of the longer one.
+        # Where a mask slot sees none after it, a shorter draft is the beginning of the longer one.
         draft = depth if self.config.block_attention == "causal" else self.config.draft_length
         shift = int(self.config.shift_logits)
         slots = draft - shift
         known = counts.to(self.device)
         entries = self._real_inputs(features, next_tokens).followed_by(self.slot_inputs(batch, slots))
         if state.ragged:
-            # A row's mask slots begin right behind its own last real entry; what lies behind them is never looked at.
+            # A row's mask slots begin right after its own last real entry; what follows them is never looked at.
             entry = torch.arange(real + slots, device=self.device)
             padding = ((entry >= known[:, None]) & (entry < real))[..., None]
             slot = self.slot_inputs(1, 1)
@@ -359,7 +365,7 @@ class DartHead(PretrainedDrafter, DartModel):
         delta = self.selector.lookup(
             proposal.hidden[:, :depth], logits, self.shared.embeddings, in_front, tokens
         ).float()
-        # The candidates share out what the draft gave them together, anew behind each predecessor.
+        # The candidates share out what the draft gave them together, again after each predecessor.
         together = scores.logsumexp(-1, keepdim=True)[:, :, None]
         return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)
 
@@ -367,14 +373,14 @@ class DartHead(PretrainedDrafter, DartModel):
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
 
     def _run(self, state: SlotState, entries: Entries, counts: Tensor) -> Tensor:
-        """Q entries per row behind the cached ones, each seeing the entries up to itself; [B, Q, H].
+        """Q entries per row after the cached ones, each seeing the entries up to itself; [B, Q, H].
 
         The first `counts` [B] entries of a row are real, the next ones the slots of its block.
         """
         x, residual, context = entries
         queries = x.shape[1]
         positions = state.lengths[:, None] + torch.arange(queries, device=x.device)
-        # A slot may see all of its block, also behind the last one that is run.
+        # A slot may see all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         end = state.reach(max(queries, block))
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
@@ -402,9 +408,9 @@ class DartHead(PretrainedDrafter, DartModel):
         seen = mask = keys_at <= positions[..., None]
         before = keys_at < block[:, None, None]
         if self.config.block_attention == "bidirectional":
-            behind = block[:, None, None] + self.config.draft_slots
-            inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < behind)
-            mask = mask | (inside & ~before & (keys_at < behind))
+            block_end = block[:, None, None] + self.config.draft_slots
+            inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < block_end)
+            mask = mask | (inside & ~before & (keys_at < block_end))
         return (torch.cat([mask, seen & before], dim=-1) if self.config.inject_features else mask)[:, None]
 
     # ---- adapters -----------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 The target's LM head W [V, H] scores a draft's tokens; in a head of one layer, reading it is most of a draft. Here W is
 taken apart once, W ≈ U P with U [V, r] and P [r, H], the best of that rank (a truncated singular value
 decomposition), and r (V + H) numbers are read instead of V H. SlimSpec (arXiv 2605.10453) trains such a head; this
-one is made of any weights and needs no training. What the low rank gets wrong among the best tokens is mended: the
+one is made of any weights and needs no training. What the low rank gets wrong among the best tokens is fixed: the
 `EXACT` best of them are scored once more by their own rows of W.
 
 Only drafts are scored so, and what is verified is the target's own: the output stays the same.

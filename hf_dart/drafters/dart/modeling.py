@@ -39,7 +39,7 @@ class Entries(NamedTuple):
     context: Tensor | None
 
     def followed_by(self, slots: Entries) -> Entries:
-        """These, and mask slots behind them."""
+        """These, and mask slots after them."""
         return Entries(
             torch.cat([self.x, slots.x], dim=1), torch.cat([self.residual, slots.residual], dim=1), self.context
         )
@@ -49,7 +49,7 @@ class Edits(NamedTuple):
     """Edit passes of `DartModel.forward`.
 
     Attributes:
-        passes: R, behind the first.
+        passes: R, after the first.
         mask: [B, 1, M, T + M] what the slots see; T more keys if features are injected.
         draft: what the slots hold in pass 1..R, from its number and the states [B, T + M, H] of the pass before:
             [B, M] tokens, -1 for slots that stay masked.
@@ -131,7 +131,7 @@ class DartModel(DraftNetwork):
         return self._head_rows(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden, self.draft_vocabulary)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
-        """As `logits`, of a draft [B, d, H]: by `draft_rank` where there is one."""
+        """Hidden states of a draft [B, d, H] to logits [B, d, V or M], by `draft_rank` where there is one."""
         lm_head = self.lm_head or self.shared.lm_head
         weight = lm_head.weight
         if self.draft_rank is None or type(lm_head) is not nn.Linear or weight.is_meta:  # as in `LMHeadRows`
@@ -162,7 +162,7 @@ class DartModel(DraftNetwork):
         return Entries(torch.cat([token, known], dim=-1), fused, context)
 
     def slot_inputs(self, batch: int, count: int) -> Entries:
-        """As `inputs`, of mask slots, which are all alike [B, count, ...].
+        """What the layers read in mask slots, which are all alike: [B, count, ...].
 
         A learned slot is one vector, the first H of which are the residual.
         """
@@ -178,7 +178,7 @@ class DartModel(DraftNetwork):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """As `slot_inputs`, of slots that hold a draft (`hf_dart.drafters.dart.selector_and_editor.Editor`).
+        """What the layers read in slots that hold a draft (`hf_dart.drafters.dart.selector_and_editor.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
@@ -210,7 +210,7 @@ class DartModel(DraftNetwork):
         asked for; a head of one layer then needs no `attention_mask`.
 
         Returns:
-            Hidden states [B, T + M or W, H] behind the final norm; [1 + R, B, T + M, H] with `edits`.
+            Hidden states [B, T + M or W, H] after the final norm; [1 + R, B, T + M, H] with `edits`.
         """
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)

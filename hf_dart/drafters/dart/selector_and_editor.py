@@ -7,7 +7,7 @@
 `Editor` lets the head run again on its own draft: initial draft, refined draft, 1 to 3 passes (edit passes of DEdit,
 arXiv 2609.38510, on the head itself). Mask slot j, which drafts token j + 1, now holds draft token j and what the
 first pass knew there. Where a slot sees the slots in front of it only, its new distribution is that of token j + 1
-behind the draft tokens 1..j, and passes are Jacobi iterations: the k-th has the k + 1 first tokens of the draft that
+after the draft tokens 1..j, and passes are Jacobi iterations: the k-th has the k + 1 first tokens of the draft that
 tokens drafted one by one would have. That needs the passes to be one function of the draft: all start from the
 hidden states of the first pass, never from each other's.
 """
@@ -25,7 +25,7 @@ from hf_dart.target.devices import device_of
 
 
 class BigramSelector(nn.Module):
-    """s_i(a, b) = weight_i * u_i(b) + scale_i * <P h_i * phi(a), psi(b)> for candidate b behind candidate a at depth i.
+    """s_i(a, b) = weight_i * u_i(b) + scale_i * <P h_i * phi(a), psi(b)> for candidate b after candidate a at depth i.
 
     u is the head's own logit. phi and psi read the target's frozen token embeddings, so that nothing grows with the
     vocabulary. A Markov head has no P: its second part is scale_i * <phi(a), psi(b)>. With P, or psi, at zero and all
@@ -69,11 +69,11 @@ class BigramSelector(nn.Module):
     def lookup(
         self, hidden: Tensor, logits: Tensor, embeddings: nn.Embedding, previous: Tensor, candidates: Tensor
     ) -> Tensor:
-        """As `forward`, with token ids of the whole vocabulary.
+        """Score pairs of candidates given as token ids of the whole vocabulary; shapes as in `forward`.
 
         The projections of all tokens are made on first use, and again when the weights have changed.
         """
-        # Traced, what has been made is up to date: `engine` makes it before, and all anew when weights change.
+        # Traced, what has been made is up to date: `engine` makes it before, and all of it again when weights change.
         known = self._tables if torch.compiler.is_compiling() else None
         phi, psi = self._vocabulary_tables(embeddings) if known is None else known[1:]
         return self._delta(hidden, logits, phi[previous], psi[candidates])
@@ -107,7 +107,7 @@ def _projection(width: int, rank: int) -> nn.Sequential:
 class Editor(nn.Module):
     """What turns a mask slot into one that holds a draft token, and the hidden state there into a better one.
 
-    The token stands where a real position has the token behind it; the missing features are guessed from it and from
+    The token stands where a real position has the token after it; the missing features are guessed from it and from
     the slot's hidden state. The pass corrects that state, by nothing as long as the editor is untrained.
     """
 

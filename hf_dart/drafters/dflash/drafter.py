@@ -1,6 +1,6 @@
 """`DFlashDrafter`: published DFlash drafters (block diffusion, arXiv 2602.06036) as `assistant=`.
 
-One pass denoises a block: the last known token and masked ones behind it, all read through the target's embeddings.
+One pass denoises a block: the last known token and masked ones after it, all read through the target's embeddings.
 Every layer attends from the block to the block and to the verified positions, whose keys and values it projects
 straight from the target's fused features; these positions have no entries of their own, so that taking them in costs
 two projections per layer. Entry i of the block predicts the token at its own position.
@@ -54,7 +54,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         cls,
         path: str,
         *,
-        target: Any = None,
+        target: PreTrainedModel | None = None,
         tokenizer: Any = None,
         dtype: torch.dtype | str | None = None,
         **where: Any,
@@ -147,7 +147,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
     ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
-        # Where no entry sees those behind it, a shorter draft is the beginning of the longer one.
+        # Where no entry sees those after it, a shorter draft is the beginning of the longer one.
         entries = depth + 1 if all(layer.causal for layer in self.stack) else self.config.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.config.mask_token_id)

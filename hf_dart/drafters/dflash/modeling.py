@@ -68,13 +68,13 @@ class DFlashLayer(nn.Module):
 
     def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
         """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
-        behind = queries_at[..., None] - keys_at
+        distance = queries_at[..., None] - keys_at
         mask = keys_at <= queries_at[:, -1:, None]
         if self.causal:
-            mask = mask & (behind >= 0)
+            mask = mask & (distance >= 0)
         if self.reach is not None:
-            mask = mask & (behind.abs() <= self.reach)
-        return mask.expand(behind.shape)[:, None]
+            mask = mask & (distance.abs() <= self.reach)
+        return mask.expand(distance.shape)[:, None]
 
 
 class DFlashModel(nn.Module):

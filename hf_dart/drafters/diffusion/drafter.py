@@ -1,12 +1,12 @@
 """`DiffusionDrafter`: a masked diffusion language model drafts (SpecDiff, arXiv 2408.05636).
 
-A masked block stands behind the text; reverse steps reveal it, from all masked to all known (absorbing diffusion:
+A masked block follows the text; reverse steps reveal it, from all masked to all known (absorbing diffusion:
 MDLM, arXiv 2406.07524). The transformer takes no time: what is masked says it. Predictions are shifted, as in diffusion
-models made from language models (DiffuLLaMA, arXiv 2410.17891): an entry predicts the token behind it, so that the last
+models made from language models (DiffuLLaMA, arXiv 2410.17891): an entry predicts the token after it, so that the last
 token of the text predicts the first of the draft, and γ - 1 mask slots the others.
 
 The text itself attends causally, the slots of a block see the text and each other in both directions. A model that
-reads the text bidirectionally, too, would have to read all of it anew for every draft, since each token changes the
+reads the text bidirectionally, too, would have to read all of it again for every draft, since each token changes the
 states of all others. So the keys and values of the text are computed once and kept over all rounds, and a reverse step
 costs γ positions, as in block diffusion (arXiv 2503.09573).
 """
@@ -122,7 +122,10 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
     def propose(
         self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
-        """As `Drafter.propose`; a slot's logits are those of the step that revealed it, or of the last step."""
+        """Take in verified positions and draft by reverse steps.
+
+        A slot's logits are those of the step that revealed it, or of the last step.
+        """
         if self.unmasking not in UNMASKING or self.denoise_steps < 1:
             raise ValueError(
                 f"unmasking is {self.unmasking!r} with {self.denoise_steps} denoise_steps; give 'confidence' or "
@@ -135,7 +138,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         slots = self.embed(next_tokens.new_full((batch, block - 1), MASK, dtype=torch.long))
         x = torch.cat([self.embed_text(next_tokens, features), slots], dim=1)
         if batch > 1:
-            # A row's slots begin right behind its own last real entry; what lies behind them is never looked at.
+            # A row's slots begin right after its own last real entry; what follows them is never looked at.
             entry = torch.arange(known + block - 1, device=self._device)
             padding = (entry >= taken[:, None]) & (entry < known)
             x = torch.where(padding[..., None], self.mask_token.weight, x)
@@ -146,7 +149,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
 
     def _denoise(self, state: SlotState, proposal: Proposal) -> Proposal:
-        """The reverse steps behind the first, whose reading of the masked block is `proposal`.
+        """The reverse steps after the first, whose reading of the masked block is `proposal`.
 
         The first token's distribution stays: no slot comes before the entry that predicts it.
         """
@@ -158,7 +161,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         # All steps write to the same slots.
         view = self._view(state, depth - 1, depth - 1) if steps > 1 else None
         for step in range(1, steps):
-            # Linear schedule: behind step s of T, s / T of the block is revealed.
+            # Linear schedule: after step s of T, s / T of the block is revealed.
             left = depth - depth * step // steps
             candidates = logits.gather(1, _along(masked, logits))
             best, likeliest = candidates.max(-1)
@@ -176,7 +179,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         return Proposal(logits, hidden)
 
     def _view(self, state: SlotState, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
-        """Of Q entries per row behind the cached ones, each seeing the window up to itself.
+        """Of Q entries per row after the cached ones, each seeing the window up to itself.
 
         Args:
             block: slots that see each other in both directions.

@@ -16,7 +16,7 @@ MASK = -1
 
 
 class DiffusionLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to its input."""
+    """Attention and MLP, each after a norm and added to its input."""
 
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__()

@@ -28,13 +28,13 @@ from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_lay
 
 @dataclass(frozen=True, kw_only=True)
 class BeamProposal(Proposal):
-    """A draft that branches: behind each of W tokens per depth it has a distribution of its own.
+    """A draft that branches: after each of W tokens per depth it has a distribution of its own.
 
     Its `logits` [B, d, V] are log-probabilities, summed over the branches.
 
     Attributes:
         branches: [B, d - 1, W] the tokens of depths 1 to d - 1 that were drafted on from, different ones per depth.
-        conditional: [B, d - 1, W, V] log-probabilities of the next depth behind each of them.
+        conditional: [B, d - 1, W, V] log-probabilities of the next depth after each of them.
     """
 
     branches: Tensor
@@ -136,7 +136,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
     def propose_ranked(
         self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal:
-        """As `Drafter.propose_ranked`: what is drafted on from are the tokens that score best."""
+        """Take in verified positions and draft a beam: what is drafted on from are the tokens that `score` best."""
         read = self._read(state, features, next_tokens)
         state.advance(counts)
         ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
@@ -146,12 +146,12 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         branches, conditional = [], []
         width = min(self.beam, log_chances.shape[-1])
         scores, tokens = score(0, log_chances)[:, 0].topk(width)  # [B, W]
-        behind = states.expand(-1, width, -1)
+        previous = states.expand(-1, width, -1)
         sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
         own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
         for level in range(1, depth or self.config.draft_length):
             sees = torch.cat([sees, own], dim=-1)  # [B, W, level W] the drafted entries on the path to each
-            states = self._draft(state, self.embed(tokens), behind, level, sees)
+            states = self._draft(state, self.embed(tokens), previous, level, sees)
             log_chances = self._log_chances(states)  # [B, W, V]
             branches.append(tokens)
             conditional.append(log_chances)
@@ -162,7 +162,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
             best, parents = (above + score(level, log_chances)).max(1)
             scores, tokens = best.topk(width)
             parents = parents.gather(1, tokens)[..., None]
-            behind = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
+            previous = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
             sees = sees.gather(1, parents.expand(-1, -1, sees.shape[-1]))
         logits, hidden_states = torch.stack(marginal, dim=1), torch.stack(hidden, dim=1)
         if not branches:
@@ -175,7 +175,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         )
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        """What was drafted behind each branch; nothing grows behind a token that was not drafted on from."""
+        """What was drafted after each branch; nothing grows after a token that was not drafted on from."""
         if not isinstance(proposal, BeamProposal):
             return None
         width, device, own = scores.shape[-1], scores.device, proposal.logits.device
@@ -185,11 +185,11 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
         alone = proposal.logits[:, 1 : depth + 1].gather(-1, columns)
         wide = columns[:, :, None].expand(-1, -1, proposal.branches.shape[-1], -1)
-        behind = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
+        following = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
         # Scores may hold noise and the target's temperature: what the branch changes is added, and the candidates
         # share out what the draft gave them together.
         together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
-        shares = (scores[:, 1:, None] + behind - alone[:, :, None]).log_softmax(-1) + together
+        shares = (scores[:, 1:, None] + following - alone[:, :, None]).log_softmax(-1) + together
         same = candidates[:, :-1, :, None] == proposal.branches[:, :depth, None]  # [B, d - 1, K, W]
         table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
         table = table.masked_fill(~same.any(-1)[..., None], -inf)
@@ -199,7 +199,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         return self.logits(self.norm(states)).float().log_softmax(-1)
 
     def _read(self, state: SlotState, features: Tensor, next_tokens: Tensor) -> Tensor:
-        """States [B, A, H] of verified positions, whose keys and values are written behind those of `state`."""
+        """States [B, A, H] of verified positions, whose keys and values are written after those of `state`."""
         fused = self.fc(features.to(device=self.device, dtype=self.dtype))
         entries = torch.arange(next_tokens.shape[1], device=self.device)
         positions = state.lengths[:, None] + entries
@@ -210,12 +210,12 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         rotation = rotation_at(positions, self.config, self.dtype)
         return self.step(self.embed(next_tokens), fused, rotation, mask[:, None], remember)
 
-    def _draft(self, state: SlotState, embeddings: Tensor, behind: Tensor, level: int, sees: Tensor) -> Tensor:
+    def _draft(self, state: SlotState, embeddings: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         """One pass over W drafted tokens of depth `level`: states [B, W, H].
 
         Args:
             embeddings: [B, W, E].
-            behind: [B, W, H] the states that drafted them.
+            previous: [B, W, H] the states that drafted them.
             sees: [B, W, level W] which entries of this draft lie on the path to each, itself included.
         """
         width, entries = sees.shape[1:]
@@ -226,7 +226,7 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
         positions = (state.lengths + level - 1)[:, None].expand(-1, width)
         rotation = rotation_at(positions, self.config, self.dtype)
-        return self.step(embeddings, behind, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
+        return self.step(embeddings, previous, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
 
 
 def _writer(state: SlotState, slots: Tensor, end: int) -> KeyValueWriter:

@@ -49,12 +49,12 @@ class EagleModel(DraftNetwork):
         self,
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
-        drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens behind each anchor
+        drafted_embeddings: Tensor,  # [B, K, d - 1, E] of the true tokens after each anchor
         anchors: Tensor,  # [B, K] of 0..T-1; what is below 0 is no block
         positions: Tensor,  # [B, T + K (d - 1)]
         attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool
     ) -> Tensor:
-        """The training pass: d - 1 passes behind every anchor, each over the states of the one before.
+        """The training pass: d - 1 passes after every anchor, each over the states of the one before.
 
         That is the training-time test of EAGLE-3 (section 3.2): tokens are the true ones, features its own.
 

@@ -77,7 +77,7 @@ class DartTrainer(DrafterTrainer):
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._packing_checked = False
 
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         # `Trainer` takes no adapters of a model that is no `PeftModel`.
         if not self.head.adapted:
             super()._load_from_checkpoint(resume_from_checkpoint, model)
