@@ -304,7 +304,8 @@ def _small_list(name: str, values: list[int], layers: int, hidden: Any, variant:
         return [(_size("hidden_size", variant) or 0) // len(values)] * len(values)
     if "layer" in name and max(map(abs, values)) > layers:
         ranks = sorted(set(values))
-        return [ranks.index(value) for value in values if ranks.index(value) < layers]
+        fit = layers if "vision" in name else layers - 1  # Mllama's other layers hold nothing on text
+        return [ranks.index(value) for value in values if ranks.index(value) < fit]
     if "lists" in variant and re.search("dim|hidden|channels", name) and max(values) > 64:
         return [value // variant["lists"] for value in values]
     return None
