@@ -304,8 +304,8 @@ def _small_list(name: str, values: list[int], layers: int, hidden: Any, variant:
         return [(_size("hidden_size", variant) or 0) // len(values)] * len(values)
     if "layer" in name and max(map(abs, values)) > layers:
         ranks = sorted(set(values))
-        fit = layers if "vision" in name else layers - 1  # Mllama's other layers hold nothing on text
-        return [ranks.index(value) for value in values if ranks.index(value) < fit]
+        first = 0 if "vision" in name else 1  # Mllama's layers of cross-attention hold nothing on text
+        return [first + ranks.index(value) for value in values if first + ranks.index(value) < layers]
     if "lists" in variant and re.search("dim|hidden|channels", name) and max(values) > 64:
         return [value // variant["lists"] for value in values]
     return None
