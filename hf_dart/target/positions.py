@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass
 
-from transformers import PreTrainedModel
+import torch
+from transformers import DynamicCache, PreTrainedModel
 
 
 @dataclass(frozen=True)
@@ -67,8 +68,11 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
             cache away there (Phi-3) and compute the whole text again.
     """
     rotary = _MovingRotary.of(target)
+    if rotary is None:
+        _refuse_forgetting(target, cached or total, most)
+        return
     # The last token is not run through the model.
-    if rotary is None or most - 1 <= rotary.trained:
+    if most - 1 <= rotary.trained:
         return
     starts_anew = not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
     if not rotary.grows and total - min(pads) > rotary.trained and not (starts_anew and 0 < cached <= rotary.trained):
@@ -78,4 +82,24 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
             f"{type(target).__name__} changes its rotary frequencies beyond {rotary.trained} tokens, for "
             f"{'the text so far' if starts_anew else 'all rows of a batch'} too; set max_length to "
             f"{rotary.trained + 1} or less, or leave assistant= out."
+        )
+
+
+def forgets_text(target: PreTrainedModel) -> bool:
+    """Does stock go on with the last token alone where it throws the cache away (Phi-3 in transformers 5.18 and older)?"""
+    switch = getattr(target.config, "original_max_position_embeddings", None)
+    if switch is None:
+        return False
+    cache, ids = DynamicCache(), torch.zeros(1, switch + 1, dtype=torch.long)
+    cache.update(torch.zeros(1, 1, switch, 1), torch.zeros(1, 1, switch, 1), 0)
+    inputs = target.prepare_inputs_for_generation(ids, past_key_values=cache, next_sequence_length=1, use_cache=True)
+    return inputs.get("past_key_values") is not cache and inputs["input_ids"].shape[1] <= switch
+
+
+def _refuse_forgetting(target: PreTrainedModel, held: int, most: int) -> None:
+    switch = getattr(target.config, "original_max_position_embeddings", None)
+    if switch is not None and held <= switch < most - 1 and forgets_text(target):
+        raise ValueError(
+            f"In this release of transformers {type(target).__name__} forgets the text at {switch} tokens, and drafts "
+            f"do not; set max_length to {switch + 1} or less, update transformers, or leave assistant= out."
         )

@@ -93,6 +93,10 @@ def test_out_of_memory_in_a_later_chunk_of_the_prefill(pair: tuple[Any, DartHead
     ids = torch.cat([first, prompts([14, 14], seed=3)["input_ids"]], dim=1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, ids.shape[1] - 9, dtype=torch.long)], dim=1)
     more = {"input_ids": ids, "attention_mask": mask}
+    stocks = copy.deepcopy(cache)
+    text = run(target, more, 0, **GREEDY, past_key_values=stocks, prefill_chunk_size=4).sequences
+    if int(stocks.get_seq_length()) != text.shape[1] - 1:
+        pytest.skip("this release of transformers reads a cached prefix again in chunks, which is refused")
     held = copy.deepcopy(entries(cache))
     options = {**GREEDY, "past_key_values": cache, "assistant": head, "prefill_chunk_size": 4}
     with out_of_memory(decoder_layer(target), "forward", 4), pytest.raises(torch.OutOfMemoryError):

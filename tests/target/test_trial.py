@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
 from hf_dart.target.masks import MaskKind
+from hf_dart.target.positions import forgets_text
 from hf_dart.target.trial import prove
 
 GREEDY = {"do_sample": False}
@@ -413,8 +414,13 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
         assert_identical(target, head, prompts(lengths), **mode, max_length=55)
     # Stock computes its cache anew there, with the same frequencies.
     target = tiny_target("phi3_full", original_max_position_embeddings=20)
-    for lengths in ([7], [25], [9, 3, 7, 13]):
-        assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
+    assert_identical(target, tiny_head(target), prompts([25]), **mode, max_length=40)
+    for lengths in ([7], [9, 3, 7, 13]):
+        if forgets_text(target):  # an older release, in which stock goes on with the last token alone
+            with pytest.raises(ValueError, match="forgets the text at 20 tokens"):
+                target.generate(**prompts(lengths), **mode, max_length=40, assistant=tiny_head(target))
+        else:
+            assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
 
 
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
