@@ -100,6 +100,6 @@ def _refuse_forgetting(target: PreTrainedModel, held: int, most: int) -> None:
     switch = getattr(target.config, "original_max_position_embeddings", None)
     if switch is not None and held <= switch < most - 1 and forgets_text(target):
         raise ValueError(
-            f"In this release of transformers {type(target).__name__} forgets the text at {switch} tokens, and drafts "
+            f"{type(target).__name__} of this transformers release forgets the text at {switch} tokens, and drafts "
             f"do not; set max_length to {switch + 1} or less, update transformers, or leave assistant= out."
         )
