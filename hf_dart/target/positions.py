@@ -86,7 +86,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
 
 
 def forgets_text(target: PreTrainedModel) -> bool:
-    """Does stock go on with the last token alone where it throws the cache away (Phi-3 in transformers 5.18 and older)?"""
+    """Does stock go on with the last token alone where it drops the cache (Phi-3 in transformers 5.18 and older)?"""
     switch = getattr(target.config, "original_max_position_embeddings", None)
     if switch is None:
         return False
