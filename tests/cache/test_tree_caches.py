@@ -190,7 +190,7 @@ def test_right_aligned_end_to_end(family: str, lengths: list[int], monkeypatch: 
 
 
 def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
-    """A second turn behind the first one, from its cache."""
+    """A second turn after the first one, from its cache."""
     added = prompts([4] * len(sequences), seed=9)["input_ids"]
     ids = torch.cat([sequences, added], dim=1)
     seen = torch.cat([mask, torch.ones(len(ids), ids.shape[1] - mask.shape[1], dtype=torch.long)], dim=1)

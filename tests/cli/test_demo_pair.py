@@ -127,7 +127,7 @@ def test_max_length(pair: tuple[Any, DartHead, Any], texts: list[list[int]], ext
 
 
 def test_up_to_the_end_of_the_position_table(pair: tuple[Any, DartHead, Any], texts: list[list[int]]) -> None:
-    """A prompt that leaves less room than a draft is long (rotary: stock itself may go on behind it)."""
+    """A prompt that leaves less room than a draft is long (rotary: stock itself may go on after it)."""
     target, head, tokenizer = pair
     table = target.config.max_position_embeddings
     long = [token for text in texts * 8 for token in text][: table - 12]

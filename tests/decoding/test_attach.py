@@ -167,7 +167,7 @@ def test_wrapped_forwards_are_told_positions(target: Any, head: DartHead) -> Non
 
 
 def test_a_generate_of_the_instances_own(target: Any, head: DartHead) -> None:
-    """It serves calls without drafts, and is there again behind `detach`."""
+    """It serves calls without drafts, and is there again after `detach`."""
     detach(target)
     own = target.generate = functools.partial(target.generate, max_new_tokens=3, do_sample=False)
     for _ in range(2):

@@ -29,7 +29,7 @@ stock_loop: Any = DartCandidateGenerator.stock_loop
 
 
 def padded(pads: int) -> dict[str, Tensor]:
-    """One row behind padding; it begins inside the sliding window."""
+    """One row after padding; it begins inside the sliding window."""
     inputs = prompts([WINDOW - 2])
     return {
         "input_ids": torch.nn.functional.pad(inputs["input_ids"], (pads, 0), value=PAD),
@@ -92,7 +92,7 @@ def test_head_drafts_as_in_its_own_loop() -> None:
 
 
 class Refined(ReplayDrafter):
-    """Alone its distributions prefer a wrong token; seen behind the right predecessor, the right one wins."""
+    """Alone its distributions prefer a wrong token; seen after the right predecessor, the right one wins."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Proposal:
         known = super().propose(*args, **kwargs)
@@ -239,7 +239,7 @@ def test_law_of_a_wrong_q_is_told_apart(three_words: tuple[Any, Any], monkeypatc
 
 
 def test_drafts_end_where_rotary_tables_change() -> None:
-    # Behind 16 positions this target computes its rotary table anew from the largest position of a forward.
+    # After 16 positions this target computes its rotary table again from the largest position of a forward.
     rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 100.0}
     model = tiny_target("llama", max_position_embeddings=16, rope_parameters=rope)
     inputs = prompts([7])

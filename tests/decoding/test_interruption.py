@@ -97,7 +97,7 @@ def test_interrupted_anywhere_often(family: str, kind: str, lengths: list[int], 
 
 
 class FailingProcessor(LogitsProcessor):
-    """Fails when it shall choose the token behind `length` slots."""
+    """Fails when it shall choose the token after `length` slots."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -109,7 +109,7 @@ class FailingProcessor(LogitsProcessor):
 
 
 class FailingListener(Listener):
-    """Fails at the token behind `tokens` others, which it hears."""
+    """Fails at the token after `tokens` others, which it hears."""
 
     def __init__(self, tokens: int) -> None:
         super().__init__()
@@ -122,7 +122,7 @@ class FailingListener(Listener):
 
 
 def failing(what: str, slots: int, tokens: int) -> dict[str, Any]:
-    """Options of a call that fails behind so many tokens."""
+    """Options of a call that fails after so many tokens."""
     if what == "streamer":
         return {"streamer": FailingListener(tokens)}
     if what == "processor":

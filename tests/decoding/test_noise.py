@@ -198,7 +198,7 @@ def test_what_is_held_stays_bounded(
     drafter.tree_config = TreeConfig(shared_noise=shared, lookup=0, nodes=24)
     assert_identical(target, drafter, inputs, **options)
     assert max(leads) <= MAX_LEAD
-    # From the slowest row to where the fastest one's draft ends; and the state behind that.
+    # From the slowest row to where the fastest one's draft ends; and the state after that.
     blocks, gumbels, states = (max(counts) for counts in zip(*held, strict=True))
     assert max(blocks, gumbels, states - 1) <= MAX_LEAD + DEPTH
     if eos is None:

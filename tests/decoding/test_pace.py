@@ -161,7 +161,7 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
     stats = head.last_stats
     assert stats is not None
     assert (stats.tau, stats.drafted, stats.paused_rounds) == (1.0, 0, stats.rounds)
-    if keeps:  # what was not drafted behind is taken in by the next turn
+    if keeps:  # what was not drafted after is taken in by the next turn
         ids = text.sequences
         again = target.generate(
             ids, past_key_values=text.past_key_values, assistant=head, max_new_tokens=9, do_sample=False

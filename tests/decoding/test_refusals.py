@@ -331,7 +331,7 @@ def test_adapters_that_invocation_tokens_switch_on(target: Any, head: DartHead, 
 def test_caches_that_are_not_of_the_prompt(
     target: Any, head: DartHead, drafting: dict[str, Any], entries: list[int], layers: list[int], held: int
 ) -> None:
-    """As kvpress compresses: hooks drop entries behind the prompt. Others might add some."""
+    """As kvpress compresses: hooks drop entries after the prompt. Others might add some."""
 
     def change(module: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         layer = kwargs["past_key_values"].layers[module.layer_idx]

@@ -114,7 +114,7 @@ def test_the_next_turn_drafts_as_if_it_had_read_all(
 
 
 def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither a draft that goes on nor one that starts anew reads the cached prefix again."""
+    """Neither a draft that goes on nor one that starts again reads the cached prefix again."""
     target, head = pair
     read: list[int] = []
     forward = type(target).forward
@@ -222,7 +222,7 @@ def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("lengths", [[9], RAGGED])
 def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -> None:
-    """The draft is cropped with the cache, if the text behind it begins with the same token."""
+    """The draft is cropped with the cache, if the text after it begins with the same token."""
     target = attach(tiny_target(FULL))
     head = tiny_head(target)
     inputs = prompts(lengths)

@@ -27,7 +27,7 @@ def bidirectional_head(target: Any, **config: Any) -> DartHead:
 
 
 def from_scratch(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
-    """Draft logits [d, V] behind T positions, by the training pass over all of them and d - 1 slots."""
+    """Draft logits [d, V] after T positions, by the training pass over all of them and d - 1 slots."""
     real, slots = features.shape[0], head.draft_length - 1
     mask = torch.ones(real + slots, real + slots, dtype=torch.bool).tril()
     mask[real:, real:] = True
@@ -54,7 +54,7 @@ def test_drafts_are_those_of_one_pass_from_scratch(target: Any, draft_length: in
         for row, count in enumerate(counts):
             features[row] = torch.cat([features[row], new[row, :count]])
             tokens[row] = torch.cat([tokens[row], behind[row, :count]])
-            new[row, count:] = 1e6  # what stands behind a row's count must not be looked at
+            new[row, count:] = 1e6  # what stands after a row's count must not be looked at
         if turn % 4 == 3:
             head.extend(state, new, behind, torch.tensor(counts))
             continue

@@ -29,7 +29,7 @@ def target() -> Any:
 
 
 def from_scratch(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
-    """Draft logits [d, V] behind T positions, by the training pass over all of them and d - 1 slots."""
+    """Draft logits [d, V] after T positions, by the training pass over all of them and d - 1 slots."""
     real, slots = features.shape[0], head.draft_length - 1
     causal = torch.ones(real + slots, real + slots, dtype=torch.bool).tril()
     hidden = head(
@@ -70,7 +70,7 @@ def test_draft_cache(target: Any, shape: dict[str, Any], draft_length: int, batc
         for row, count in enumerate(counts):
             features[row] = torch.cat([features[row], new[row, :count]])
             tokens[row] = torch.cat([tokens[row], behind[row, :count]])
-            # What stands behind a row's count must not be looked at.
+            # What stands after a row's count must not be looked at.
             new[row, count:] = float("nan") if turn % 2 else 1e6
         if turn % 3 == 0:
             head.extend(state, new.nan_to_num(7.0), behind, torch.tensor(counts))

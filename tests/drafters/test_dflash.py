@@ -129,7 +129,7 @@ def published_rotation(config: dict[str, Any], at: Tensor) -> tuple[Tensor, Tens
 
 
 def drafted_in_pieces(drafter: DFlashDrafter, features: Tensor, tokens: Tensor, lengths: list[int]) -> Tensor:
-    """Logits [B, d, V] of a draft behind `lengths` positions per row, taken in over several calls of uneven chunks."""
+    """Logits [B, d, V] of a draft after `lengths` positions per row, taken in over several calls of uneven chunks."""
     state = drafter.begin(len(lengths), 4)
     taken = torch.zeros(len(lengths), dtype=torch.long)
     wanted = torch.tensor(lengths)

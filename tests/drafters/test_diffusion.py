@@ -77,7 +77,7 @@ def test_drafts_are_the_reverse_process(target: Any, kind: str, unmasking: str, 
         for row, count in enumerate(counts):
             features[row] = torch.cat([features[row], new[row, :count]])
             tokens[row] = torch.cat([tokens[row], behind[row, :count]])
-            new[row, count:] = 1e6  # what stands behind a row's count must not be looked at
+            new[row, count:] = 1e6  # what stands after a row's count must not be looked at
         if turn % 4 == 3:
             drafter.extend(state, new, behind, torch.tensor(counts))
             continue

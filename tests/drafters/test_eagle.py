@@ -54,7 +54,7 @@ def test_every_beam_and_tree(llama: tuple[Any, EagleDrafter], beam: int, size: i
 def draft_behind(
     target: Any, drafter: EagleDrafter, ids: torch.Tensor, noise: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, BeamProposal]:
-    """Features [1, T - 1, F] and the draft behind the text `ids` [1, T], taken in by two calls.
+    """Features [1, T - 1, F] and the draft after the text `ids` [1, T], taken in by two calls.
 
     `noise` [d, V] is that of the target.
     """
@@ -85,7 +85,7 @@ def test_a_branch_is_what_the_training_pass_sees(llama: tuple[Any, EagleDrafter]
         return (chances + noise[level]).log_softmax(-1) if noisy else chances
 
     def behind(path: list[int]) -> torch.Tensor:
-        """Log-probabilities [d, V] behind 0, 1, ... tokens of a path of d - 1."""
+        """Log-probabilities [d, V] after 0, 1, ... tokens of a path of d - 1."""
         tokens = torch.cat([ids, torch.tensor([path])], dim=1)
         documents, anchors = torch.zeros_like(tokens), torch.tensor([[ids.shape[1] - 2]])
         blocks = build_blocks(documents[:, : ids.shape[1]], anchors, depth)

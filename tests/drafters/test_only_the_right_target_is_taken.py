@@ -228,7 +228,7 @@ def test_a_target_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
 def test_pickled_drafters(target: Any, make: Any) -> None:
-    """They keep no target's weights, and are bound anew."""
+    """They keep no target's weights, and are bound again."""
     drafter = make(target)
     stored = pickle.dumps(drafter)
     assert len(stored) < len(pickle.dumps(target)) + len(pickle.dumps(drafter.state_dict()))

@@ -71,7 +71,7 @@ def test_drafting_is_the_training_pass(target: Any, option: str, batch: int) -> 
         for row, count in enumerate(counts):
             features[row] = torch.cat([features[row], new[row, :count]])
             tokens[row] = torch.cat([tokens[row], behind[row, :count]])
-            new[row, count:] = 1e6  # what stands behind a row's count must not be looked at
+            new[row, count:] = 1e6  # what stands after a row's count must not be looked at
         if turn % 3 == 2:
             head.extend(state, new, behind, torch.tensor(counts))
             continue

@@ -89,7 +89,7 @@ def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("counts", [[6], [6, 3, 1]], ids=["row", "batch"])
 def test_pass_equals_one_in_the_open(target: Any, shape: dict[str, Any], counts: list[int]) -> None:
-    """Also later passes, and rounds that follow: a pass leaves nothing behind in the cache that anyone looks at."""
+    """Also later passes, and rounds that follow: a pass leaves nothing in the cache that anyone looks at."""
     head = editing_head(target, **shape)
     features, tokens = texts(head, counts)
     state, first = begun(head, features, tokens, counts)
@@ -188,7 +188,7 @@ def test_rows_are_independent(target: Any) -> None:
 
 
 def test_shorter_drafts(target: Any) -> None:
-    """Causal: the first tokens of the longer draft. Bidirectional: the slots behind stay masked."""
+    """Causal: the first tokens of the longer draft. Bidirectional: the slots after stay masked."""
     for attention in ("causal", "bidirectional"):
         head = editing_head(target, block_attention=attention)
         features, tokens = texts(head, [6])

@@ -133,7 +133,7 @@ def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monk
 
 
 def test_weights_that_change(pair: tuple[Any, Any]) -> None:
-    """In place they are the same weights elsewhere in time; replaced, everything is made anew."""
+    """In place they are the same weights elsewhere in time; replaced, everything is made again."""
     target, head = pair
     made = engine(target, head)
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
@@ -302,7 +302,7 @@ def test_trees_larger_than_their_drafts(pair: tuple[Any, Any]) -> None:
 
 
 def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields that a captured round does not read make no rounds anew, and old tiers go."""
+    """Fields that a captured round does not read make no rounds again, and old tiers go."""
     target, head = pair
     made = engine(target, head)
     monkeypatch.setattr(module, "_KEPT", 2)
@@ -331,7 +331,7 @@ def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
 
 
 def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of torch 2.9, with which the older one raises; other graphs behind them. Older versions have that one."""
+    """Those of torch 2.9, with which the older one raises; other graphs after them. Older versions have that one."""
     target, head = pair
     matmul = torch.backends.cuda.matmul
     if hasattr(matmul, "fp32_precision"):

@@ -52,7 +52,7 @@ def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
 
 @pytest.mark.parametrize("nodes", [6, pytest.param(8, marks=pytest.mark.matrix)])
 def test_sampled_without_a_break(nodes: int) -> None:
-    """Tokens are chosen behind all nodes of the smaller trees, and node after node in the larger ones."""
+    """Tokens are chosen after all nodes of the smaller trees, and node after node in the larger ones."""
     target, head, made = compiled("llama", "eager")
     options = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5, "max_new_tokens": 24}
     options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=nodes)}
@@ -70,7 +70,7 @@ def test_a_round_that_is_compiled_too_often() -> None:
     threads = torch.get_num_threads()
     with torch._dynamo.config.patch(recompile_limit=1):
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
-        torch.set_num_threads(threads + 1)  # Dynamo compiles anew for that
+        torch.set_num_threads(threads + 1)  # Dynamo compiles again for that
         try:
             with pytest.warns(UserWarning, match="it failed .*FailOnRecompileLimitHit"):
                 assert_identical(target, head, batch(4, "sdpa"), **GREEDY)

@@ -187,7 +187,7 @@ def test_sampled(pair: tuple[Any, Any], warpers: dict[str, Any], size: int) -> N
 
 
 def test_rows_that_wait_for_slower_ones(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With little noise ahead the faster rows stand still, and draft the same again behind that."""
+    """With little noise ahead the faster rows stand still, and draft the same again after that."""
     target, head = pair
     monkeypatch.setattr(Shape, "noise_rows", property(lambda shape: 2))
     made = engine(target, head, first_tier=128, lag=2)

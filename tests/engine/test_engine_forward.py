@@ -226,7 +226,7 @@ def test_interrupted() -> None:
 
 
 def test_without_a_break() -> None:
-    """One graph per size of trees, and per number of positions to draft behind."""
+    """One graph per size of trees, and per number of positions to draft after."""
     torch._dynamo.reset()
     counters.clear()
     target = tiny_target("llama")

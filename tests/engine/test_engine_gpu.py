@@ -181,7 +181,7 @@ def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.parametrize("warpers", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}, {"top_k": 0, "top_p": 0.9}], ids=str)
 def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
-    """Behind all nodes at once, unless scores are sorted for it; either way the same."""
+    """After all nodes at once, unless scores are sorted for it; either way the same."""
     target, head, made = on_gpu("qwen3", None)
     into = tally("fp32, captured")
     for size in (1, 4):

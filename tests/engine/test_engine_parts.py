@@ -104,7 +104,7 @@ def test_only_the_thread_of_the_round_is_packed() -> None:
 def test_masks_are_made_once_for_all_layers(
     family: str, types: list[str], size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And not anew in each of four; by a target that hands nothing down, they are."""
+    """And not again in each of four; by a target that hands nothing down, they are."""
     target = tiny_target(family, num_hidden_layers=4, layer_types=types)
     head = tiny_head(target)
     made = hf_dart.compile(target, head, backend=None, first_tier=64)
@@ -160,7 +160,7 @@ def test_top_k_in_two_steps(size: int, k: int, levels: int | None, seed: int) ->
 
 
 def test_top_k_of_what_is_nowhere() -> None:
-    """Places behind the end, which fill up the last chunk, are never named."""
+    """Places after the end, which fill up the last chunk, are never named."""
     scores = torch.full((1, 20 * 256 + 3), -torch.inf)
     values, places = largest(scores, 4)
     assert places.tolist() == [[0, 1, 2, 3]]

@@ -285,7 +285,7 @@ def test_a_row_that_loops_beside_one_that_does_not(llama: tuple[Any, Any]) -> No
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3", "llama4", "deepseek_v32"])
 def test_a_root_that_sees_all_needs_no_mask(family: str) -> None:
-    """Rounds without a draft then take stock's own attention; behind a window, or beside shorter rows, they do not."""
+    """Rounds without a draft then take stock's own attention; after a window, or beside shorter rows, they do not."""
     model = tiny_target(family)
     head = tiny_head(model)
     head.tree_config = TreeConfig(nodes=1)

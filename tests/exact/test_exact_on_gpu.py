@@ -1,4 +1,4 @@
-"""The representative matrix on a CUDA device, in fp32 with TF32 off: tokens, and both generators behind them."""
+"""The representative matrix on a CUDA device, in fp32 with TF32 off: tokens, and both generators after them."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ from hf_dart.decoding.walk import Walker
 
 
 class SecondBest(ReplayDrafter):
-    """Ranks the target's first token behind a wrong one, by far."""
+    """Ranks the target's first token after a wrong one, by far."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Proposal:
         proposal = super().propose(*args, **kwargs)
@@ -182,7 +182,7 @@ def test_inference_mode_leaves_nothing_behind() -> None:
 
 
 class Later(MaxLengthCriteria):
-    """Ends five tokens behind its length, which is no one else's."""
+    """Ends five tokens after its length, which is no one else's."""
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
         return torch.full((len(input_ids),), input_ids.shape[1] >= self.max_length + 5)

@@ -27,7 +27,7 @@ def pair() -> tuple[Any, Any]:
 
 @torch.no_grad()
 def chances(target: Any, prompt: Tensor) -> Tensor:
-    """[5^3] the chance of every text behind the prompt [1, P], from one forward pass and the definition of top-p."""
+    """[5^3] the chance of every text after the prompt [1, P], from one forward pass and the definition of top-p."""
     texts = torch.tensor(list(itertools.product(range(_TOKENS), repeat=_LENGTH)))
     rows = torch.cat([prompt.expand(len(texts), -1), texts], dim=1)
     logits = target(input_ids=rows).logits[:, prompt.shape[1] - 1 : -1] / _OPTIONS["temperature"]

@@ -77,7 +77,7 @@ def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tens
 def both(
     target: Any, head: DartHead, config: dict[str, Any], weights: dict[str, Tensor], length: int = 9
 ) -> tuple[Tensor, Tensor]:
-    """Logits [d, M] of a draft behind a text: ours, taken in over two calls, and those of the released forward."""
+    """Logits [d, M] of a draft after a text: ours, taken in over two calls, and those of the released forward."""
     tokens = prompts([length + 1], vocabulary=40)["input_ids"]
     states = target(tokens[:, :-1], **features_request(head.feature_layers))
     features = gather_features(states, head.feature_layers, tokens[:, :-1])

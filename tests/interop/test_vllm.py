@@ -90,7 +90,7 @@ def served(folder: Path, embeddings: Tensor, features: Tensor, tokens: Tensor) -
 
 
 def drafted(target: Any, head: DartHead, length: int = 9) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [K, M] behind a text, and what they were read from: features [T, F] and next tokens [T]."""
+    """Logits [K, M] after a text, and what they were read from: features [T, F] and next tokens [T]."""
     tokens = prompts([length + 1], vocabulary=40)["input_ids"]
     states = target(tokens[:, :-1], **features_request(head.feature_layers))
     features = gather_features(states, head.feature_layers, tokens[:, :-1])

@@ -3,7 +3,7 @@
     python tests/interop/with_speculators.py write FOLDER      # in hf_dart's environment
     python tests/interop/with_speculators.py compare FOLDER    # in one with `pip install speculators==0.9.0`
 
-The first makes a tiny target, two heads and their drafts behind every beginning of a text, the second loads the heads
+The first makes a tiny target, two heads and their drafts after every beginning of a text, the second loads the heads
 as that package does, runs its P-EAGLE over the text and prints the largest difference of the logits; it exits with 1 if
 that is above 1e-4 (float32).
 """

@@ -78,7 +78,7 @@ def prompt_of(case: dict[str, Any], target: Any) -> dict[str, Any]:
 
 
 def own_of(case: dict[str, Any], width: int) -> tuple[dict[str, Any], list[Any]]:
-    """What the user brings beside options, made anew; and those parts that record their calls."""
+    """What the user brings beside options, made again; and those parts that record their calls."""
     own: dict[str, Any] = {}
     if case["processors"]:
         made = {"stock's top-p": lambda: TopPLogitsWarper(0.7)}

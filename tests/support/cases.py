@@ -21,7 +21,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": 24}
 
 
 def batch(size: int, attention: str) -> dict[str, Tensor]:
-    """Prompts that begin inside the sliding window and end behind it."""
+    """Prompts that begin inside the sliding window and end after it."""
     if size == 1:
         return prompts([7])
     # Under eager attention stock itself gives NaN for padded rows in float64: its softmax is in fp32.

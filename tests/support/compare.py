@@ -45,7 +45,7 @@ def tally(title: str) -> Tally:
 
 @dataclass
 class Run:
-    """One `generate` call: what it returned and the state of the default generators behind it."""
+    """One `generate` call: what it returned and the state of the default generators after it."""
 
     output: Any
     state: Tensor
@@ -94,7 +94,7 @@ def assert_identical_up_to_near_ties(
     if split is None:
         assert torch.equal(ours.state, stock.state), "the generator is not where stock leaves it"
         return
-    # Behind one row's near-tie the length of the whole batch may change too, so only what comes first counts.
+    # After one row's near-tie the length of the whole batch may change too, so only what comes first counts.
     row, position = split
     gap = top2_gap(model, inputs, seed, row, position - start, **options)
     assert gap < NEAR_TIE, (

@@ -9,7 +9,7 @@ from hf_dart import DiffusionDrafter
 
 
 def one_pass(drafter: DiffusionDrafter, features: Tensor, tokens: Tensor, slots: list[int]) -> Tensor:
-    """Logits [d, V] of a block, known tokens or `MASK`, behind T tokens [T] with features [T, F]: the training pass."""
+    """Logits [d, V] of a block, known tokens or `MASK`, after T tokens [T] with features [T, F]: the training pass."""
     text, size = len(tokens), len(tokens) + len(slots) - 1
     places = torch.arange(size)
     mask = (places <= places[:, None]) & (places > places[:, None] - drafter.config.context_window)

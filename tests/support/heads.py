@@ -24,7 +24,7 @@ def shaken(head: DartHead, seed: int = 1) -> DartHead:
 
 
 def drafts(head: DartHead) -> torch.Tensor:
-    """[d, V] behind some random positions."""
+    """[d, V] after some random positions."""
     generator = torch.Generator().manual_seed(5)
     features = torch.randn(1, 6, head.config.features_width, generator=generator, dtype=torch.float64)
     tokens = torch.randint(VOCABULARY, (1, 6), generator=generator)
@@ -33,7 +33,7 @@ def drafts(head: DartHead) -> torch.Tensor:
 
 
 def in_one_pass(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
-    """Draft logits [d, V] behind T positions, by the training pass with one block behind the last of them."""
+    """Draft logits [d, V] after T positions, by the training pass with one block after the last of them."""
     documents = torch.zeros(1, len(tokens) + 1, dtype=torch.long)
     anchors = torch.tensor([[len(tokens) - 1]])
     bidirectional = head.config.block_attention == "bidirectional"

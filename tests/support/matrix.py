@@ -26,7 +26,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 RUN = ("greedy", "T=1")
 TOKENS = 32
-# Prompts that begin inside a sliding window, or behind it.
+# Prompts that begin inside a sliding window, or after it.
 ONE_ROW = [7]
 # A random head's drafts are never worth their cost: a tree of its own size keeps it drafting.
 _TREE = TreeConfig(nodes=16)

@@ -29,7 +29,7 @@ from support.users import TOKENIZER, Clock, Criterion, Processor, allowed
 
 FAMILIES = ["llama", "gemma3", "deepseek_v3", "gpt2"]
 TOKENS = 20
-# Per factor: level -> keyword arguments, or a function that makes them anew for each run.
+# Per factor: level -> keyword arguments, or a function that makes them again for each run.
 FACTORS: dict[str, dict[str, Any]] = {
     "sampler": {
         "greedy": {"do_sample": False},

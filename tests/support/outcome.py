@@ -1,4 +1,4 @@
-"""All that a `generate` call leaves behind, held against stock's: output, error, generator."""
+"""All that a `generate` call leaves, held against stock's: output, error, generator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 @dataclass
 class Outcome:
-    """What a call returned or raised, and the generator's state behind it."""
+    """What a call returned or raised, and the generator's state after it."""
 
     output: Any
     error: type[Exception] | None

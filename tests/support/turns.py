@@ -23,7 +23,7 @@ RAGGED = [9, 3, 7, 13]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 17},
     "sampled": {"do_sample": True, "top_k": 0, "max_new_tokens": 17},
-    # Some rows end early, and lie in the cache with pads behind their end.
+    # Some rows end early, and lie in the cache with pads after their end.
     "eos": {"do_sample": True, "top_k": 0, "max_new_tokens": 17, "eos_token_id": [3, 11, 19, 27], "pad_token_id": PAD},
 }
 KINDS: dict[str, Callable[[Any], Any]] = {

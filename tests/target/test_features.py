@@ -1,4 +1,4 @@
-"""What the drafter is told: the target's hidden states of every committed position, each with the token behind it."""
+"""What the drafter is told: the target's hidden states of every committed position, each with the token after it."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_behind_a_cached_prefix(chunk: int | None) -> None:
     inputs = prompts([20])
     options = {**GREEDY, "max_new_tokens": 12, "prefill_chunk_size": chunk}
     drafter = listener(target, inputs, [0.3], **options)
-    # What the drafter counts are positions behind the prefix.
+    # What the drafter counts are positions after the prefix.
     drafter.sequences, whole = drafter.sequences[:, 11:], drafter.sequences
     cache = DynamicCache(config=target.config)
     with torch.no_grad():

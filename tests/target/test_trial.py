@@ -161,7 +161,7 @@ def test_long_windows_are_proved_by_the_call_that_reaches_them(monkeypatch: pyte
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=200)
     assert not built
 
-    # A window behind the position table, which rotary models may leave.
+    # A window after the position table, which rotary models may leave.
     target = tiny_target("mistral", sliding_window=100, max_position_embeddings=60)
     head = tiny_head(target)
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=140)
@@ -206,7 +206,7 @@ def test_activations_quantized_over_all_tokens(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 def test_hooks_that_look_at_the_last_token(dtype: torch.dtype) -> None:
-    """Also those that come and go behind `attach`."""
+    """Also those that come and go after `attach`."""
     target = tiny_target("llama", dtype=dtype)
     hook = target.model.layers[0].register_forward_hook(steer)
     with pytest.raises(ValueError, match="fed at once"):
@@ -270,7 +270,7 @@ def test_what_code_reads_is_proved_by_attaching_again() -> None:
 
 
 def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks made anew for every call, and those of transformers, cost no proof."""
+    """Hooks made again for every call, and those of transformers, cost no proof."""
     proofs: list[int] = []
     run = probe._Trial.run
     monkeypatch.setattr(probe._Trial, "run", lambda self, length: (proofs.append(length), run(self, length)))
@@ -412,7 +412,7 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
         assert_identical(target, head, prompts(lengths), **mode, max_length=21)
     for lengths in ([25], [25, 3, 7, 30]):
         assert_identical(target, head, prompts(lengths), **mode, max_length=55)
-    # Stock computes its cache anew there, with the same frequencies.
+    # Stock computes its cache again there, with the same frequencies.
     target = tiny_target("phi3_full", original_max_position_embeddings=20)
     assert_identical(target, tiny_head(target), prompts([25]), **mode, max_length=40)
     for lengths in ([7], [9, 3, 7, 13]):

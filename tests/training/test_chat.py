@@ -113,7 +113,7 @@ def test_labels_end_with_the_assistants_tokens() -> None:
     anchors = torch.tensor([2, 6])
     rows = torch.zeros(2, 1, dtype=torch.long)
     labels = labels_after(ids, documents, rows, target_positions(anchors, 4), mask)
-    # The second reply is not behind the first one's end, though the draft reaches it.
+    # The second reply is not after the first one's end, though the draft reaches it.
     assert labels.tolist() == [[14, 15, NO_LABEL, NO_LABEL], [18, 19, 20, 21]]
 
 
@@ -168,7 +168,7 @@ def test_another_chat_template_than_the_heads_is_told(tmp_path: Path) -> None:
 
 
 def test_tokens_that_are_not_the_assistants_move_no_weight(tmp_path: Path) -> None:
-    """What stands behind the last marked token, in the reach of no label, is for the loss as if it were not there."""
+    """What stands after the last marked token, in the reach of no label, is for the loss as if it were not there."""
     target = tiny_target()
     ids = torch.randint(2, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(3))
     documents = torch.zeros_like(ids)

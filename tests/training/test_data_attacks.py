@@ -70,7 +70,7 @@ def other_row(row: dict[str, Any], seed: int) -> str:
 
 
 def attacked(file: Path, rows: list[dict[str, Any]], good: bytes, seed: int) -> None:
-    """Write the file anew, damaged, or where it holds JSON with one row changed."""
+    """Write the file again, damaged, or where it holds JSON with one row changed."""
     if file.suffix not in (".jsonl", ".json") or seed % 4 == 3:
         file.write_bytes(damaged(good, seed))
         return
@@ -100,7 +100,7 @@ def read(folder: Path, name: str, streaming: bool, **fields: Any) -> list[list[i
 
 
 def unharmed(attack: Callable[[int], None], mend: Callable[[], Any], reading: Callable[..., Any], part: range) -> None:
-    """Attacks, each read or refused; now and then the mended file of the same name is read as if nothing had been."""
+    """Attacks, each read or refused; now and then the fixed file of the same name is read as if nothing had been."""
     expected = [reading(streaming=streaming) for streaming in (False, True)]
     reset_peak(torch.device("cpu"))
     before = peak_bytes(torch.device("cpu"))

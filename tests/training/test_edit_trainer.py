@@ -141,7 +141,7 @@ def test_what_slots_hold(tmp_path: Path) -> None:
 
 
 def test_coupled_draft_shares_the_noise() -> None:
-    """Drafts behind a known choice of the target are as drafts and choices of one noise are."""
+    """Drafts after a known choice of the target are as drafts and choices of one noise are."""
     generator = torch.Generator().manual_seed(0)
     draft, target = torch.randn(2, 5, generator=generator)
     count = 200_000
@@ -162,7 +162,7 @@ def test_coupled_draft_shares_the_noise() -> None:
 
 @pytest.mark.parametrize("options", [{"edit_passes": 2}, {"editor_only": True}], ids=["joint", "editor only"])
 def test_training(options: dict[str, Any], tmp_path: Path) -> None:
-    """Tokens behind known ones become likelier than by the first draft, and metrics say so."""
+    """Tokens after known ones become likelier than by the first draft, and metrics say so."""
     target = tiny_target()
     head = tiny_head(target).add_editor()
     before = {name: weight.clone() for name, weight in head.named_parameters()}

@@ -50,7 +50,7 @@ def quality_of(*blocks: tuple[Tensor, Tensor, Tensor]) -> DraftQuality:
 
 def test_figures_of_the_targets_own_text() -> None:
     draft, target, labels = examples()
-    # 2, 4, 0, 4 and 1 tokens accepted; two more are right behind a wrong one.
+    # 2, 4, 0, 4 and 1 tokens accepted; two more are right after a wrong one.
     best = draft.argmax(-1)
     wrong = (best + 1) % draft.shape[-1]
     right = torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1], [0, 0, 0, 0], [1, 1, 1, 1], [1, 0, 0, 1]]).bool()

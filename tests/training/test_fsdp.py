@@ -1,7 +1,7 @@
 """FSDP: two processes that each hold half of the head train as one that holds it whole.
 
 accelerate shards on accelerators alone and takes DDP on a CPU without a word; `Sharded` shows it another kind of
-device, whose tensors then live on the CPU all the same. Everything behind that is what runs on GPUs.
+device, whose tensors then live on the CPU all the same. Everything after that is what runs on GPUs.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def test_arguments_out_of_range(wrong: dict[str, Any], tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("draft_length", [1, 4])
 def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None:
-    """Token t of the draft behind anchor n is token n + 1 + t of the row, if the document goes on so far."""
+    """Token t of the draft after anchor n is token n + 1 + t of the row, if the document goes on so far."""
     target = tiny_target()
     head = tiny_head(target, draft_length=draft_length)
     rows = token_rows(LENGTHS)

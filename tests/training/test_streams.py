@@ -36,7 +36,7 @@ def stream(names: list[str]) -> Any:
 
 @pytest.mark.parametrize("step", [pytest.param(3, marks=pytest.mark.matrix), 9])
 def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None:
-    """Within the first pass through the documents, and behind it."""
+    """Within the first pass through the documents, and after it."""
     names, weights = write_sources(tmp_path), []
     for resume in (False, True):
         target = tiny_target()

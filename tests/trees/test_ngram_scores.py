@@ -113,7 +113,7 @@ def test_host_and_device_grow_the_same_trees(
 ) -> None:
     """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
     head = head_with(random_table(tmp_path / "table", order), rank)
-    for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies behind
+    for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies after
         config = TreeConfig(nodes=nodes, depth=4, top_k=5, beam=beam, lookup=7, scores=scores)
         found = [trees(head, config, way, noisy, [9, 3, 9]) for way in WAYS]
         assert found[0] == found[1]
