@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from transformers import PreTrainedModel
-
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import check_path, load_target
 
@@ -16,7 +14,7 @@ PACKAGED_HEAD = Path(__file__).parents[1] / "demo_pair" / "head"
 class Pair(NamedTuple):
     """What `model.generate(..., assistant=head)` needs, and the name of each for reports."""
 
-    model: PreTrainedModel
+    model: Any  # transformers takes seconds to import, and `hf-dart --help` imports this
     head: Any
     tokenizer: Any
     target_name: str
@@ -60,7 +58,7 @@ def shown_name(path: str) -> str:
     return folder.parent.name if folder.name == "final" else folder.name  # `hf-dart train` writes RUN/final
 
 
-def load_head(path: str, model: PreTrainedModel, tokenizer: Any) -> Any:
+def load_head(path: str, model: Any, tokenizer: Any) -> Any:
     """Load a head for a target and attach it; errors as for `load_pair`."""
     from hf_dart.drafters.registry import load_drafter
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 from transformers import (
     EosTokenCriteria,
-    GenerationMixin,
     MaxLengthCriteria,
     PreTrainedModel,
     StaticCache,
@@ -30,8 +29,6 @@ from hf_dart.target.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)
-# A loop with this variable takes a prompt that ends in an end token for a candidate that is done.
-_STOPS_AT_ONCE = "is_done_candidate" in GenerationMixin._assisted_decoding.__code__.co_varnames
 
 
 class DartCandidateGenerator(CandidateGenerator):
@@ -241,7 +238,7 @@ def _refuse(
     lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
     enders = {int(token) for one in criteria if type(one) is EosTokenCriteria for token in one.eos_token_id}
     eos = config._eos_token_tensor
-    ends = _STOPS_AT_ONCE and config._eos_token_tensor is not None
+    ends = eos is not None and bool(torch.isin(input_ids[0, -1:], eos.to(input_ids.device)))
     differs = {
         "runs one row at a time": len(input_ids) > 1,
         "needs token ids": kwargs.get("inputs_embeds") is not None,
@@ -254,8 +251,7 @@ def _refuse(
         != {config.max_length}
         or enders != (set() if eos is None else set(eos.tolist())),
         f"calls {', '.join(disturbed)} on rejected drafts too": bool(disturbed),
-        "stops at once after a prompt that ends in an end token, in this release": ends
-        and bool(torch.isin(input_ids[0, -1:], config._eos_token_tensor.to(input_ids.device))),
+        "stops at once, in some releases, after a prompt that ends in an end token": ends,
     }
     for what, applies in differs.items():
         if applies:

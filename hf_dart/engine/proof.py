@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.job import Job
+from hf_dart.target.trial import TRIAL_TREE
 from hf_dart.trees.tree import DraftTree
 
-# As in `target.trial`: siblings on every level, and node 0 is the root.
-_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
-_DEPTH = 3
+_DEPTH = 3  # of the trial's tree
 # Trees that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
 
@@ -39,8 +38,8 @@ def difference(
     """
     session = job.session
     limits = session.budget().limits
-    deep = min(session.verify.depth_room()) >= _DEPTH and nodes >= len(_PARENTS)
-    parents = torch.tensor([_PARENTS if deep else _PARENTS[:1]] * len(limits))
+    deep = min(session.verify.depth_room()) >= _DEPTH and nodes >= len(TRIAL_TREE)
+    parents = torch.tensor([TRIAL_TREE if deep else TRIAL_TREE[:1]] * len(limits))
     running = torch.tensor([limit > 0 for limit in limits], device=job.model.device)
     scores = -torch.arange(parents.shape[1]).expand_as(parents).float()
     generator = torch.Generator().manual_seed(0)

@@ -39,7 +39,7 @@ from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12
 # A tree with siblings on every level and a path of depth 3: node 0 is the root.
-_PARENTS = [-1, 0, 0, 1, 1, 2, 3, 5]
+TRIAL_TREE = [-1, 0, 0, 1, 1, 2, 3, 5]
 _KEPT, *_LEFT = [0, 1, 3, 6], [0, 2, 5, 7], [0, 1, 4]  # its paths; the first one is committed,
 _SHORTER = [0, 2]  # or this by a second row
 # From three tokens before a mark the tree reaches across it, but only by its slots and deepest nodes; from five
@@ -117,7 +117,7 @@ def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows:
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_model(model)
-    refuse_ties(model, text or _PROMPT + len(_PARENTS) + 1)
+    refuse_ties(model, text or _PROMPT + len(TRIAL_TREE) + 1)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
     case = (*identity(model), pads)
     proved = _proved.setdefault(model, {})
@@ -127,7 +127,7 @@ def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows:
         return
     with as_before(model):
         trial = _Trial(model, list(pads))
-        longest = max(table, text or 0) - len(_PARENTS)
+        longest = max(table, text or 0) - len(TRIAL_TREE)
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
         for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
             trial.run(length)
@@ -155,7 +155,7 @@ class _Trial:
         self._model, self._pads = model, pads
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
-        size = (len(pads), _PROMPT + _TRIES * (len(_PARENTS) + 1))
+        size = (len(pads), _PROMPT + _TRIES * (len(TRIAL_TREE) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
         short = None
@@ -243,7 +243,7 @@ class _Trial:
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
-            loudness[max(edge - 4, 0) : max(edge + len(_PARENTS), 0)] = min(max(mark / 16, 1.0), _LOUDEST)
+            loudness[max(edge - 4, 0) : max(edge + len(TRIAL_TREE), 0)] = min(max(mark / 16, 1.0), _LOUDEST)
         cache, pads = self._empty(), torch.tensor(self._pads)[:, None]
         slots = torch.arange(length)
         entries = torch.where(slots < pads, slots, pads + (slots - pads) % (_PROMPT - pads))  # [B, length]
@@ -268,7 +268,7 @@ class _Trial:
         Args:
             tokens: [B, 9], of which 8 are nodes, one comes after.
         """
-        nodes, after = tokens.split([len(_PARENTS), 1], dim=1)
+        nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
         kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
         # Rows of paths [B, n], a shorter one filled up by what is not looked at.
         filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
@@ -292,11 +292,11 @@ class _Trial:
         self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
-        prefix, room = self._prefix(length), length + 2 * len(_PARENTS)
+        prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
         trees = tree_cache(prefix, self._pads, room, keep=False, windows=layer_windows(self._model, prefix))
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
-        parents = torch.tensor([_PARENTS] * len(nodes), device=nodes.device)
-        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(_PARENTS)))
+        parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
+        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
         width = max(map(len, kept))
         trees.commit(torch.tensor([path + [0] * (width - len(path)) for path in kept]), [len(path) for path in kept])
         return logits, verify(DraftTree.chain(after))[0]
