@@ -237,6 +237,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         grower=grower,
         verify=verify,
         cache=ran.cache,
+        own_cache=ran.cache,
         walk=walk,
         noise=noise,
         noise_ahead=noise_ahead,

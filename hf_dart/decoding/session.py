@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 from transformers.cache_utils import Cache
 
+from hf_dart.cache.base import TreeCache
 from hf_dart.decoding.admit import Request
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
@@ -39,14 +40,7 @@ class TreeVerifier(Protocol):
 class RoundCache(Protocol):
     """Keeps what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
 
-    lengths: Tensor
-    prompt_lengths: Tensor
-
     def commit(self, path: Tensor, counts: list[int]) -> None: ...
-
-    def truncate(self, lengths: Tensor) -> None: ...
-
-    def write_back(self, grown: int) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -93,7 +87,8 @@ class Session:
         drafter_runner: the drafter's side.
         grower: from a draft to a tree.
         verify: the target's forward over a tree.
-        cache: what stays of it.
+        cache: what stays of it, round by round.
+        own_cache: the call's own cache, where all of that lies when the rounds are over.
         walk: the target's own choice at every node.
         noise: that tokens are drawn with; None for greedy search.
         noise_ahead: the same, as far as trees may see it.
@@ -112,6 +107,7 @@ class Session:
     grower: TreeGrower
     verify: TreeVerifier
     cache: RoundCache
+    own_cache: TreeCache
     walk: Walker
     noise: NoiseStream | None
     noise_ahead: Noise

@@ -146,7 +146,7 @@ class CapturedParts:
         session: the job's, with this in the place of those; it shares all else with it.
         failure: why the forward could not be launched, if it could not; what is asked of this is the session's own
             then.
-        lengths, prompt_lengths: as `cache.base.TreeCache` has them.
+        lengths: [B] committed entries per row, on the CPU.
     """
 
     hidden_states: tuple[Tensor, ...] = ()
@@ -156,7 +156,7 @@ class CapturedParts:
         self._sized: _Sized | None = None
         self._holds, self._drafts = True, forward.draft_pass is not None
         self.failure: Exception | None = None
-        self.lengths, self.prompt_lengths = job.cache.lengths, job.cache.prompt_lengths
+        self.lengths = job.cache.lengths
         job.cache.release()
         runner = job.session.drafter_runner
         if forward.draft_pass is not None:
@@ -209,14 +209,6 @@ class CapturedParts:
         cache.commit(path.to(cache.lengths.device))
         self.lengths = self.lengths + torch.tensor(counts)
         cache.lengths.copy_(self.lengths)
-
-    def truncate(self, lengths: Tensor) -> None:
-        """Rounds never ask for it."""
-        raise NotImplementedError
-
-    def write_back(self, grown: int) -> None:
-        """Rounds never ask for it."""
-        raise NotImplementedError
 
     def hand_back(self) -> None:
         """Bring the job's session to where this one stands."""
