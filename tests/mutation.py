@@ -56,7 +56,7 @@ ROOMS = {
         "cache/test_tree_caches.py", "decoding/test_turns.py", "exact/test_odd_but_legal_calls.py",
         "engine/test_engine_reuse.py",
     ],
-    "engine/fixed.py": _ENGINE,
+    "engine/fixed_round.py": _ENGINE,
     "engine/processing.py": _ENGINE,
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {

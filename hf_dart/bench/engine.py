@@ -20,7 +20,7 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
 from hf_dart.engine.compiling import compiled
-from hf_dart.engine.fixed import FixedRound
+from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions
@@ -238,8 +238,8 @@ def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
     """
     state, shape, this = tier.state, tier.shape, tier.round
     with packed(this.verifier.target):
-        tree = this.guess()
-        verdict = list(this.check(tree))
+        tree = this.propose()
+        verdict = list(this.accept(tree))
     verdict[2] = torch.zeros_like(verdict[2])
 
     def draft() -> Proposal:
@@ -247,10 +247,10 @@ def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
 
     steps: dict[str, Callable[[], object]] = {
         "draft": compiled(draft, backend),
-        "draft + grow": compiled(this.guess, backend),
+        "draft + grow": compiled(this.propose, backend),
         "verify": partial(compiled(this.verify, backend), tree),
-        "verify + walk": partial(compiled(this.check, backend), tree),
-        "commit": partial(this.keep, *verdict),
+        "verify + walk": partial(compiled(this.accept, backend), tree),
+        "commit": partial(this.commit, *verdict),
     }
     spent = {name: _ms(_within(this, step), state.roots.device) for name, step in steps.items()}
     spent["round"] = _ms(tier.launch, state.roots.device, made=True)

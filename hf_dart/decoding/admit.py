@@ -26,7 +26,7 @@ from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
 from hf_dart.target.positions import refuse_crossing
 from hf_dart.target.support import drops_out, refuse_cache
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
 # What asks `generate` for other modes than greedy search and sampling.
@@ -161,7 +161,7 @@ def admit(
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     most = total + max_length - width
     padded = mask is not None and not bool(mask.all())
-    prove(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
+    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     input_ids = input_ids.long()  # as stock's are once a token is added
     prompt = input_ids if embeddings is None else embeddings

@@ -23,7 +23,7 @@ from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
 from hf_dart.target.devices import host_by_default
-from hf_dart.target.trial import forget, prove
+from hf_dart.target.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
@@ -35,9 +35,9 @@ def attach(model: PreTrainedModel) -> Any:
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
     model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
     `generate` that the instance has of its own (a repository's, a partial) goes on serving calls without
-    `assistant=`. The target is first proved to verify trees exactly (`target.trial.prove`), unless it is being
-    trained. A proof holds for its modules, their code and hooks, its attention and dtype. What that code reads (a
-    global, an attribute) is not looked at: after changing such a thing, attach again, and it is proved once more.
+    `assistant=`. The target is first tried out on a random tree (`target.trial.check_verification`), unless it is
+    being trained. What that shows holds for its modules, their code and hooks, its attention and dtype. What that code
+    reads (a global, an attribute) is not looked at: after changing such a thing, attach again.
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
@@ -55,10 +55,10 @@ def attach(model: PreTrainedModel) -> Any:
 
 
 def attached(model: PreTrainedModel) -> Any:
-    """`model`, attached; what was proved of the target before need not be proved again."""
+    """`model`, attached; what its target has passed before is not tried again."""
     target = unwrapped(model)
     if not target.training:
-        prove(target)
+        check_verification(target)
     target.generate = AttachedGenerate(target, _own_generate(target))
     return model
 

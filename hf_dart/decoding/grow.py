@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import LogitsProcessorList
 
 from hf_dart.decoding.candidates import Ranker, SeenTokens
+from hf_dart.decoding.chain import ChainScores, best_chain
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
-from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import RowLookup, padded, with_copies
@@ -78,9 +78,9 @@ class TreeGrower:
             growing = self._candidates(none.long(), none[:, :, None], copied, chances, deepest)
             return self._on_host(growing, shares).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
-        refined = None
+        after_draft = None
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
-            tokens, scores, refined = self._refine(proposal, gumbel, seen, refine)
+            tokens, scores, after_draft = self._refine(proposal, gumbel, seen, refine)
         else:
             ranked = self._rank(proposal.logits, gumbel, seen, proposal.vocabulary)
             tokens, scores = (part.to(self._device)[..., : 1 if chain else None] for part in ranked)
@@ -88,8 +88,8 @@ class TreeGrower:
             # Copied tokens join the candidates, so that a drafted token after one is scored like any other.
             tokens, scores = with_copies(tokens, scores, copied.to(self._device))
         steps = self._steps(proposal, tokens, scores)
-        if refined is not None:
-            steps = refined.replace(tokens, steps)
+        if after_draft is not None:
+            steps = after_draft.replace(tokens, steps)
         growing = self._candidates(tokens, steps, copied, chances, deepest)
         return self._on_host(growing, shares) if self._device.type == "cpu" else self._on_device(growing)
 
@@ -100,7 +100,7 @@ class TreeGrower:
 
     def _refine(
         self, proposal: Proposal, gumbel: Tensor | None, seen: Tensor | None, refine: Callable[[Tensor], Proposal]
-    ) -> tuple[Tensor, Tensor, Refined]:
+    ) -> tuple[Tensor, Tensor, ChainScores]:
         """Candidates [B, d, K] of the first draft and the last one, and their scores [B, d, K] in either."""
         vocabulary = proposal.vocabulary
         first = self._rank.scores(proposal.logits, gumbel, seen, vocabulary)
@@ -117,7 +117,7 @@ class TreeGrower:
             again, looked_at = torch.cat([first[:, :1], later[:, 1:]], dim=1), draft
         candidates, (scores, better) = self._rank.best(first, again, vocabulary=vocabulary)
         device = self._device
-        return candidates.to(device), scores.to(device), Refined(looked_at.to(device), better.to(device))
+        return candidates.to(device), scores.to(device), ChainScores(looked_at.to(device), better.to(device))
 
     def _steps(self, proposal: Proposal, tokens: Tensor, scores: Tensor) -> Tensor:
         """[B, d, J, K] log-scores of candidates [B, d, K] after each of the depth before, from those alone [B, d, K].

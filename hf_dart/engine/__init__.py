@@ -5,15 +5,16 @@ small kernels; on a GPU both take longer than the target's weights take to be re
 one shape and one place for as long as rows lie in one tier, and nothing is read back, so that the round can be
 compiled by `torch.compile` without a graph break and replayed as one CUDA graph:
 
-    guess    draft (one pass of the head), candidates, tree of N nodes, padded to a bucket with empty ones
-    check    one forward of the target over the tree; the target's own token at every node; the path they take,
+    propose  draft (one pass of the head), candidates, tree of N nodes, padded to a bucket with empty ones
+    accept   one forward of the target over the tree; the target's own token at every node; the path they take,
              cut at the end of the text and at the length limit
-    keep     the path's keys and values move after the committed ones; counters move on; the tokens go to a ring
+    commit   the path's keys and values move after the committed ones; counters move on; the tokens go to a ring
 
 Where things lie (`cache.FixedCache`): a tier has T slots per row for committed tokens, position p in slot p, and
 after them N slots for the tree, the same for all rows and rounds. Rows have their own lengths, as tensors. When one
 of them might outgrow T, the call goes on in the tier twice as long: what attention reads follows the text, not what
-might become of it. Each (batch, bucket, tier) is one `fixed.FixedRound` with its state and its graph (`graphs.Launch`).
+might become of it. Each (batch, bucket, tier) is one `fixed_round.FixedRound` with its state and its graph
+(`graphs.Launch`).
 
 Rows of a batch share one budget of nodes, and those that have ended get none (`budget`): the target runs over the
 likeliest nodes of all trees as over one row of tokens, and attention alone knows which row a node belongs to. Once half

@@ -24,7 +24,7 @@ from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft_pass import CapturedDraftPass
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import Job
-from hf_dart.engine.proof import difference
+from hf_dart.engine.trial import difference
 from hf_dart.trees.tree import DraftTree
 
 

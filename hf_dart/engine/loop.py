@@ -71,7 +71,7 @@ def run(
             waiting = launched - read
             running = _running(rows, lengths)
             goes_on = failure is None and bool(running)
-            if goes_on and waiting <= lag and tier.suits(running, waiting + 1) and not leaves(running):
+            if goes_on and waiting <= lag and tier.has_room(running, waiting + 1) and not leaves(running):
                 if noise is not None:
                     tier.supply(noise, rows)
                 try:

@@ -12,12 +12,12 @@ from hf_dart.decoding.rows import Rows
 from hf_dart.engine.attention import PackedVerifier, packed
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache
-from hf_dart.engine.fixed import FixedRound
+from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import HeadJob
 from hf_dart.engine.processing import FixedProcessors
-from hf_dart.engine.proof import allowance, difference
 from hf_dart.engine.state import Shape, State
+from hf_dart.engine.trial import allowance, difference
 from hf_dart.trees.copies import BatchLookup
 from hf_dart.trees.tree import DraftTree
 
@@ -57,10 +57,10 @@ class Tier:
         self.round = FixedRound(
             shape, job.head, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
         )
-        self.round.guess()  # what the head makes on first use is there before anything is traced
+        self.round.propose()  # what the head makes on first use is there before anything is traced
         self.launch = Launch(self.round, device, pool, self.round.run_uncompiled)
 
-    def suits(self, running: list[tuple[int, int]], rounds: int) -> bool:
+    def has_room(self, running: list[tuple[int, int]], rounds: int) -> bool:
         """May so many more rounds be run here?
 
         Args:
@@ -144,7 +144,7 @@ class Tier:
         launched, compiled and captured, against the round as it is written, by the hidden states of the roots.
 
         Yields:
-            How far each is off, and how far it may be, as `proof.difference`.
+            How far each is off, and how far it may be, as `trial.difference`.
         """
         self.load(job)
         yield self._verifies(job)

@@ -1,4 +1,4 @@
-"""Proof by trial: a random tree through the target, held against stock's own steps over its paths.
+"""The trial of a target: a random tree through the target, held against stock's own steps over its paths.
 
 A rule that depends on length shows only beyond that length: a window hides nothing from a short text. So the
 tree is run on 12 tokens and again on both sides of every length that the cache's layers or the config name
@@ -64,12 +64,12 @@ _SHARE = 2**-12
 
 # Left padding of the rows of a trial: one row, a batch, a padded batch.
 _ONE, _LEVEL, _PADDED = (0,), (0, 0), (0, 3)
-# States of one target that are remembered as proved.
+# States of one target that are remembered as having passed.
 _STATES = 64
 
 _Case = tuple[Any, ...]
-# Models, and up to how many slots each was proved right in this process, as it was then.
-_proved: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
+# Models, and up to how many slots each was found right in this process, as it was then.
+_passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
 
 
 class _RefusalError(ValueError):
@@ -92,13 +92,15 @@ def _explained(model: PreTrainedModel, what: str) -> Iterator[None]:
 
 
 def forget(model: PreTrainedModel) -> None:
-    """Prove the model again when that is next asked for."""
-    _proved.pop(model, None)
+    """Try the model again when that is next asked for."""
+    _passed.pop(model, None)
 
 
 @host_by_default
 @torch.no_grad()
-def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False) -> None:
+def check_verification(
+    model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows: int = 1, padded: bool = False
+) -> None:
     """Check that tree verification is right for a model: once per what it consists of (`identity`).
 
     Runs an 8-node tree, commits one path, runs one more token, and compares all logits with stock's own steps over
@@ -120,10 +122,10 @@ def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows:
     refuse_ties(model, text or _PROMPT + len(TRIAL_TREE) + 1)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
     case = (*identity(model), pads)
-    proved = _proved.setdefault(model, {})
+    passed = _passed.setdefault(model, {})
     table = position_limit(model)[0] + 1
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
-    if slots <= proved.get(case, 0):
+    if slots <= passed.get(case, 0):
         return
     with as_before(model):
         trial = _Trial(model, list(pads))
@@ -133,9 +135,9 @@ def prove(model: PreTrainedModel, text: int | None = None, nodes: int = 0, rows:
             trial.run(length)
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
-    if len(proved) >= _STATES:
-        proved.clear()
-    proved[case] = max(slots, min(ahead, default=sys.maxsize))
+    if len(passed) >= _STATES:
+        passed.clear()
+    passed[case] = max(slots, min(ahead, default=sys.maxsize))
 
 
 class _Trial:

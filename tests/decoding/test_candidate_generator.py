@@ -90,7 +90,7 @@ def test_head_drafts_as_in_its_own_loop() -> None:
     assert sum(map(len, own)) < 6 * 39
 
 
-class Refined(ReplayDrafter):
+class Edited(ReplayDrafter):
     """Alone its distributions prefer a wrong token; seen after the right predecessor, the right one wins."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Proposal:
@@ -110,7 +110,7 @@ def test_drafts_look_at_the_token_in_front() -> None:
     inputs = prompts([7])
     options: dict[str, Any] = {**inputs, "do_sample": False, "max_new_tokens": 24}
     stock = model.generate(**options)
-    drafter = Refined(stock, [0], VOCABULARY, misses=[0.0])
+    drafter = Edited(stock, [0], VOCABULARY, misses=[0.0])
     assert torch.equal(model.generate(**options, custom_generate=stock_loop(drafter)), stock)
     assert drafter.last_stats.tau > 4
 

@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGe
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import admit as options
 from hf_dart.decoding.api import attach
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 
@@ -281,7 +281,7 @@ def test_encoder_decoder() -> None:
 def test_architectures_that_cannot_verify_trees(family: str) -> None:
     target = tiny_target(family, "eager", torch.float32)
     plain = run(target, INPUTS, 0, **GREEDY).sequences
-    for attempt in (attach, prove):
+    for attempt in (attach, check_verification):
         refused(lambda attempt=attempt: attempt(target), ValueError, "assistant=|not supported|cannot")
         assert "generate" not in vars(target)
     refused(lambda: DartHead.from_target(target, feature_layers=[1]), ValueError, "assistant=|not supported|cannot")

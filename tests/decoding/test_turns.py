@@ -30,7 +30,7 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 from hf_dart import DartHead
 from hf_dart.decoding import turns
 from hf_dart.decoding.api import attach
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 
 
 @pytest.fixture(scope="module")
@@ -130,7 +130,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
         inputs = behind(inputs, run(target, inputs, 0, past_key_values=cache, **options).sequences)
         with monkeypatch.context() as patched:
             patched.setattr(type(target), "forward", counted)
-            prove(target, rows=len(RAGGED), padded=True)
+            check_verification(target, rows=len(RAGGED), padded=True)
             read.clear()
             run(target, inputs, 0, past_key_values=cache, assistant=head, **MODES["greedy"])
         assert read[0] == 5  # the last token of the first turn and four new ones

@@ -138,7 +138,7 @@ def test_no_token_is_drawn_from_nan(everywhere: bool, monkeypatch: pytest.Monkey
     target = tiny_target("llama")
     head = tiny_head(target)
     inputs = prompts([7, 3])
-    target.generate(**inputs, max_new_tokens=2, do_sample=True, assistant=head)  # proved while it was sound
+    target.generate(**inputs, max_new_tokens=2, do_sample=True, assistant=head)  # tried while it was sound
     with torch.no_grad():
         target.lm_head.weight[5] = torch.nan
     plain_call = Walker.__call__

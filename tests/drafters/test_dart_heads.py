@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
 from hf_dart.decoding.api import attach, detach
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -224,8 +224,8 @@ def test_making_and_loading_move_no_generator(target: Any, tmp_path: Path) -> No
     attach(target)
     assert generators() == before, "attach"
     fresh = tiny_target("gemma3")
-    prove(fresh)
-    assert generators() == before, "prove"
+    check_verification(fresh)
+    assert generators() == before, "check_verification"
     weights = tmp_path / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(ValueError, match="truncated"):

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
+from hf_dart.decoding.chain import ChainScores, best_chain
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.refinement import Refined, best_chain
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.state import SlotState
 
@@ -222,7 +222,7 @@ def test_refined_scores_stand_after_the_draft_only() -> None:
     candidates = torch.tensor([[[1, 2, 1], [3, 4, 9], [5, 6, -1]]])  # copied ones at the end
     table = torch.full((1, 3, 3, 3), -1.0)
     scores = -2.0 - torch.arange(6.0).view(1, 3, 2)
-    changed = Refined(tokens, scores).replace(candidates, table)
+    changed = ChainScores(tokens, scores).replace(candidates, table)
     expected = table.clone()
     expected[0, 1, 0] = torch.tensor([-4.0, -5, -inf])
     expected[0, 1, 2] = expected[0, 1, 0]  # that token as a copied one

@@ -92,7 +92,7 @@ def test_what_the_target_runs_over(monkeypatch: pytest.MonkeyPatch) -> None:
         return embed(ids)
 
     monkeypatch.setattr(target.model.embed_tokens, "forward", counted)
-    assert_identical(target, head, inputs, tree_config=TREE, **GREEDY, **ENDS)  # proves what the target has become
+    assert_identical(target, head, inputs, tree_config=TREE, **GREEDY, **ENDS)  # tries what the target has become
     sizes.clear()
     assert_identical(target, head, inputs, tree_config=TREE, **GREEDY, **ENDS)
     assert set(sizes) == {32}  # 5 rows of 6

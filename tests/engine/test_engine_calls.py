@@ -27,7 +27,7 @@ from hf_dart.engine import compiled as module
 from hf_dart.engine.attention import packed
 from hf_dart.target.attention import PACKED
 from hf_dart.target.devices import matmul_precision
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
@@ -127,7 +127,7 @@ def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monk
 
     engine(target, head)
     monkeypatch.setattr(type(target), "forward", scaled)
-    monkeypatch.setattr(admit, "prove", lambda *args: None)  # it would refuse such a target
+    monkeypatch.setattr(admit, "check_verification", lambda *args: None)  # it would refuse such a target
     with pytest.warns(UserWarning, match="computes something else on fixed shapes"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 
@@ -283,7 +283,7 @@ def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyP
         return forward(*args, **kwargs)
 
     monkeypatch.setattr(target.model.layers[0], "forward", counted)
-    target.generate(**prompts([7]), assistant=head, **GREEDY)  # proves what the target has become
+    target.generate(**prompts([7]), assistant=head, **GREEDY)  # tries what the target has become
     forwards.clear()
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     stats = head.last_stats
@@ -341,7 +341,7 @@ def test_switches_of_precision(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
         try:
             matmul.fp32_precision = "tf32"
             assert matmul_precision()[0] == "tf32"
-            prove(tiny_target("qwen3"))
+            check_verification(tiny_target("qwen3"))
             assert_identical(target, head, prompts([7]), **GREEDY)
         finally:
             matmul.fp32_precision = "none"

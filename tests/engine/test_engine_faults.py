@@ -102,9 +102,9 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
         launched.append(1)
         if len(launched) == 3:
             raise torch.OutOfMemoryError("no room left")
-        return type(round_of).check(round_of, tree)
+        return type(round_of).accept(round_of, tree)
 
-    monkeypatch.setattr(round_of, "_check", fails)
+    monkeypatch.setattr(round_of, "_accept", fails)
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
         assert_identical(target, head, batch(4, "sdpa"), **options)
     assert len(launched) == 3
@@ -117,14 +117,14 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
         assert_identical(target, head, batch(4, "sdpa"), **options)
 
 
-@pytest.mark.parametrize("proved", [False, True])
-def test_a_launch_that_does_nothing(pair: tuple[Any, Any], proved: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("tried", [False, True])
+def test_a_launch_that_does_nothing(pair: tuple[Any, Any], tried: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph does whose kernels ran somewhere else while it was captured."""
     target, head = pair
     made = engine(target, head)
     monkeypatch.setattr(Launch, "__call__", lambda launch: None)
     reason = "computes something else"
-    if proved:
+    if tried:
         monkeypatch.setattr(module.Tier, "differs", lambda *args: iter(()))
         reason = "a round brought no token"
     with pytest.warns(UserWarning, match=reason):

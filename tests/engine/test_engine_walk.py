@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.attention import packed
-from hf_dart.engine.fixed import FixedRound
+from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.processing import sees_text
 from hf_dart.engine.tier import Tier
 from hf_dart.trees.tree import DraftTree
@@ -67,7 +67,7 @@ def verified(tier: Tier) -> Iterator[tuple[DraftTree, Tensor, Tensor]]:
     """A tree and logits under which some of its paths come true."""
     this = tier.round
     with torch.no_grad(), packed(this.verifier.target):
-        tree = this.guess()
+        tree = this.propose()
         logits, _, places = this.verify(tree)
         logits = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(0))
         for row in range(len(tree.tokens)):

@@ -299,7 +299,7 @@ def test_a_root_that_sees_all_needs_no_mask(family: str) -> None:
     for lengths, options in (([5], GREEDY), ([5, 5], SAMPLED), ([5, 3], GREEDY)):
         stock, _ = assert_identical(model, head, prompts(lengths), **options)
         handle = model.register_forward_pre_hook(note, with_kwargs=True)
-        run(model, prompts(lengths), 0, assistant=head, **options)  # proves what the target has become
+        run(model, prompts(lengths), 0, assistant=head, **options)  # tries what the target has become
         masks.clear()
         assert torch.equal(run(model, prompts(lengths), 0, assistant=head, **options).sequences, stock.sequences)
         handle.remove()

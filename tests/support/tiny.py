@@ -39,16 +39,16 @@ def tiny_target(
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2 and not any(part in name for part in ("embed", "wte", "wpe")):
                     weight.mul_(10.0)
-    probe._proved[model] = proofs(repr((family, attention, config)))
+    probe._passed[model] = passed_trials(repr((family, attention, config)))
     return model.eval()
 
 
-_PROOFS: dict[str, Any] = {}
+_PASSED: dict[str, Any] = {}
 
 
-def proofs(built_from: str) -> dict[Any, int]:
-    """What was proved of targets that are built alike, in all tests of this process."""
-    return _PROOFS.setdefault(built_from, {})
+def passed_trials(built_from: str) -> dict[Any, int]:
+    """What targets that are built alike have passed, in all tests of this process."""
+    return _PASSED.setdefault(built_from, {})
 
 
 def tiny_head(target: Any, **config: Any) -> DartHead:

@@ -1,4 +1,4 @@
-"""The proof at attach: right targets pass in every precision, wrong ones are refused, nothing is changed."""
+"""The trial at attach: right targets pass in every precision, wrong ones are refused, nothing is changed."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
 from hf_dart.target.masks import MaskKind
 from hf_dart.target.positions import forgets_text
-from hf_dart.target.trial import prove
+from hf_dart.target.trial import check_verification
 
 GREEDY = {"do_sample": False}
 
 
 @pytest.fixture(autouse=True)
-def _every_target_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny, "proofs", lambda built_from: {})
+def _every_target_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny, "passed_trials", lambda built_from: {})
 
 
 def attention_of(family: str) -> str:
@@ -38,9 +38,9 @@ def attention_of(family: str) -> str:
 @pytest.mark.parametrize(
     "family", ["llama", "gemma2", "gemma4_shared", "gpt2", "deepseek_v3", "deepseek_v32", "mistral", "llama4", "bitnet"]
 )
-def test_right_targets_are_proved_in_every_precision(family: str, dtype: torch.dtype) -> None:
+def test_right_targets_pass_in_every_precision(family: str, dtype: torch.dtype) -> None:
     for seed in range(3):
-        prove(tiny_target(family, attention_of(family), dtype, seed=seed))
+        check_verification(tiny_target(family, attention_of(family), dtype, seed=seed))
 
 
 @pytest.mark.parametrize("off", [-1, 1])
@@ -48,11 +48,11 @@ def test_right_targets_are_proved_in_every_precision(family: str, dtype: torch.d
 def test_windows_are_told_apart_by_one_position(off: int, window: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever the window, and although the probe never runs a text so long."""
     target = tiny_target("mistral", dtype=torch.float32, sliding_window=window, max_position_embeddings=8192)
-    prove(copy.deepcopy(target))
+    check_verification(copy.deepcopy(target))
     right = MaskKind.horizon
     monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: right(self, positions) + off)
     with pytest.raises(ValueError, match="something else for a token tree"):
-        prove(target)
+        check_verification(target)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -60,13 +60,13 @@ def test_a_forgotten_window_shows_in_low_precision(dtype: torch.dtype, monkeypat
     monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: None)
     for window in (10, 1000):
         with pytest.raises(ValueError, match="something else for a token tree"):
-            prove(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
+            check_verification(tiny_target("mistral", dtype=dtype, sliding_window=window, max_position_embeddings=8192))
 
 
 def test_chunks_are_not_windows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MaskKind, "horizon", lambda self, positions: positions - self.window if self.window else None)
     with pytest.raises(ValueError, match="something else for a token tree"):
-        prove(tiny_target("llama4"))
+        check_verification(tiny_target("llama4"))
 
 
 @pytest.mark.parametrize("family", REFUSED)
@@ -115,11 +115,11 @@ def unknown(model_class: type[LlamaForCausalLM], attention: str = "eager", **fie
     return target
 
 
-def test_unknown_code_is_proved_or_refused() -> None:
+def test_unknown_code_passes_or_is_refused() -> None:
     target = unknown(Unknown)
     assert_identical(target, tiny_head(target), prompts([7]), **GREEDY, max_new_tokens=12)
     with pytest.raises(ValueError, match=r"cannot run a token tree \(AssertionError: two dimensions, please\); call"):
-        prove(unknown(FailsOnTrees))
+        check_verification(unknown(FailsOnTrees))
 
 
 @pytest.mark.parametrize("window", [10, 100])
@@ -128,7 +128,7 @@ def test_a_window_that_only_the_config_names(window: int) -> None:
     for index, layer in enumerate(target.model.layers):
         layer.self_attn = SlidesBySlots(target.config, index).double()
     with pytest.raises(ValueError, match="something else for a token tree"):
-        prove(target)
+        check_verification(target)
 
 
 def test_nothing_is_changed() -> None:
@@ -137,7 +137,7 @@ def test_nothing_is_changed() -> None:
         weights = {name: tensor.clone() for name, tensor in [*target.named_parameters(), *target.named_buffers()]}
         config, members = target.config.to_dict(), [list(vars(module)) for module in target.modules()]
         before = torch.get_rng_state()
-        prove(target)
+        check_verification(target)
         assert torch.equal(torch.get_rng_state(), before)
         assert target.config.to_dict() == config
         assert [list(vars(module)) for module in target.modules()] == members
@@ -145,7 +145,7 @@ def test_nothing_is_changed() -> None:
             assert torch.equal(tensor, weights[name]), name
 
 
-def test_long_windows_are_proved_by_the_call_that_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_windows_are_tried_by_the_call_that_reaches_them(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[int] = []
     run = probe._Trial.run
     monkeypatch.setattr(probe._Trial, "run", lambda self, length: (built.append(length), run(self, length)))
@@ -250,42 +250,42 @@ def another_forward(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("change", [patched_class, replaced_module, another_forward])
-def test_another_code_is_proved_by_the_next_call(
+def test_another_code_is_tried_by_the_next_call(
     change: Callable[[Any, pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     target = attach(tiny_target("llama"))
     change(target, monkeypatch)
     with pytest.raises(ValueError, match="fed at once"):
-        prove(target)
+        check_verification(target)
 
 
-def test_what_code_reads_is_proved_by_attaching_again() -> None:
+def test_what_code_reads_is_tried_by_attaching_again() -> None:
     target = tiny_target("llama")
     pushes = target.model.layers[0].mlp = Pushes(target.model.layers[0].mlp, last=False).eval()
     attach(target)
     pushes.last = True
-    prove(target)  # it looks the same
+    check_verification(target)  # it looks the same
     with pytest.raises(ValueError, match="fed at once"):
         attach(target)
 
 
-def test_what_hangs_on_a_target_is_proved_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hooks made again for every call, and those of transformers, cost no proof."""
-    proofs: list[int] = []
+def test_what_hangs_on_a_target_is_tried_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hooks made again for every call, and those of transformers, cost no trial."""
+    lengths: list[int] = []
     run = probe._Trial.run
-    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (proofs.append(length), run(self, length)))
+    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (lengths.append(length), run(self, length)))
     target = tiny_target("llama")
     head = tiny_head(target)
     for _ in range(2):
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
-    assert len(proofs) == 1
+    assert len(lengths) == 1
     for factor in torch.tensor([0.5, 2.0]):
         hook = target.model.layers[0].register_forward_hook(lambda module, args, output, by=factor: output * by)
         assert_identical(target, head, prompts([7]), **GREEDY, max_new_tokens=4)
         hook.remove()
-    assert len(proofs) == 2
+    assert len(lengths) == 2
     attach(target)
-    assert len(proofs) == 3
+    assert len(lengths) == 3
 
 
 # ---- one row, a batch, a padded batch ---------------------------------------------------------------------
@@ -362,14 +362,14 @@ def test_rotary_frequencies_are_left_as_they_were() -> None:
     target = tiny_target("mistral", **fields)
     before = target.model.rotary_emb.inv_freq.clone()
     attach(target)
-    prove(target, 60)
+    check_verification(target, 60)
     assert torch.equal(target.model.rotary_emb.inv_freq, before)
 
 
 def test_autocast_rounds_more() -> None:
     target = tiny_target("llama", dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        prove(target)
+        check_verification(target)
 
 
 def test_choices_among_tied_scores_are_refused() -> None:
@@ -424,8 +424,8 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_frequencies_are_as_before_the_proof(rope: dict[str, Any]) -> None:
-    """They follow the longest text that a model was run on, and windows have the proof run on long ones."""
+def test_frequencies_are_as_before_the_trial(rope: dict[str, Any]) -> None:
+    """They follow the longest text that a model was run on, and windows have the trial run on long ones."""
     fields = {"sliding_window": 16, "rope_parameters": rope, "max_position_embeddings": 20}
     target = tiny_target("mistral", **fields)
     stock = target.generate(**prompts([21]), max_length=45, **GREEDY)

@@ -16,7 +16,7 @@ from support.tiny_training import LENGTHS, VOCABULARY, examples, tiny_head, tiny
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding.refinement import best_chain
+from hf_dart.decoding.chain import best_chain
 from hf_dart.training import DartTrainer, DecodingCallback, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts

@@ -16,9 +16,10 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
+from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
-from hf_dart.drafters.dart.selector_and_editor import BigramSelector, Editor
+from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
@@ -502,7 +503,7 @@ class DartHead(PretrainedDrafter, DartModel):
     # ---- other parts --------------------------------------------------------------------------------
 
     def add_selector(self, rank: int, seed: int = 0, kind: str = "bigram") -> Self:
-        """Give a trained head a bigram selector (`selector_and_editor`); untrained, it changes no score.
+        """Give a trained head a bigram selector (`selector`); untrained, it changes no score.
 
         Args:
             rank: its width.
@@ -514,7 +515,7 @@ class DartHead(PretrainedDrafter, DartModel):
         return self
 
     def add_editor(self, seed: int = 0) -> Self:
-        """Let a trained head run again on its own draft (`selector_and_editor.Editor`); untrained, it changes nothing.
+        """Let a trained head run again on its own draft (`editor.Editor`); untrained, it changes nothing.
 
         Args:
             seed: of its initial weights; the global generators are not moved.

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.low_rank import LowRankHead
-from hf_dart.drafters.dart.selector_and_editor import BigramSelector, Editor
+from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, rotation_at
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.vocabulary import LMHeadRows
@@ -178,7 +179,7 @@ class DartModel(DraftNetwork):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """What the layers read in slots that hold a draft (`hf_dart.drafters.dart.selector_and_editor.Editor`).
+        """What the layers read in slots that hold a draft (`hf_dart.drafters.dart.editor.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.

@@ -10,8 +10,8 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel, default_data_collator
 
+from hf_dart.decoding.chain import best_chain
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.refinement import best_chain
 from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import restricted

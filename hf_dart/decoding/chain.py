@@ -1,6 +1,6 @@
-"""Edit passes: the draft that a drafter has looked at again, and the scores that come of it.
+"""Chains: one draft per row, a token for each depth, and what candidates score after its tokens.
 
-Nothing here can change the output: a refined draft is verified like any other.
+Nothing here can change the output: an edited draft is verified like any other.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Refined:
+class ChainScores:
     """Scores of candidates after the tokens of one draft per row.
 
     Attributes:

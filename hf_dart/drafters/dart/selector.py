@@ -1,15 +1,8 @@
-"""Refiners of drafts: parallel logits know each position, not each other.
+"""A selector for the candidates of a draft: parallel logits know each position, not each other.
 
 `BigramSelector` scores every pair of neighbouring candidates, so that a tree prefers tokens that go together
 (the bigram term of UBTree, arXiv 2609.39972; the selector of DFlash 2), or, as a Markov head does (DSpark, arXiv
 2607.05147), by one low-rank matrix whatever the context.
-
-`Editor` lets the head run again on its own draft: initial draft, refined draft, 1 to 3 passes (edit passes of DEdit,
-arXiv 2609.38510, on the head itself). Mask slot j, which drafts token j + 1, now holds draft token j and what the
-first pass knew there. Where a slot sees the slots in front of it only, its new distribution is that of token j + 1
-after the draft tokens 1..j, and passes are Jacobi iterations: the k-th has the k + 1 first tokens of the draft that
-tokens drafted one by one would have. That needs the passes to be one function of the draft: all start from the
-hidden states of the first pass, never from each other's.
 """
 
 from __future__ import annotations
@@ -102,29 +95,3 @@ class BigramSelector(nn.Module):
 
 def _projection(width: int, rank: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(width, 4 * rank, bias=False), nn.SiLU(), nn.Linear(4 * rank, rank, bias=False))
-
-
-class Editor(nn.Module):
-    """What turns a mask slot into one that holds a draft token, and the hidden state there into a better one.
-
-    The token stands where a real position has the token after it; the missing features are guessed from it and from
-    the slot's hidden state. The pass corrects that state, by nothing as long as the editor is untrained.
-    """
-
-    def __init__(self, config: DartConfig) -> None:
-        super().__init__()
-        self.fc = nn.Linear(config.embedding_size + config.hidden_size, config.hidden_size, bias=False)
-        self.correction = nn.Linear(config.hidden_size, config.hidden_size, bias=False)
-
-    def features(self, embeddings: Tensor, hidden: Tensor) -> Tensor:
-        """Fused features [..., H] of slots, from normed embeddings [..., E] and hidden states [..., H]."""
-        return self.fc(torch.cat([embeddings, hidden], dim=-1))
-
-    def forward(self, first: Tensor, again: Tensor) -> Tensor:
-        """Hidden states [..., H] of the refined draft.
-
-        Args:
-            first: [..., H] of the first draft.
-            again: [..., H] of the pass over the slots that hold it.
-        """
-        return first + self.correction(again)

@@ -27,14 +27,14 @@ from hf_dart.trees.vocabulary import token_ids
 
 
 class FixedRound:
-    """A round of one shape: `guess`, `check`, `keep`.
+    """A round of one shape: `propose`, `accept`, `commit`.
 
     Args:
         head: what drafts.
         verifier: of the target, over `cache`.
         cache, draft, state: what the round works on; `draft` is the head's.
         processors: that the target's scores go through.
-        backend: of `torch.compile` for `guess` and `check`, which are compiled apart: `keep` moves the entries of all
+        backend: of `torch.compile` for `propose` and `accept`, compiled apart: `commit` moves the entries of all
             layers at once, in one storage that the other two see as a tensor per layer. None runs them as they are.
         text: of the rows, where trees follow it.
         ngram: the table that drafts ask.
@@ -57,23 +57,23 @@ class FixedRound:
         self.cache, self.draft, self.state = cache, draft, state
         self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
         self._formula, self.text = DraftScores(shape.tree, ngram), text
-        self._guess, self._check = compiled(self.guess, backend), compiled(self.check, backend)
+        self._propose, self._accept = compiled(self.propose, backend), compiled(self.accept, backend)
 
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""
         # Also in inference mode: what runs is what was compiled.
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
-            self.keep(*self._check(self._guess()))
+            self.commit(*self._accept(self._propose()))
 
     def run_uncompiled(self) -> None:
         """One round of which nothing is compiled."""
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
-            self.keep(*self.check(self.guess()))
+            self.commit(*self.accept(self.propose()))
 
-    def guess(self) -> DraftTree:
+    def propose(self) -> DraftTree:
         """The trees [B, N]: what the head drafts after the roots, none deeper than its row may still emit.
 
-        Changes nothing that `guess` would not do again: what the head takes in counts as soon as the round is kept.
+        Changes nothing that `propose` would not do again: what the head takes in counts as soon as the round is kept.
         """
         state, shape = self.state, self.shape
         if not shape.drafts:
@@ -128,7 +128,7 @@ class FixedRound:
         best, columns = largest(logits, min(shape.tree.top_k, logits.shape[-1]))
         return token_ids(columns, vocabulary), best - logits.logsumexp(-1, keepdim=True)
 
-    def check(self, tree: DraftTree) -> tuple[Tensor, ...]:
+    def accept(self, tree: DraftTree) -> tuple[Tensor, ...]:
         """The target's verdict.
 
         Returns:
@@ -240,8 +240,8 @@ class FixedRound:
             places = places.index_copy(0, nodes, torch.arange(len(nodes), device=device))
         return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)
 
-    def keep(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
-        """Commit what `check` returned, and put the tokens where the host will find them.
+    def commit(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
+        """Commit what `accept` returned, and put the tokens where the host will find them.
 
         A row that emits nothing stands still: the head will draft the same from the same.
         """
