@@ -7,10 +7,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
 from hf_dart.cache.base import TreeCache
-from hf_dart.cache.stock_layers import DynamicIndexedLayer, attention_layers
+from hf_dart.cache.stock_layers import (
+    ENTRIES,
+    DynamicIndexedLayer,
+    StaticIndexedLayer,
+    append,
+    attention_layers,
+    entries_of,
+)
 
 
 class _PastKeptLayer(DynamicSlidingWindowLayer):
@@ -23,8 +30,16 @@ class _PastKeptLayer(DynamicSlidingWindowLayer):
         return keys[:, :, -shown:], values[:, :, -shown:]
 
 
-def _copied(layer: Any) -> Any:
-    """A layer with the same tensors."""
+def _growing(layer: Any, slots: int) -> Any:
+    """A layer that grows, with all entries that one of a cache of `slots` slots holds."""
+    if isinstance(layer, StaticLayer):
+        grown = DynamicIndexedLayer() if isinstance(layer, StaticIndexedLayer) else DynamicLayer()
+        if layer.is_sliding:
+            grown = _PastKeptLayer(layer.max_cache_len)
+        append(grown, entries_of(layer))
+        if layer.is_sliding:
+            grown.cumulative_length = slots
+        return grown
     if type(layer) is not DynamicSlidingWindowLayer:
         return copy.copy(layer)
     kept = _PastKeptLayer(layer.sliding_window)
@@ -33,12 +48,15 @@ def _copied(layer: Any) -> Any:
 
 
 class RightAlignedCache(TreeCache):
-    """A copy of a stock `DynamicCache`, compacted after each round; rows that accept less gain left padding."""
+    """A copy of a stock cache, of layers that grow.
+
+    It is compacted after each round; rows that accept less gain left padding.
+    """
 
     def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
         super().__init__(prefilled, pads, keep)
-        # Layers of its own; their tensors are shared until the first update makes new ones.
-        self.cache = Cache(layers=[_copied(layer) for layer in prefilled.layers])
+        # Layers of its own; tensors of those that grow are shared until the first update makes new ones.
+        self.cache = Cache(layers=[_growing(layer, self._prompt_slots) for layer in prefilled.layers])
         # Not before: a sliding layer would have kept the whole prompt.
         self.cache.activate_past_recording()
         self._columns = self._prompt_slots
@@ -82,13 +100,8 @@ class RightAlignedCache(TreeCache):
 
     def _append(self, index: int, layer: Any, grown: int) -> None:
         own, width = self._widths()[index]
-        new = slice(width - grown, width)
-        layer.update(own.keys[:, :, new], own.values[:, :, new])
-        if isinstance(own, DynamicIndexedLayer) and own.is_indexer_initialized:
-            layer.update_indexer(own.indexer_keys[:, new])
-            if getattr(own, "indexer_position_ids", None) is not None:  # newer releases
-                held = (layer.indexer_position_ids, own.indexer_position_ids[..., new])
-                layer.indexer_position_ids = torch.cat(held, dim=-1)
+        held = entries_of(own).items()
+        append(layer, {name: states.narrow(ENTRIES[name][1], width - grown, grown) for name, states in held})
 
     def _widths(self) -> list[tuple[Any, int]]:
         """The layers and how many committed columns each holds; the nodes of a tree may follow them."""
@@ -100,16 +113,10 @@ class RightAlignedCache(TreeCache):
 
         A sliding layer keeps what has left its window, too: a row that is truncated may see it again.
         """
-        index = index.to(layer.keys.device)
-        for name in ("keys", "values"):
-            states = getattr(layer, name)
-            where = index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3])
-            setattr(layer, name, states.gather(2, where))
+        for name, states in entries_of(layer).items():
+            axes = ENTRIES[name]
+            around = [index.shape[axes.index(axis)] if axis in axes else 1 for axis in range(states.ndim)]
+            whole = [index.shape[1] if axis == axes[1] else size for axis, size in enumerate(states.shape)]
+            setattr(layer, name, states.gather(axes[1], index.to(states.device).view(around).expand(whole)))
         if isinstance(layer, DynamicSlidingWindowLayer):
             layer.cumulative_length = columns
-        if isinstance(layer, DynamicIndexedLayer) and layer.is_indexer_initialized:
-            where = index[..., None].expand(-1, -1, layer.indexer_keys.shape[-1])
-            layer.indexer_keys = layer.indexer_keys.gather(1, where)
-            if getattr(layer, "indexer_position_ids", None) is not None:  # newer releases
-                where = index[None].expand(layer.indexer_position_ids.shape[0], -1, -1)
-                layer.indexer_position_ids = layer.indexer_position_ids.gather(2, where)

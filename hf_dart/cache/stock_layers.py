@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -20,12 +21,16 @@ try:  # layer kinds that older releases do not have
 except ImportError:  # pragma: no cover
     DummyLayer = type("DummyLayer", (), {})
 try:
-    from transformers.cache_utils import DynamicIndexedLayer
+    from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 except ImportError:  # pragma: no cover
     DynamicIndexedLayer = type("DynamicIndexedLayer", (), {})
+    StaticIndexedLayer = type("StaticIndexedLayer", (), {})
 
 SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
 """Layers of which keys and values are all there is."""
+
+ENTRIES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2)}
+"""What layers keep of every slot, where they keep it: which axis is that of the rows, and which that of the slots."""
 
 
 def attention_places(cache: Cache) -> list[int]:
@@ -47,12 +52,30 @@ def window_of(layer: Any) -> int | None:
     return getattr(layer, "sliding_window", None)
 
 
-def held_by(layer: Any) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, heads, n, head_dim] of the last n slots; empty slots of a static layer left out."""
+def entries_of(layer: Any) -> dict[str, Tensor]:
+    """All that a layer keeps of the last n slots, by the names of `ENTRIES`; empty slots of a static layer left out."""
+    held = {name: getattr(layer, name, None) for name in ENTRIES}
+    held = {name: states for name, states in held.items() if states is not None}
     if isinstance(layer, StaticLayer):
         filled = min(int(layer.get_seq_length()), layer.max_cache_len)
-        return layer.keys[:, :, :filled], layer.values[:, :, :filled]
-    return layer.keys, layer.values
+        held = {name: states.narrow(ENTRIES[name][1], 0, filled) for name, states in held.items()}
+    return held
+
+
+def held_by(layer: Any) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, heads, n, head_dim] of the last n slots; empty slots of a static layer left out."""
+    held = entries_of(layer)
+    return held["keys"], held["values"]
+
+
+def append(layer: Any, entries: dict[str, Tensor]) -> None:
+    """Let a layer take in what another one keeps of new slots, as it does in a forward."""
+    layer.update(entries["keys"], entries["values"])
+    if "indexer_keys" in entries:
+        layer.update_indexer(entries["indexer_keys"])
+    if "indexer_position_ids" in entries:  # which the model itself joins
+        before = [] if layer.indexer_position_ids is None else [layer.indexer_position_ids]
+        layer.indexer_position_ids = torch.cat([*before, entries["indexer_position_ids"]], dim=-1)
 
 
 @contextmanager
@@ -83,7 +106,7 @@ def _undo(layer: Any) -> Callable[[], None]:
         kept = []
         if not getattr(layer, "is_sliding", False):
             # It only grows. Its old tensors are cut from the new ones, so that both are never kept alive at once.
-            for name, axis in (("keys", 2), ("values", 2), ("indexer_keys", 1)):
+            for name, (_, axis) in ENTRIES.items():
                 if before.get(name) is not None and before[name].numel():
                     cut[name] = (axis, before.pop(name).shape[axis])
 

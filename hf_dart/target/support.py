@@ -9,10 +9,17 @@ from torch.nn.modules.dropout import _DropoutNd
 from transformers import DynamicCache, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 
-from hf_dart.cache.stock_layers import SIMPLE_LAYERS, DummyLayer, DynamicIndexedLayer, attention_layers, held_by
+from hf_dart.cache.stock_layers import (
+    SIMPLE_LAYERS,
+    DummyLayer,
+    DynamicIndexedLayer,
+    StaticIndexedLayer,
+    attention_layers,
+    held_by,
+)
 from hf_dart.target.attention import attention_of
 
-_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, DummyLayer)
+_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer)
 _ATTENTION = ("eager", "sdpa")
 # Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
 _INDEX_HEADS = 32

@@ -13,7 +13,7 @@ from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, StaticCache
 from transformers.generation import BaseStreamer
 
 from hf_dart.cache import windows as buffers
@@ -249,6 +249,31 @@ def test_a_cache_passed_in_is_updated_in_place(family: str, lengths: list[int]) 
     (stock, stock_text), (ours, our_text) = caches
     assert torch.equal(stock_text, our_text)
     assert_same_cache(ours, stock, pads, turns[0])
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
+@pytest.mark.parametrize("family", ["gemma3", "deepseek_v32"])
+def test_right_aligned_entries_go_back_to_a_static_cache(
+    family: str, lengths: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Into stock's slots and tensors, over two turns."""
+    monkeypatch.setattr(prefilling, "tree_cache", right_aligned)
+    target = attach(tiny_target(family))
+    inputs = prompts(lengths)
+    drafter = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.7][: len(lengths)], **options)
+    caches = [StaticCache(config=target.config, max_cache_len=max(lengths) + 64) for _ in range(2)]
+    texts, turns = [], []
+    for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True):
+        texts.append(run(target, inputs, 0, past_key_values=cache, **options, **drafting).sequences)
+        assert not drafting or drafter.last_stats.tau > 1.3
+        tensors = [states for layer in cache.layers for states in vars(layer).values() if isinstance(states, Tensor)]
+        turns.append(next_turn(target, texts[-1], inputs["attention_mask"], cache, **options, **drafting))
+        after = [states for layer in cache.layers for states in vars(layer).values() if isinstance(states, Tensor)]
+        assert all(one is other for one, other in zip(tensors, after, strict=True))
+    assert torch.equal(*texts)
+    assert torch.equal(*turns)
+    assert_same_cache(caches[1], caches[0], [max(lengths) - length for length in lengths], turns[0])
 
 
 def test_the_next_turn_may_be_drafted_or_not() -> None:

@@ -45,6 +45,7 @@ REPRESENTATIVE = [
     ("gemma3", "static", RAGGED, "greedy"),
     ("mistral", "dynamic", [WINDOW - 3], "greedy"),
     ("deepseek_v32", "dynamic", RAGGED, "eos"),
+    ("deepseek_v32", "static", RAGGED, "eos"),
 ]
 
 

@@ -69,6 +69,8 @@ def test_an_indexer_that_selects_among_the_entries() -> None:
         for mode in (GREEDY, SAMPLED):
             options = {**mode, "suppress_tokens": [PAD], "tree_config": TreeConfig(nodes=16)}
             assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
+            options.update(cache_implementation="static", disable_compile=True)
+            assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
 
 
 @pytest.mark.parametrize("family", ["gemma3", "mistral", "llama4"])

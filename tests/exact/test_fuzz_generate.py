@@ -22,6 +22,7 @@ import pytest
 import torch
 import transformers
 from support import drawn
+from support.caches import entries
 from support.called import Stopped, call, prompt_of
 from support.compare import tally
 from support.outcome import Outcome, same, snapshot
@@ -36,7 +37,7 @@ from transformers import (
 )
 
 import hf_dart
-from hf_dart.cache.stock_layers import attention_layers, held_by
+from hf_dart.cache.stock_layers import attention_layers
 
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
 
@@ -90,10 +91,12 @@ def assert_same_cache(ours: Any, stock: Any, pads: list[int], tolerance: dict[st
         if not right.is_initialized:
             continue
         assert left.keys.shape == right.keys.shape
-        for got, want in zip(held_by(left), held_by(right), strict=True):
+        got, want = entries(left), entries(right)
+        assert list(got) == list(want)
+        for name, states in want.items():
             for row, pad in enumerate(pads):
-                first = max(0, pad - (slots - want.shape[2]))
-                torch.testing.assert_close(got[row, :, first:], want[row, :, first:], equal_nan=True, **tolerance)
+                first = max(0, pad - (slots - states.shape[1]))
+                torch.testing.assert_close(got[name][row, first:], states[row, first:], equal_nan=True, **tolerance)
 
 
 def compare(ours: tuple[Outcome, Any], stock: tuple[Outcome, Any], tallies: Tallies) -> str:

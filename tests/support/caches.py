@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import DummyLayer
+from hf_dart.cache.stock_layers import ENTRIES, attention_layers, entries_of
 
 # Sums in another order differ in the last bits.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -21,24 +22,24 @@ def prefill(target: Any, inputs: dict[str, Tensor]) -> DynamicCache:
     return cache
 
 
-def assert_same_cache(ours: DynamicCache, stock: DynamicCache, pads: list[int], tokens: Tensor) -> None:
+def entries(layer: Any) -> dict[str, Tensor]:
+    """All that a layer keeps of its slots, [B, S, ...] each."""
+    return {name: states.movedim(ENTRIES[name], (0, 1)) for name, states in entries_of(layer).items()}
+
+
+def assert_same_cache(ours: Cache, stock: Cache, pads: list[int], tokens: Tensor) -> None:
     """All layers hold the same entries in the same slots; what padding left there is nobody's business."""
     assert type(ours) is type(stock)
-    assert ours.get_seq_length() == stock.get_seq_length() == tokens.shape[1] - 1
-    assert len(ours.layers) == len(stock.layers)
-    for left, right in zip(ours.layers, stock.layers, strict=True):
-        assert type(left) is type(right)
-        if isinstance(left, DummyLayer):
-            continue
-        for name in ("keys", "values"):
-            got, want = getattr(left, name), getattr(right, name)
-            assert got.shape == want.shape
-            hidden = max(0, stock.get_seq_length() - want.shape[2])  # slots that have left the window
+    slots = int(stock.get_seq_length())
+    assert int(ours.get_seq_length()) == slots == tokens.shape[1] - 1
+    assert list(map(type, ours.layers)) == list(map(type, stock.layers))
+    for left, right in zip(attention_layers(ours), attention_layers(stock), strict=True):
+        assert int(left.get_seq_length()) == int(right.get_seq_length())
+        assert left.keys.shape == right.keys.shape
+        got, want = entries(left), entries(right)
+        assert list(got) == list(want)
+        for name, states in want.items():
+            hidden = slots - states.shape[1]  # slots that have left the window
             for row, pad in enumerate(pads):
                 first = max(0, pad - hidden)
-                torch.testing.assert_close(got[row, :, first:], want[row, :, first:], **CLOSE)
-        if getattr(right, "cumulative_length", None) is not None:
-            assert int(left.cumulative_length) == int(right.cumulative_length)
-        if getattr(right, "is_indexer_initialized", False):
-            for row, pad in enumerate(pads):
-                torch.testing.assert_close(left.indexer_keys[row, pad:], right.indexer_keys[row, pad:], **CLOSE)
+                torch.testing.assert_close(got[name][row, first:], states[row, first:], **CLOSE)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import traceback
 import warnings
@@ -214,17 +215,12 @@ def shortened(told: str) -> str:
     return " ".join(told.split()).split(" Please request ")[0][:200]
 
 
-def lines(reports: list[Report]) -> Iterator[str]:
-    """The table."""
-    kinds = Counter(report.kind for report in reports)
-    yield f"{len(reports)} classes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) + "."
-    yield ""
-    yield "| class | runs that equal stock's | τ | otherwise |"
-    yield "|---|---|---|---|"
-    for report in sorted(reports, key=lambda report: report.name):
+def rows(reports: list[Report]) -> Iterator[str]:
+    """Rows of the table."""
+    for report in reports:
         others = [f"{_ways(cells)}: {told}" for told, cells in report.refused.items()]
         others += [
-            told if told.startswith(NOT_BUILT) else f"stock fails ({_ways(cells)}): {told}"
+            told if told.startswith(NOT_BUILT) else f"{_FAILS}{_ways(cells)}): {told}"
             for told, cells in report.stock_fails.items()
         ]
         others += [f"**wrong**: {cell}" for cell in report.wrong]
@@ -237,13 +233,34 @@ def _ways(cells: list[str]) -> str:
     return " and ".join(dict.fromkeys(", ".join(cell.split(", ")[:2]) for cell in cells))
 
 
+def _kind(row: str) -> str:
+    """`Report.kind` of a row."""
+    _, _, exact, _, told, _ = row.split("|")
+    if "**" in told:
+        return "wrong" if "**wrong**" in told else "crash"
+    refused = re.search(r"(^|; )(eager|sdpa), (one row|padded)", told.strip())
+    if int(exact):
+        return "exact or refused" if refused else "exact"
+    return "refused" if refused else "stock fails" if _FAILS in told else "not built"
+
+
 def fill_in(page: Path, reports: list[Report]) -> None:
-    """Put the table where the page has its markers."""
+    """Put the rows into the table between the page's markers; those of other classes stay."""
     before, rest = page.read_text().split(_MARKERS[0])
-    after = rest.split(_MARKERS[1])[1]
-    page.write_text("\n".join([before + _MARKERS[0], *lines(reports), _MARKERS[1] + after]))
+    held, after = rest.split(_MARKERS[1])
+    known = {row.split("|")[1]: row for row in [*held.split("|---|---|---|---|\n")[1].splitlines(), *rows(reports)]}
+    kinds = Counter(map(_kind, known.values()))
+    table = [
+        f"{len(known)} classes: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common()) + ".",
+        "",
+        "| class | runs that equal stock's | τ | otherwise |",
+        "|---|---|---|---|",
+        *(known[name] for name in sorted(known)),
+    ]
+    page.write_text("\n".join([before + _MARKERS[0], *table, _MARKERS[1] + after]))
 
 
+_FAILS = "stock fails ("
 _MARKERS = ("<!-- classes -->", "<!-- /classes -->")
 
 
@@ -253,7 +270,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("kept", type=Path, help="a file of JSON lines, one per class; those that it has are not run")
     parser.add_argument("--quick", action="store_true", help="a few cells of each class")
-    parser.add_argument("names", nargs="*", help="classes; all by default")
+    parser.add_argument("names", nargs="*", help="classes, whose rows are written; all by default")
     asked = parser.parse_intermixed_args()
     had = [Report(**json.loads(line)) for line in asked.kept.read_text().splitlines()] if asked.kept.exists() else []
     with asked.kept.open("a") as file:

@@ -17,9 +17,9 @@ from transformers import DynamicCache, StoppingCriteria
 from transformers.generation.streamers import BaseStreamer
 
 import hf_dart.decoding
-from hf_dart.cache.stock_layers import attention_layers, held_by
+from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.decoding.api import attach
-from support.caches import CLOSE
+from support.caches import CLOSE, entries
 from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import prompts, tiny_head, tiny_target
@@ -65,8 +65,8 @@ def states_by_token(batch: int, vocabulary: int, seed: int) -> list[Tensor]:
     return states
 
 
-def entries(cache: Any) -> list[tuple[Tensor, Tensor]]:
-    return [held_by(layer) for layer in attention_layers(cache) if layer.is_initialized]
+def held_entries(cache: Any) -> list[dict[str, Tensor]]:
+    return [entries(layer) for layer in attention_layers(cache) if layer.is_initialized]
 
 
 def assert_holds_a_prefix(target: Any, cache: Any, inputs: dict[str, Tensor], text: Tensor) -> int:
@@ -88,13 +88,14 @@ def assert_holds_a_prefix(target: Any, cache: Any, inputs: dict[str, Tensor], te
             past_key_values=plain,
             use_cache=True,
         )
-    for ours, stock in zip(entries(cache), entries(plain), strict=True):
-        for got, want in zip(ours, stock, strict=True):
-            kept = min(got.shape[2], want.shape[2])
+    for ours, stock in zip(held_entries(cache), held_entries(plain), strict=True):
+        assert list(ours) == list(stock)
+        for name, want in stock.items():
+            got, kept = ours[name], min(ours[name].shape[1], want.shape[1])
             for row, pad in enumerate((inputs["attention_mask"] == 0).sum(-1).tolist()):
                 first = max(0, pad - (slots - kept))
                 torch.testing.assert_close(
-                    got[row, :, got.shape[2] - kept + first :], want[row, :, want.shape[2] - kept + first :], **CLOSE
+                    got[row, got.shape[1] - kept + first :], want[row, want.shape[1] - kept + first :], **CLOSE
                 )
     return slots
 
