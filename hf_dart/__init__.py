@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
     from hf_dart.drafters.eagle.drafter import EagleDrafter
     from hf_dart.drafters.lookup import LookupDrafter
-    from hf_dart.drafters.registry import load_drafter
+    from hf_dart.drafters.registry import load_drafter, load_once
     from hf_dart.engine.compiled import compile
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
@@ -34,6 +34,7 @@ __all__ = [
     "detach",
     "generate",
     "load_drafter",
+    "load_once",
 ]
 
 _HOMES = {
@@ -49,6 +50,7 @@ _HOMES = {
     "attach": "decoding.api",
     "compile": "engine.compiled",
     "load_drafter": "drafters.registry",
+    "load_once": "drafters.registry",
     "detach": "decoding.api",
     "generate": "decoding.api",
 }

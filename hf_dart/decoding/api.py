@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -29,8 +32,12 @@ from hf_dart.trees.config import TreeConfig
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 
 
-def attach(model: PreTrainedModel) -> Any:
+def attach(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
     """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
+
+    With a `drafter`, calls without `assistant=` draft too, so that whatever calls `model.generate` itself (a pipeline,
+    an evaluation harness, a server) does: those that cannot be drafted exactly run as stock's own, with one warning
+    for each reason. `assistant=None`, `assistant_model=` and `custom_generate=` turn the drafter off for a call.
 
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
     model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
@@ -41,33 +48,43 @@ def attach(model: PreTrainedModel) -> Any:
 
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`.
+        drafter: for calls without `assistant=`, in place of one given before; None leaves that.
 
     Returns:
         The model.
 
     Raises:
-        ValueError: the model cannot verify trees.
+        TypeError: `drafter` is no drafter of ours.
+        ValueError: the model cannot verify trees, or the drafter was made for another one.
     """
     target = unwrapped(model)
     if isinstance(vars(target).get("generate"), AttachedGenerate):
         forget(target)
-    return attached(model)
+    if drafter is not None:
+        _refuse_other(drafter)
+        drafter.check_target(target)
+    return attached(model, drafter)
 
 
-def attached(model: PreTrainedModel) -> Any:
+def attached(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
     """`model`, attached; what its target has passed before is not tried again."""
     target = unwrapped(model)
     if not target.training:
         check_verification(target)
-    target.generate = AttachedGenerate(target, _own_generate(target))
+    own = vars(target).get("generate")
+    if isinstance(own, AttachedGenerate):
+        target.generate = AttachedGenerate(target, own.own, drafter or own.default)
+    else:
+        target.generate = AttachedGenerate(target, own, drafter)
     return model
 
 
 def detach(model: PreTrainedModel) -> Any:
     """Undo `attach`."""
     target = unwrapped(model)
-    own = _own_generate(target)
-    vars(target).pop("generate", None)
+    own = vars(target).pop("generate", None)
+    if isinstance(own, AttachedGenerate):
+        own = own.own
     if own is not None:
         target.generate = own
     return model
@@ -84,29 +101,57 @@ def unwrapped(model: Any) -> Any:
         model = inner
 
 
-def _own_generate(target: PreTrainedModel) -> Any:
-    """What an instance has for `generate` in place of its class's, ours aside; None if nothing."""
-    own = vars(target).get("generate")
-    return own.own if isinstance(own, AttachedGenerate) else own
-
-
 class AttachedGenerate:
     """`generate` of an attached model; see the function of that name. Unlike bound methods, pickles keep it.
 
     Args:
         model: the target.
-        own: a `generate` that the instance had before, for calls without `assistant=`.
+        own: a `generate` that the instance had before, for calls without drafts.
+        default: drafts for calls that name no drafter and no other way to generate; None: they are stock's own.
     """
 
-    def __init__(self, model: PreTrainedModel, own: Any) -> None:
-        self.model, self.own = model, own
+    def __init__(self, model: PreTrainedModel, own: Any, default: Proposer[Any] | None = None) -> None:
+        self.model, self.own, self.default = model, own, default
+        self._reasons: set[str] = set()  # why calls ran without drafts, each told once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        others = ("assistant_model", "custom_generate")
+        if self.default is not None and "assistant" not in kwargs and all(kwargs.get(name) is None for name in others):
+            try:
+                return _drafted(self.model, args, {"assistant": self.default, **kwargs}, optional=True)
+            except UndraftedError as reason:
+                self._tell(str(reason))
         if self.own is None or kwargs.get("assistant") is not None:
             return generate(self.model, *args, **kwargs)
         if kwargs.get("custom_generate") is None:
-            kwargs = {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
+            kwargs = _stocks(kwargs)
         return self.own(*args, **kwargs)
+
+    def _tell(self, reason: str) -> None:
+        """Warn that a call runs without drafts, once for each reason."""
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            warnings.warn(f"This call of generate runs without drafts: {reason}", stacklevel=3)
+
+
+class UndraftedError(Exception):
+    """A call that may run without drafts cannot be drafted exactly; nothing of it has run. Says why."""
+
+
+@contextmanager
+def _refusals(optional: bool) -> Iterator[None]:
+    """What is refused inside becomes an [`UndraftedError`] if drafts are optional."""
+    try:
+        yield
+    except ValueError as refusal:
+        if optional:
+            raise UndraftedError(str(refusal)) from refusal
+        raise
+
+
+def _stocks(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Without the keywords that `attach` adds."""
+    return {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
 
 
 def generate(
@@ -123,30 +168,42 @@ def generate(
     Raises:
         TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.
     """
-    stock = type(model).generate
+    if isinstance(kwargs.get("assistant_model"), Proposer):
+        raise TypeError("assistant_model= takes a language model; hand a hf_dart drafter to assistant=.")
+    named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
     custom = kwargs.get("custom_generate")
     if assistant is None and custom is None:
-        return stock(model, *args, **kwargs)
+        return type(model).generate(model, *args, **kwargs)
     if assistant is None or isinstance(custom, str):
         # A repository's generate takes assistant= itself, and comes here again if it is ours.
-        named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
-        return stock(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
-    if not isinstance(assistant, Proposer):
-        raise TypeError(
-            f"assistant= takes a hf_dart drafter such as DartHead, not {type(assistant).__name__}; a small language "
-            "model goes to assistant_model=."
-        )
-    kwargs = _by_name(stock, args, kwargs)
-    # What stock keeps from a callable.
+        return type(model).generate(model, *args, **{k: v for k, v in named.items() if v is not None}, **kwargs)
+    return _drafted(model, args, {**named, **kwargs})
+
+
+def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, optional: bool = False) -> Any:
+    """Run `generate` with `assistant` (of `kwargs`) as drafter.
+
+    Raises:
+        UndraftedError: it cannot be drafted, and drafts are `optional`.
+        TypeError, ValueError: likewise, if they are not.
+    """
+    assistant, tree_config, refine, trace = (kwargs.get(name) for name in _KEYWORDS)
+    _refuse_other(assistant)
+    stock = type(model).generate
+    kwargs = _by_name(stock, args, _stocks(kwargs))
+    # What stock keeps from a callable. It shows the prompt to a streamer before anything can be refused, so that is
+    # left to the callable, too.
     streamer, tokenizer, synced_gpus = (kwargs.pop(name, None) for name in ("streamer", "tokenizer", "synced_gpus"))
-    if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
-        raise ValueError("assistant= excludes assistant_model= and custom_generate=; give one of them.")
-    if kwargs.get("cache_implementation") == "paged":
-        raise ValueError(
-            "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= out."
-        )
-    _refuse_token_healing(model, kwargs)
-    _take_stop_strings(model, kwargs, tokenizer)
+    with _refusals(optional):
+        if kwargs.get("assistant_model") is not None or kwargs.get("custom_generate") is not None:
+            raise ValueError("assistant= excludes assistant_model= and custom_generate=; give one of them.")
+        if kwargs.get("cache_implementation") == "paged":
+            raise ValueError(
+                "cache_implementation='paged' is continuous batching, which takes no drafts; leave it or assistant= "
+                "out."
+            )
+        _refuse_token_healing(model, kwargs)
+        _take_stop_strings(model, kwargs, tokenizer)
     decode = functools.partial(
         speculative_generate,
         assistant=assistant,
@@ -155,8 +212,17 @@ def generate(
         trace=bool(trace),
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
+        optional=optional,
     )
-    return stock(model, **{**kwargs, "streamer": streamer, "custom_generate": decode})
+    return stock(model, **{**kwargs, "custom_generate": decode})
+
+
+def _refuse_other(drafter: Any) -> None:
+    if not isinstance(drafter, Proposer):
+        raise TypeError(
+            f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; a small language "
+            "model goes to assistant_model=."
+        )
 
 
 def _by_name(stock: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +279,7 @@ def speculative_generate(
     trace: bool = False,
     synced_gpus: bool = False,
     streamer: Any = None,
+    optional: bool = False,
     **model_kwargs: Any,
 ) -> Tensor | DartGenerateOutput:
     """Decode with drafts: the callable that `assistant=` becomes, called by stock's `generate` with all prepared.
@@ -226,7 +293,8 @@ def speculative_generate(
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
         trace: keep every round and its tree in the statistics (`hf_dart.view` shows them); no engine takes part then.
         synced_gpus: as `generate` was told.
-        streamer: is told of every token.
+        streamer: is told of the prompt and of every token.
+        optional: raise [`UndraftedError`] for a call that cannot be drafted, so that it can run without drafts.
         model_kwargs: the prepared keyword arguments of the target's forward, its cache among them.
 
     Returns:
@@ -235,19 +303,22 @@ def speculative_generate(
     Raises:
         ValueError: something was asked for that could not equal stock's output.
     """
-    request = admit(
-        model,
-        input_ids,
-        logits_processor,
-        stopping_criteria,
-        generation_config,
-        assistant,
-        tree_config,
-        refine,
-        trace,
-        synced_gpus,
-        model_kwargs,
-    )
+    with _refusals(optional):
+        request = admit(
+            model,
+            input_ids,
+            logits_processor,
+            stopping_criteria,
+            generation_config,
+            assistant,
+            tree_config,
+            refine,
+            trace,
+            synced_gpus,
+            model_kwargs,
+        )
+    if streamer is not None:
+        streamer.put(input_ids.cpu())
     noise = None
     if generation_config.do_sample:
         noise = NoiseStream(len(request.input_ids), 0, request.input_ids.device, forecast=request.in_step)

@@ -12,9 +12,11 @@ from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
 
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hf_dart.decoding.api import AttachedGenerate, attach, detach
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import HUB_OPTIONS, head_config
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
@@ -100,11 +102,12 @@ def trainers() -> dict[str, tuple[Any, str]]:
     return {name: (kind.drafter, trainer) for kind in found for name, trainer in kind.trainers.items()}
 
 
-def load_drafter(path: str, **options: Any) -> Any:
+def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     """Load the drafter in a folder or Hub repository, of whichever kind its config.json says.
 
     Args:
         path: a folder or a Hub repository.
+        default: let every later `generate` of `target` draft with it, as `hf_dart.attach(target, drafter)` does.
         options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
 
     Raises:
@@ -113,8 +116,31 @@ def load_drafter(path: str, **options: Any) -> Any:
     """
     if missing_folder(path):
         raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
+    if default and options.get("target") is None:
+        raise ValueError("default=True needs the target that shall draft; pass target=model.")
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
     kinds = registered()
     kind = next((one for one in kinds.values() if one.recognises(content)), kinds["dart"])
-    return kind.drafter.from_pretrained(path, **options)
+    drafter = kind.drafter.from_pretrained(path, **options)
+    if default:
+        attach(options["target"], drafter)
+    return drafter
+
+
+_LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], Any]] = WeakKeyDictionary()
+
+
+def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
+    """The drafter at `path`, loaded for `target` at the first call and kept as long as that; its `generate` stays.
+
+    Raises:
+        OSError, ValueError: as [`load_drafter`].
+    """
+    drafters = _LOADED.setdefault(target, {})
+    if (path, revision) not in drafters:
+        was_attached = isinstance(vars(target).get("generate"), AttachedGenerate)
+        drafters[path, revision] = load_drafter(path, target=target, revision=revision, token=token)
+        if not was_attached:
+            detach(target)
+    return drafters[path, revision]

@@ -165,10 +165,11 @@ model.generate(**inputs, assistant={short}, max_new_tokens=512)
 print({short}.last_stats.tau)
 ```
 
-Or through this repository's own `custom_generate/generate.py`, which leaves the model's `generate` as it is:
+Or in one line, through this repository's own `custom_generate/generate.py`, which loads it at the first call and leaves
+the model's `generate` as it is:
 
 ```python
-model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, assistant={short})
+model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, max_new_tokens=512)
 ```"""
 
 

@@ -157,7 +157,8 @@ def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> 
         files[f"{constants.EVAL_RESULTS_FOLDER}/hf_dart.yaml"] = text.encode()
     for file in sorted(_SHIM.iterdir()):
         if file.is_file():
-            files[f"custom_generate/{file.name}"] = file
+            named = file.read_bytes().replace(b"REPOSITORY = None", f"REPOSITORY = {facts.repository!r}".encode())
+            files[f"custom_generate/{file.name}"] = named
     files[constants.REPOCARD_NAME] = render_card(facts, card).encode()
     return files
 

@@ -22,7 +22,7 @@ from support.hub import Hub, card_errors, running_hub
 from support.hub import hub as hub
 from support.tiny import prompts, tiny_head, tiny_target
 
-from hf_dart import DartHead
+from hf_dart import DartHead, detach, load_once
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
@@ -91,8 +91,26 @@ def test_a_head_goes_up_and_comes_back(alice: Hub, head: DartHead, target: Any) 
     assert loaded.last_stats.accepted > 0
 
     # The repository's custom_generate is the same, by the repository's name.
-    remote = {"custom_generate": "alice/head", "trust_remote_code": True, "assistant": loaded}
-    assert torch.equal(target.generate(**inputs, max_new_tokens=12, **remote), stock)
+    remote = {"custom_generate": "alice/head", "trust_remote_code": True}
+    assert torch.equal(target.generate(**inputs, max_new_tokens=12, **remote, assistant=loaded), stock)
+
+
+def test_the_repository_brings_its_own_head(alice: Hub, head: DartHead, target: Any) -> None:
+    head.push_to_hub("alice/head")
+    detach(target)
+    inputs = prompts([7, 4])
+    given = {**inputs, "max_new_tokens": 12, "return_dict_in_generate": True}
+    stock = target.generate(**given)
+    drafted = [target.generate(**given, custom_generate="alice/head", trust_remote_code=True) for _ in range(2)]
+    for output in drafted:
+        assert torch.equal(output.sequences, stock.sequences)
+        assert output.draft_stats.accepted > 0
+    assert "generate" not in vars(target)
+    assert load_once("alice/head", target, revision=alice.repositories["alice/head"].refs["main"]).last_stats is (
+        drafted[1].draft_stats  # once per model
+    )
+    with pytest.raises(ValueError, match="assistant"):
+        target.generate(**given, assistant=head)  # it is still not attached
 
 
 def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
