@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
 from pathlib import Path
@@ -25,6 +26,21 @@ def sentence(error: BaseException) -> str:
     return re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", text, maxsplit=1)[0][:500]
 
 
+@contextmanager
+def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
+    """What is raised inside becomes a `UserError` of one sentence.
+
+    Args:
+        kinds: of errors; none stands for `ValueError` and `OSError`, which are what this package raises for input.
+        about: what comes before the sentence, such as "Cannot read FILE".
+    """
+    caught = kinds or (ValueError, OSError)
+    try:
+        yield
+    except caught as error:
+        raise UserError(f"{about}: {sentence(error)}" if about else sentence(error)) from error
+
+
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     """A remedy for an unknown name: the known one that looks most like it, or `otherwise` if none does."""
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
@@ -36,6 +52,16 @@ def missing_folder(path: str | Path) -> bool:
     name = str(path)
     local = name.startswith((".", "~", "\\")) or Path(path).is_absolute() or name.count("/") > 1
     return local and not Path(path).is_dir()
+
+
+def read_text(file: str | Path, what: str = "") -> str:
+    """The UTF-8 text of a file that a user named; `what` it is begins the message.
+
+    Raises:
+        UserError: it cannot be read as text.
+    """
+    with as_user_error(OSError, UnicodeDecodeError, about=f"Cannot read {what}{str(file)!r} as text"):
+        return Path(file).read_text(encoding="utf8")
 
 
 def check_text(text: str, what: str) -> str:

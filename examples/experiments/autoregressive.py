@@ -149,10 +149,10 @@ def main() -> None:
     measured = methods(drafters, costs)
     measurements = speed.measure(pair, prompts, settings, measured, progress)
     command = ["python", "examples/experiments/autoregressive.py", *sys.argv[1:]]
-    about = report.circumstances(pair, settings, pair.head.tree_config, "pytest's source", command)
     trained = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     content = {
-        **report.as_json(measurements, about),
+        **report.circumstances(pair, settings, "pytest's source", command),
+        "results": report.results(measurements),
         "drafters": rivals.parameters(measured),
         "training": trained,
         "costs": {kind: {str(depth): asdict(one) for depth, one in found.items()} for kind, found in costs.items()},

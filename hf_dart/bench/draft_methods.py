@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.profile import Profile
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.trees.config import TreeConfig
-from hf_dart.view.tables import STOCK, UNREADABLE, Verdict, headline
+from hf_dart.view.tables import STOCK, Verdict, headline, markdown
 
 
 @dataclass(frozen=True)
@@ -106,33 +104,8 @@ def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, DraftMeth
     return {f"marginal tree, rank {rank}": DraftMethod(copy(head).reduce_rank(rank), tree) for rank in ranks}
 
 
-def earlier(file: Path) -> tuple[dict[str, Any], Profile | None]:
-    """What an earlier run wrote to `file`, and the costs that it measured.
-
-    Raises:
-        ValueError: something else is there.
-    """
-    try:
-        content = json.loads(file.read_text(encoding="utf8"))
-        as_table(content)
-        costs = None if content.get("costs") is None else Profile(**content["costs"])
-        if costs is not None:
-            TreeConfig(**costs.settings)
-    except (*UNREADABLE, OSError, RecursionError) as error:
-        raise ValueError(f"{file} is not what hf-dart drafts --json writes; name another file.") from error
-    return content, costs
-
-
-def known(before: dict[str, Any], now: dict[str, Any]) -> list[dict[str, Any]]:
-    """Results of an earlier run that can stand, everything else being equal."""
-    same = all(
-        before.get(key) == now[key] for key in ("settings", "drafts", "target", "head", "text", "dtype", "threads")
-    )
-    return list(before["results"]) if same else []
-
-
 def as_table(report: dict[str, Any]) -> str:
-    """A Markdown table per batch size of what `report.as_json` gives, `describe` being under "drafts"."""
+    """A Markdown table per batch size of a report with `results`, `describe` being under "drafts"."""
     settings, results = report["settings"], report["results"]
     modes = list(dict.fromkeys(one["mode"] for one in results))
     lines = [
@@ -141,24 +114,21 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['new_tokens']} new tokens; median of {settings['repeats']} interleaved repeats",
     ]
     for batch in settings["batches"]:
-        columns = [f"{what}, {mode}" for mode in modes for what in ("τ", "x stock", "ms draft / grow / verify")]
-        lines += [
-            "",
-            f"| batch {batch} | {' | '.join(columns)} | MB | identical |",
-            "|---" * (len(columns) + 3) + "|",
-        ]
+        rows = []
         for name, about in report["drafts"].items():
-            rows = [one for one in results if one["batch"] == batch and one["method"] == name]
-            cells = []
-            for one in rows:
+            here = [one for one in results if one["batch"] == batch and one["method"] == name]
+            cells = [name]
+            for one in here:
                 spent = one.get("round_ms", {})
                 cells += [
                     f"{one['tau']:.2f}" if "tau" in one else "",
                     f"{one['ratio']['median']:.2f}",
                     " / ".join(f"{spent[phase]:.1f}" for phase in ("draft", "grow", "verify") if phase in spent),
                 ]
-            verdict = sum((Verdict(**one["compared"]) for one in rows), Verdict())
-            lines.append(f"| {name} | {' | '.join(cells)} | {about['bytes'] / 1e6:.1f} | {verdict} |")
+            verdict = sum((Verdict(**one["compared"]) for one in here), Verdict())
+            rows.append([*cells, f"{about['bytes'] / 1e6:.1f}", str(verdict)])
+        columns = [f"{what}, {mode}" for mode in modes for what in ("τ", "x stock", "ms draft / grow / verify")]
+        lines += ["", *markdown([f"batch {batch}", *columns, "MB", "identical"], rows)]
     repeated = {one["mode"]: one["repeated_4grams"] for one in results if one["method"] == STOCK}
     lines += [
         "",

@@ -7,15 +7,15 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
-from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, StaticCache
 
-from hf_dart.bench.exact import run, synchronize
+from hf_dart.bench.exact import run, timed
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
+from hf_dart.bench.speed import in_turn
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import EngineConfig, compile
@@ -25,6 +25,7 @@ from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.trees.config import TreeConfig
+from hf_dart.view.tables import markdown
 
 STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
     "stock generate",
@@ -36,6 +37,10 @@ STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
     "captured round, T = 1",
     "captured round, top-p",
 )
+_COLUMNS = [
+    *("method", "τ", "tokens/s", "ms per round", "x stock", "x static", "x N = 1", "roofline"),
+    *("launches", "waits", "same"),
+]
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
 _TIMED = {"cuda": 20, "cpu": 3}  # calls, for a phase
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -142,7 +147,7 @@ def measure(settings: Settings, progress: Callable[[str], object] = lambda line:
         one.prefill.clear()
     for repeat in range(settings.repeats):
         progress(f"repeat {repeat + 1} of {settings.repeats}")
-        for one in methods[repeat % len(methods) :] + methods[: repeat % len(methods)]:
+        for one in in_turn(methods, repeat):
             _time(one, target, inputs, settings.new_tokens, engine, expected)
     if device.type == "cuda":
         for one in methods:
@@ -183,34 +188,30 @@ def _time(
     engine: Any,
     expected: Tensor,
 ) -> None:
-    head = one.options.get("assistant")
-    if head is not None:
-        head.engine = None if one.method == EAGER else engine
-    _empty(one)
-    one.prefill.append(run(target, inputs, {**_greedy(1), **one.options}).seconds)
-    _empty(one)
-    done = run(target, inputs, {**_greedy(tokens), **one.options})
+    one.prefill.append(run(target, inputs, _options(one, 1, engine)).seconds)
+    done = run(target, inputs, _options(one, tokens, engine))
     one.seconds.append(done.seconds)
     one.same = one.same and torch.equal(done.sequences, expected)
     one.rounds = tokens - 1 if done.stats is None else done.stats.rounds
     one.tau = 1.0 if done.stats is None else done.stats.tau
 
 
-def _empty(one: Measurement) -> None:
+def _options(one: Measurement, tokens: int, engine: Any) -> dict[str, Any]:
+    """Options of the next call, of so many tokens; its static cache is emptied, and its head given the engine."""
     if "past_key_values" in one.options:
         one.options["past_key_values"].reset()
+    if "assistant" in one.options:
+        one.options["assistant"].engine = None if one.method == EAGER else engine
+    return {**_greedy(tokens), **one.options}
 
 
 def _count(one: Measurement, target: PreTrainedModel, inputs: dict[str, Tensor], tokens: int, engine: Any) -> None:
     """Launches and waits per round, those of the prefill left out."""
-    head = one.options.get("assistant")
-    if head is not None:
-        head.engine = None if one.method == EAGER else engine
     found = []
     for length in (1, tokens):
-        _empty(one)
+        options = _options(one, length, engine)
         with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            target.generate(**inputs, **_greedy(length), **one.options)
+            target.generate(**inputs, **options)
         names = [event.name for event in profile.events()]
         found.append([sum(name in wanted for name in names) for wanted in (_LAUNCHES, _WAITS)])
     one.launches, one.waits = ((whole - start) / one.rounds for start, whole in zip(*found, strict=True))
@@ -219,15 +220,9 @@ def _count(one: Measurement, target: PreTrainedModel, inputs: dict[str, Tensor],
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a copy reads and writes, or a sum reads, whichever are more; the best of several."""
     source = torch.zeros(_COPIED[device.type] // 4, dtype=torch.float32, device=device)
-    copied, best = torch.empty_like(source), 0.0
+    copied = torch.empty_like(source)
     ways: list[tuple[int, Callable[[], Tensor]]] = [(2, lambda: copied.copy_(source)), (1, source.sum)]
-    for times, way in 5 * ways:
-        synchronize(device)
-        start = perf_counter()
-        way()
-        synchronize(device)
-        best = max(best, times * source.nbytes / (perf_counter() - start))
-    return best
+    return max(times * source.nbytes / timed(device, way)[0] for times, way in 5 * ways)
 
 
 @torch.no_grad()
@@ -267,13 +262,9 @@ def _within(this: FixedRound, step: Callable[[], object]) -> Callable[[], None]:
 
 def _ms(step: Callable[[], None], device: torch.device, made: bool = False) -> float:
     launch = step if made else Launch(step, device)
+    calls = _TIMED[device.type]
     launch()
-    synchronize(device)
-    start, calls = perf_counter(), _TIMED[device.type]
-    for _ in range(calls):
-        launch()
-    synchronize(device)
-    return 1000 * (perf_counter() - start) / calls
+    return 1000 * timed(device, lambda: [launch() for _ in range(calls)])[0] / calls
 
 
 def _report(
@@ -311,46 +302,41 @@ def _report(
     }
 
 
-def _scored_by(rank: int | None) -> str:
-    return "" if rank is None else f"drafts scored at rank {rank}, "
-
-
 def as_table(report: dict[str, Any]) -> str:
     """Two Markdown tables of what `measure` gives, what they were measured on above them."""
     settings = report["settings"]
-    lines = [
-        f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
-        f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
-        f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, {_scored_by(settings['draft_rank'])}backend {settings['backend']}; medians of "
-        f"{settings['repeats']} interleaved repeats; memory runs at "
-        f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
-        f"{report['forward_bytes'] / 1e9:.3f} GB",
-        "",
-        "| method | τ | tokens/s | ms per round | x stock | x static | x N = 1 | roofline | launches | waits | same |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for one in report["results"]:
-        counted = [one["launches_per_round"], one["waits_per_round"]]
-        cells = [
+    scored = "" if settings["draft_rank"] is None else f"drafts scored at rank {settings['draft_rank']}, "
+    rows = [
+        [
             one["method"],
             f"{one['tau']:.2f}",
             f"{one['tokens_per_second']:.0f}",
             f"{one['round_ms']:.2f}",
             *(f"{one[name]:.2f}" for name in ("x_stock", "x_static", "x_plain")),
             f"{one['roofline']:.0%}",
-            *("" if number is None else f"{number:.1f}" for number in counted),
+            *("" if one[name] is None else f"{one[name]:.1f}" for name in ("launches_per_round", "waits_per_round")),
             "yes" if one["same_tokens"] else "NO",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        for one in report["results"]
+    ]
+    lines = [
+        f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
+        f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
+        f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
+        f"{settings['nodes']} nodes, {scored}backend {settings['backend']}; medians of "
+        f"{settings['repeats']} interleaved repeats; memory runs at "
+        f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
+        f"{report['forward_bytes'] / 1e9:.3f} GB",
+        "",
+        *markdown(_COLUMNS, rows),
+    ]
     phases = report["phase_ms"]
     if phases:
         rest = 1 - phases["verify"] / phases["round"]
+        times = [*(f"{spent:.3f}" for spent in phases.values()), f"{rest:.0%}"]
         lines += [
             "",
-            f"| {' | '.join(f'{name} ms' for name in phases)} | not verified |",
-            "|---" * (len(phases) + 1) + "|",
-            f"| {' | '.join(f'{spent:.3f}' for spent in phases.values())} | {rest:.0%} |",
+            *markdown([*(f"{name} ms" for name in phases), "not verified"], [times]),
             "",
             "Parts of the captured round, each launched alone. `not verified`: all but the target's forward.",
         ]

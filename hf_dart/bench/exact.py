@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import frexp, inf
 from time import perf_counter
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,6 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import Verdict
+
+T = TypeVar("T")
 
 NEAR_TIE = 1e-5
 """A float32 difference is a near-tie if stock's own best two choices lie closer than this there."""
@@ -41,17 +44,21 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
     """Seed, call `model.generate(**inputs, **options)`, and time it."""
     device = inputs["input_ids"].device
     torch.manual_seed(seed)
-    synchronize(device)
-    start = perf_counter()
-    sequences = model.generate(**inputs, **options)
-    synchronize(device)
-    seconds = perf_counter() - start
+    seconds, sequences = timed(device, lambda: model.generate(**inputs, **options))
     drafter = options.get("assistant")
     return Run(sequences, seconds, _generator_state(device), None if drafter is None else drafter.last_stats)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for an accelerator; timings of work in flight mean nothing."""
+def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
+    """The seconds of a call, and what it returns; an accelerator is waited for before and after it."""
+    _synchronize(device)
+    start = perf_counter()
+    done = call()
+    _synchronize(device)
+    return perf_counter() - start, done
+
+
+def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
 

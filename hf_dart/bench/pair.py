@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import check_path, load_target
 
 PACKAGED_HEAD = Path(__file__).parents[1] / "demo_pair" / "head"
@@ -63,7 +63,5 @@ def load_head(path: str, model: Any, tokenizer: Any) -> Any:
     from hf_dart.drafters.registry import load_drafter
 
     check_path("head", path)
-    try:
+    with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
         return load_drafter(path, target=model, tokenizer=tokenizer)
-    except (OSError, ValueError, RuntimeError) as error:
-        raise UserError(f"Cannot load the head {path!r}: {sentence(error)}") from error

@@ -1,4 +1,4 @@
-"""What was measured, as JSON; `hf_dart.view.tables` shows it."""
+"""What was measured, as JSON: the one format of all reports; `hf_dart.view.tables` shows it."""
 
 from __future__ import annotations
 
@@ -6,27 +6,25 @@ import os
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
+from statistics import median
 from typing import Any
 
 import torch
 
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.speed import Measurement, Settings, spread
+from hf_dart.bench.speed import Measurement
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK
 
 
-def circumstances(
-    pair: Pair, settings: Settings, tree: TreeConfig, text: str, command: Sequence[str]
-) -> dict[str, Any]:
-    """All that a figure depends on: versions, hardware, dtype, threads, text, settings."""
-    device = pair.model.device
+def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:
+    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings (a dataclass)."""
     return {
         "command": shlex.join(command),
         "versions": versions(),
-        "hardware": hardware(device),
-        "device": device.type,
+        "hardware": hardware(pair.model.device),
+        "device": pair.model.device.type,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
         "dtype": str(pair.model.dtype).removeprefix("torch."),
@@ -36,28 +34,28 @@ def circumstances(
         "head_parameters": sum(p.numel() for p in pair.head.parameters()),
         "text": text,
         "settings": asdict(settings),
-        "tree": asdict(tree),
-        "nodes": {str(batch): tree.resolve_nodes(batch, device.type) for batch in settings.batches},
     }
 
 
-def as_json(measurements: list[Measurement], about: dict[str, Any]) -> dict[str, Any]:
-    """Everything, ready for `json.dump`; ratios are to stock of the same mode, batch and repeat."""
-    return {**about, "results": results(measurements)}
+def describe_tree(pair: Pair, tree: TreeConfig, batches: Sequence[int]) -> dict[str, Any]:
+    """Of a report: the tree that is drafted, and how many nodes it has by batch size."""
+    nodes = {str(batch): tree.resolve_nodes(batch, pair.model.device.type) for batch in batches}
+    return {"tree": asdict(tree), "nodes": nodes}
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """The median, the least and the largest of what repeats gave."""
+    return {"median": median(values), "min": min(values), "max": max(values)}
 
 
 def results(measurements: list[Measurement], **case: Any) -> list[dict[str, Any]]:
-    """One entry per measurement.
+    """One entry per measurement; ratios are to stock of the same mode, batch and repeat.
 
     Args:
         case: `text`, `dtype`, `prompt_tokens`: what these were measured on, since a report may have several.
     """
-    return [{**case, **_result(one, _stock_of(one, measurements))} for one in measurements]
-
-
-def _stock_of(one: Measurement, measurements: list[Measurement]) -> Measurement:
-    wanted = (one.batch, one.mode, STOCK)
-    return next(other for other in measurements if (other.batch, other.mode, other.method) == wanted)
+    stock = {(one.batch, one.mode): one for one in measurements if one.method == STOCK}
+    return [{**case, **_result(one, stock[one.batch, one.mode])} for one in measurements]
 
 
 def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
@@ -68,20 +66,13 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
         "ours": one.ours,
         "tokens": one.tokens,
         "seconds": one.seconds,
-        "tokens_per_second": _spread(one.speeds),
-        "ratio": _spread(one.ratios(stock)),
+        "tokens_per_second": spread(one.speeds),
+        "ratio": spread([ours / theirs for ours, theirs in zip(one.speeds, stock.speeds, strict=True)]),
         "repeated_4grams": one.repeated,
         "peak_memory_bytes": one.peak,
     }
-    verdict = one.verdict
-    if verdict is not None:
-        result["identical"] = verdict.identical
-        result["compared"] = {
-            "rows": verdict.rows,
-            "near_ties": verdict.near_ties,
-            "differences": verdict.differences,
-            "generator": verdict.generator,
-        }
+    if one.verdict is not None:
+        result |= {"identical": one.verdict.identical, "compared": asdict(one.verdict)}
     if one.stats.rounds:
         result |= {
             "rounds": one.stats.rounds,
@@ -94,7 +85,3 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
             "not_forward": one.not_forward,
         }
     return result
-
-
-def _spread(values: list[float]) -> dict[str, float]:
-    return dict(zip(("median", "min", "max"), spread(values), strict=True))

@@ -14,7 +14,7 @@ from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
@@ -84,10 +84,8 @@ def load_assistant(path: str, pair: Pair) -> Any:
     """
     from transformers import AutoModelForCausalLM
 
-    try:
+    with as_user_error(Exception, about=f"Cannot load the assistant model {path!r}"):  # as in load_target
         model = AutoModelForCausalLM.from_pretrained(path, dtype=pair.model.dtype)
-    except Exception as error:  # as in load_target
-        raise UserError(f"Cannot load the assistant model {path!r}: {sentence(error)}") from error
     return model.to(pair.model.device).eval()
 
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import COMPILED, claims_same_text, is_ours, takes
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import STOCK, Verdict
+
+T = TypeVar("T")
 
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -111,10 +112,6 @@ class Measurement:
         """Nothing is known against the text."""
         return self.verdict is None or self.verdict.identical
 
-    def ratios(self, stock: Measurement) -> list[float]:
-        """Speed over stock's, repeat by repeat."""
-        return [ours / theirs for ours, theirs in zip(self.speeds, stock.speeds, strict=True)]
-
     def add(self, done: Run, peak: int) -> None:
         """Add one call of the current repeat."""
         self.seconds[-1] += done.seconds
@@ -123,9 +120,10 @@ class Measurement:
             self.stats.merge(done.stats)
 
 
-def spread(values: list[float]) -> tuple[float, float, float]:
-    """Median, smallest, largest."""
-    return median(values), min(values), max(values)
+def in_turn(items: list[T], number: int) -> list[T]:
+    """All of them, another one first at every `number`, so that a busy moment of the machine falls on all."""
+    first = number % len(items)
+    return items[first:] + items[:first]
 
 
 def measure(
@@ -143,8 +141,7 @@ def measure(
         methods: options of `generate` by name, such as `rivals.methods` gives; stock's own is always measured.
         modes: options of all of them by name.
 
-    Within each repeat the methods take turns prompt by prompt, and who begins changes, so that a busy moment
-    of the machine falls on all of them.
+    Within each repeat the methods take turns prompt by prompt (`in_turn`).
     """
     drafting: dict[str, dict[str, Any]] = {STOCK: {}, **methods}
     measurements = [
@@ -182,9 +179,8 @@ def measure(
             options = {**modes[mode], "max_new_tokens": settings.new_tokens}
             written: dict[str, list[list[int]]] = {one.method: [] for one in rivals}
             for number, inputs in enumerate(groups[batch]):
-                first = (repeat + number) % len(rivals)
                 runs = {}
-                for one in rivals[first:] + rivals[:first]:
+                for one in in_turn(rivals, repeat + number):
                     reset_peak(pair.model.device)
                     done = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
                     one.add(done, peak_bytes(pair.model.device))

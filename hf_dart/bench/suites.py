@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import UserError, check_text, sentence
+from hf_dart.errors import UserError, as_user_error, check_text, read_text
 
 _SMALLEST = 4000  # bytes; shorter files are mostly imports
 _FOLDER = Path(__file__).parent / "prompts"
@@ -23,26 +22,8 @@ _TEXTS = ("prompt", "text")
 _REQUESTS = ("question", "instruction", "problem", "article", "document")
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Prompts and where they are from.
-
-    Attributes:
-        name: for reports.
-        prompts: token ids.
-    """
-
-    name: str
-    prompts: list[list[int]]
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest prompt."""
-        return max(map(len, self.prompts))
-
-
-def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -> Suite:
-    """`count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
+def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -> list[list[int]]:
+    """The token ids of `count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
 
     Rows hold `messages` or `conversations`, which the tokenizer's chat template frames up to the last answer; a
     `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`, `article`,
@@ -61,7 +42,7 @@ def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -
         if ids and (most is None or len(ids) <= most):
             prompts.append(ids)
         if len(prompts) == count:
-            return Suite(Path(name).name if Path(name).exists() else name, prompts)
+            return prompts
     limit = "" if most is None else f" of up to {most} tokens"
     raise UserError(f"{name!r} has {len(prompts)} prompts{limit}, and --prompts asks for {count}; ask for fewer.")
 
@@ -77,23 +58,15 @@ def _rows(name: str) -> Iterator[Any]:
 def _documents(name: str) -> Iterator[Any]:
     from hf_dart.training.data.documents import open_source
 
-    try:
+    with as_user_error(about=f"Cannot read the suite {name!r}"):
         yield from open_source([name], split="test", streaming=True).documents
-    except (ValueError, OSError) as error:
-        raise UserError(f"Cannot read the suite {name!r}: {sentence(error)}") from error
 
 
 def _json_lines(file: Path) -> Iterator[Any]:
-    try:
-        lines: Iterable[str] = file.read_text(encoding="utf8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the suite {str(file)!r}: {sentence(error)}") from error
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(read_text(file, "the suite ").splitlines(), start=1):
         if line.strip():
-            try:
+            with as_user_error(ValueError, RecursionError, about=f"Line {number} of {str(file)!r} is not JSON"):
                 yield json.loads(line)
-            except (ValueError, RecursionError) as error:
-                raise UserError(f"Line {number} of {str(file)!r} is not JSON: {sentence(error)}") from error
 
 
 def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
@@ -121,10 +94,8 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
     if tokenizer.chat_template:
         from hf_dart.training.data.chat import apply_template
 
-        try:
+        with as_user_error(about=f"A conversation of {name!r} cannot be read"):
             text = apply_template(tokenizer, messages, tokenize=False, add_generation_prompt=True)
-        except ValueError as error:
-            raise UserError(f"A conversation of {name!r} cannot be read: {sentence(error)}") from error
         return tokenizer(check_text(text, f"A conversation of {name!r}"), add_special_tokens=False)["input_ids"]
     return tokenizer(check_text(messages[-1]["content"], f"A message of {name!r}"))["input_ids"]
 
@@ -135,15 +106,20 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
 
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
         raise UserError(f"A conversation of {name!r} is no list of messages with 'role' and 'content'; fix it.")
-    try:
+    with as_user_error(about=f"A conversation of {name!r} cannot be read"):
         messages = as_messages(value)
-    except ValueError as error:
-        raise UserError(f"A conversation of {name!r} cannot be read: {sentence(error)}") from error
     while messages and messages[-1]["role"] != "user":
         messages.pop()
     if messages and not isinstance(messages[-1].get("content"), str):
         raise UserError(f"A message of {name!r} has no text in 'content'; fix it.")
     return messages
+
+
+def texts(files: list[Path] | None) -> tuple[str, list[Path]]:
+    """What to call the text of a measurement, and its files: without any, those of `default_files`."""
+    if files is None:
+        return "pytest's source", default_files()
+    return ", ".join(path.name for path in files), files
 
 
 def default_files() -> list[Path]:
@@ -174,10 +150,7 @@ def cut_prompts(tokenizer: Any, files: list[Path], count: int, length: int) -> l
     chosen = [files[i * len(files) // count] for i in range(count)]
     prompts: list[list[int]] = []
     for number, path in enumerate(chosen):
-        try:
-            text = path.read_text(encoding="utf8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"Cannot read {str(path)!r} as text: {error}") from error
+        text = read_text(path)
         before = chosen[:number].count(path)
         share = (before + 1) / (chosen.count(path) + 2)
         start = text.find("\n", int(share * len(text))) + 1

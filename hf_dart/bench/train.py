@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import shlex
 import tempfile
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hf_dart.bench.exact import timed
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.speed import spread
-from hf_dart.errors import UserError
-from hf_dart.hub.machine import hardware, versions
+from hf_dart.bench.report import circumstances, spread
+from hf_dart.bench.speed import in_turn
+from hf_dart.errors import UserError, read_text
 from hf_dart.training import DartTrainer, DartTrainingArguments
+from hf_dart.view.tables import headline, markdown, ratio
 
 
 @dataclass(frozen=True)
@@ -70,10 +69,7 @@ def cut_rows(tokenizer: Any, files: Sequence[Path], count: int, length: int) -> 
     for path in files:
         if len(ids) >= count * length:
             break
-        try:
-            ids += tokenizer(path.read_text(encoding="utf8"), add_special_tokens=False)["input_ids"]
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"Cannot read {str(path)!r} as text: {error}") from error
+        ids += tokenizer(read_text(path), add_special_tokens=False)["input_ids"]
     if len(ids) < count * length:
         raise UserError(f"The text has {len(ids)} tokens for {count} rows of {length}; lower --rows or --length.")
     return torch.tensor(ids[: count * length]).view(count, length)
@@ -103,93 +99,71 @@ def measure(
         one.peak = 0
     for repeat in range(settings.repeats):
         progress(f"repeat {repeat + 1} of {settings.repeats}")
-        first = repeat % len(measurements)
-        for one in measurements[first:] + measurements[:first]:
+        for one in in_turn(measurements, repeat):
             _run(trainer, ids, one)
     return measurements
 
 
 def _run(trainer: DartTrainer, ids: Tensor, one: Measurement) -> None:
-    reset_peak(ids.device)
-    begin = _now(ids.device)
-    if one.blocks:
+    def target_alone() -> None:
+        with torch.no_grad(), trainer.accelerator.autocast():
+            trainer.target(input_ids=ids, use_cache=False)
+
+    def step() -> None:
         trainer.args.anchors_per_row = one.blocks
         inputs = {"input_ids": ids, "documents": torch.zeros_like(ids)}
         items = trainer.draw(inputs, torch.Generator().manual_seed(len(one.seconds)))
         trainer.training_step(trainer.head, inputs, torch.tensor(items, device=ids.device))
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
-    else:
-        with torch.no_grad(), trainer.accelerator.autocast():
-            trainer.target(input_ids=ids, use_cache=False)
-    one.seconds.append(_now(ids.device) - begin)
+
+    reset_peak(ids.device)
+    one.seconds.append(timed(ids.device, step if one.blocks else target_alone)[0])
     one.peak = max(one.peak, peak_bytes(ids.device))
-
-
-def _now(device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def as_json(
     measurements: list[Measurement], pair: Pair, settings: Settings, text: str, command: Sequence[str]
 ) -> dict[str, Any]:
     """Everything, ready for `json.dump`; ratios are to the bare target in the same repeat."""
-    device = pair.model.device
     bare, tokens = measurements[0], settings.rows * settings.length
-    results = []
-    for one in measurements:
-        speeds = [tokens / seconds for seconds in one.seconds]
-        ratios = [target / seconds for target, seconds in zip(bare.seconds, one.seconds, strict=True)]
-        figures = {
-            name: dict(zip(("median", "min", "max"), spread(values), strict=True))
-            for name, values in (("tokens_per_second", speeds), ("ratio", ratios))
-        }
-        results.append({"blocks": one.blocks, "seconds": one.seconds, **figures, "peak_memory_bytes": one.peak})
     return {
-        "command": shlex.join(command),
-        "versions": versions(),
-        "hardware": hardware(device),
-        "device": device.type,
-        "cores": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "dtype": "bfloat16 autocast" if settings.bf16 else str(pair.model.dtype).removeprefix("torch."),
-        "target": pair.target_name,
-        "target_parameters": sum(p.numel() for p in pair.model.parameters()),
+        **circumstances(pair, settings, text, command),
+        **({"dtype": "bfloat16 autocast"} if settings.bf16 else {}),
         "target_layers": pair.head.config.target_num_layers,
-        "head": pair.head_name,
-        "head_parameters": sum(p.numel() for p in pair.head.parameters()),
         "head_layers": pair.head.config.num_layers,
         "draft_length": pair.head.draft_length,
-        "text": text,
-        "settings": asdict(settings),
-        "results": results,
+        "results": [
+            {
+                "blocks": one.blocks,
+                "seconds": one.seconds,
+                "tokens_per_second": spread([tokens / seconds for seconds in one.seconds]),
+                "ratio": spread([alone / step for alone, step in zip(bare.seconds, one.seconds, strict=True)]),
+                "peak_memory_bytes": one.peak,
+            }
+            for one in measurements
+        ],
     }
 
 
 def as_table(content: dict[str, Any]) -> str:
     """Markdown of what `as_json` gives."""
-    settings, software = content["settings"], content["versions"]
-    lines = [
-        f"{content['target']} (layers: {content['target_layers']}, {content['target_parameters'] / 1e6:.1f} M "
-        "parameters), "
-        f"{content['head']} (layers: {content['head_layers']}, drafts of {content['draft_length']}, "
-        f"{content['head_parameters'] / 1e6:.1f} M), {content['dtype']}, {content['hardware']}, "
-        f"{content['threads']} threads; {', '.join(f'{name} {number}' for name, number in software.items())}",
-        f"{settings['rows']} rows of {settings['length']} tokens, loss {settings['loss']!r}; median [min, max] of "
-        f"{settings['repeats']} interleaved repeats",
-        "",
-        "| blocks per row | tokens/s | x bare target | peak MiB |",
-        "|---|---|---|---|",
-    ]
-    for one in content["results"]:
-        ratio = one["ratio"]
-        cells = (
+    settings = content["settings"]
+    rows = [
+        (
             str(one["blocks"]) if one["blocks"] else "bare target",
             f"{one['tokens_per_second']['median']:.0f}",
-            f"**{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}]" if one["blocks"] else "1",
+            ratio(one["ratio"]) if one["blocks"] else "1",
             f"{one['peak_memory_bytes'] / 2**20:.0f}",
         )
-        lines.append(f"| {' | '.join(cells)} |")
+        for one in content["results"]
+    ]
+    lines = [
+        headline(content),
+        f"layers: {content['target_layers']} of the target, {content['head_layers']} of the head, drafts of "
+        f"{content['draft_length']}; {settings['rows']} rows of {settings['length']} tokens, loss "
+        f"{settings['loss']!r}; median [min, max] of {settings['repeats']} interleaved repeats",
+        "",
+        *markdown(["blocks per row", "tokens/s", "x bare target", "peak MiB"], rows),
+    ]
     return "\n".join(lines)

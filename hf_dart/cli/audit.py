@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
 from hf_dart.cli.common import (
     check_file,
+    command_line,
+    json_option,
     load,
     pair_options,
     positive,
+    say,
     seed,
     set_threads,
     tree_config,
@@ -33,7 +34,7 @@ def add(commands: Any) -> None:
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
     parser.add_argument("--new-tokens", type=positive, default=64, help="per prompt and run (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="of the sampled runs (default: %(default)s)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was found")
+    json_option(parser)
     parser.set_defaults(command=_run)
 
 
@@ -50,8 +51,8 @@ def _run(arguments: argparse.Namespace) -> int:
             raise UserError("A prompt is empty; give some text.")
         prompts *= 2 if len(prompts) == 1 else 1  # the control needs a batch
     else:
-        text = "pytest's source"
-        prompts = suites.cut_prompts(pair.tokenizer, suites.default_files(), _PROMPTS, _PROMPT_TOKENS)
+        text, files = suites.texts(None)
+        prompts = suites.cut_prompts(pair.tokenizer, files, _PROMPTS, _PROMPT_TOKENS)
     settings = speed.Settings(
         prompts=len(prompts),
         prompt_tokens=max(map(len, prompts)),
@@ -61,8 +62,11 @@ def _run(arguments: argparse.Namespace) -> int:
         seed=arguments.seed,
     )
     tree = tree_config(arguments, pair.head.tree_config)
-    done = audit.audit(pair, prompts, settings, tree, lambda line: print(line, file=sys.stderr, flush=True))
-    about = report.circumstances(pair, settings, tree, text, ["hf-dart", *arguments.words])
-    print(audit.as_table(done, about))
-    write_json(arguments.json, audit.as_json(done, about))
-    return 0 if done.passed else 1
+    content = {
+        **report.circumstances(pair, settings, text, command_line(arguments)),
+        **report.describe_tree(pair, tree, settings.batches),
+        **audit.audit(pair, prompts, settings, tree, say),
+    }
+    print(audit.as_table(content))
+    write_json(arguments.json, content)
+    return 0 if content["passed"] else 1

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +12,22 @@ from hf_dart.cli import engine
 from hf_dart.cli.common import (
     check_file,
     check_folder,
+    command_line,
+    given,
+    json_option,
     load,
     pair_options,
     positive,
+    say,
     set_threads,
     sizes,
+    text_option,
     tree_config,
     tree_options,
     write_json,
     writing,
 )
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error
 from hf_dart.target.loading import DTYPES
 
 _MODES = ("greedy", "penalty", "sampled")
@@ -37,9 +41,7 @@ def add(commands: Any) -> None:
     options = [pair_options(), tree_options()]
     parser = commands.add_parser("bench", parents=options, help="speed against stock, in one interleaved run")
     texts = parser.add_mutually_exclusive_group()
-    texts.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
-    )
+    text_option(texts)
     texts.add_argument(
         "--suite", nargs="+", metavar="SUITE", help="code, chat, math, summarisation, a .jsonl file, or a data set"
     )
@@ -53,10 +55,10 @@ def add(commands: Any) -> None:
     parser.add_argument("--new-tokens", type=positive, help="per prompt (default: 128)")
     parser.add_argument("--repeats", type=positive, help="default: 5")
     parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help="such as 1,4, the default")
-    parser.add_argument("--modes", type=_modes, metavar="MODES", help="of greedy,penalty,sampled (default: all)")
+    parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help="of greedy,penalty,sampled (default: all)")
     parser.add_argument(
         "--rivals",
-        type=_rivals,
+        type=_of(_RIVALS),
         default=("lookup", "tree"),
         metavar="RIVALS",
         help="of compiled,lookup,chain,tree,engine,copies,packaged, or all (default: lookup,tree)",
@@ -65,8 +67,8 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--drafter", dest="drafters", action="append", default=[], metavar="PATH", help="also this drafter; repeatable"
     )
-    parser.add_argument("--dtypes", type=_dtypes, metavar="DTYPES", help="one after the other, in place of --dtype")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    parser.add_argument("--dtypes", type=_of(DTYPES), metavar="DTYPES", help="one after the other, in place of --dtype")
+    json_option(parser)
     parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write four SVG plots there")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
@@ -80,9 +82,7 @@ def _add_train(commands: Any) -> None:
     parser = commands.add_parser(
         "train", parents=[pair_options()], help="training steps against the bare target, and their memory"
     )
-    parser.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
-    )
+    text_option(parser)
     parser.add_argument("--rows", type=positive, help="of the batch (default: 8)")
     parser.add_argument("--length", type=positive, help="tokens of a row (default: 257)")
     parser.add_argument("--blocks", type=sizes, metavar="COUNTS", help="per row (default: 8,16,32,64)")
@@ -90,7 +90,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--loss-chunk", type=int, help="blocks whose logits are held at a time; 0: all")
     parser.add_argument("--bf16", action="store_true", default=None, help="bfloat16 autocast")
     parser.add_argument("--repeats", type=positive, help="default: 5")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    json_option(parser)
     parser.set_defaults(command=_run_train)
 
 
@@ -105,10 +105,8 @@ def _run_render(arguments: argparse.Namespace) -> int:
     from hf_dart.bench.render import render_file
 
     for file in arguments.files:
-        try:
+        with as_user_error(about=f"Cannot render {file}"):
             changed = render_file(file, arguments.head or PACKAGED_HEAD)
-        except (OSError, ValueError) as error:
-            raise UserError(f"Cannot render {file}: {sentence(error)}") from error
         print(f"{file}: {'written again' if changed else 'as it was'}")
     return 0
 
@@ -119,17 +117,13 @@ def _run_train(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import suites, train
 
     names = ("rows", "length", "blocks", "loss", "loss_chunk", "bf16", "repeats")
-    given = {name: getattr(arguments, name) for name in names}
-    settings = train.Settings(**{name: value for name, value in given.items() if value is not None})
-    files = suites.default_files() if arguments.text is None else arguments.text
-    text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
+    settings = train.Settings(**given(arguments, names))
+    text, files = suites.texts(arguments.text)
     pair = load(arguments)
     rows = train.cut_rows(pair.tokenizer, files, settings.rows, settings.length)
-    try:
-        measurements = train.measure(pair, rows, settings, lambda line: print(line, file=sys.stderr, flush=True))
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
-    content = train.as_json(measurements, pair, settings, text, ["hf-dart", *arguments.words])
+    with as_user_error(ValueError):
+        measurements = train.measure(pair, rows, settings, say)
+    content = train.as_json(measurements, pair, settings, text, command_line(arguments))
     print(train.as_table(content))
     write_json(arguments.json, content)
     return 0
@@ -142,12 +136,9 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import plots, report, rivals, speed
     from hf_dart.view import tables
 
-    given = {name: getattr(arguments, name) for name in ("prompts", "new_tokens", "repeats", "batches")}
-    smoke = _SMOKE if arguments.smoke else {}
-    try:
-        settings = speed.Settings(**{**smoke, **{name: value for name, value in given.items() if value is not None}})
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
+    asked = given(arguments, ("prompts", "new_tokens", "repeats", "batches"))
+    with as_user_error(ValueError):
+        settings = speed.Settings(**{**(_SMOKE if arguments.smoke else {}), **asked})
     modes = dict(zip(_MODES, speed.MODES.items(), strict=True))
     wanted = dict(modes[name] for name in arguments.modes or _MODES)
     found: list[dict[str, Any]] = []
@@ -160,11 +151,12 @@ def _run(arguments: argparse.Namespace) -> int:
         drafters = rivals.packaged_drafters(pair) if "packaged" in arguments.rivals else []
         drafters += [load_head(path, pair.model, pair.tokenizer) for path in arguments.drafters]
         methods = rivals.methods(pair, tree, arguments.rivals, small, drafters)
-        about = report.circumstances(pair, settings, tree, "", ["hf-dart", *arguments.words])
+        about = report.circumstances(pair, settings, "", command_line(arguments))
+        about |= report.describe_tree(pair, tree, settings.batches)
         for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
             case = {"text": text, "dtype": about["dtype"], "prompt_tokens": max(map(len, prompts))}
-            _say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
-            measurements = speed.measure(pair, prompts, settings, methods, _say, wanted)
+            say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
+            measurements = speed.measure(pair, prompts, settings, methods, say, wanted)
             found += report.results(measurements, **case)
             identical &= all(one.identical for one in measurements if one.ours)
     about["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in found)
@@ -186,34 +178,22 @@ def _prompts(arguments: argparse.Namespace, tokenizer: Any, count: int) -> Itera
     if arguments.suite is not None:
         for name in arguments.suite:
             for most in lengths or (None,):
-                suite = suites.open_suite(name, tokenizer, count, most)
-                yield suite.name, suite.prompts
+                called = Path(name).name if Path(name).exists() else name
+                yield called, suites.open_suite(name, tokenizer, count, most)
         return
-    files = suites.default_files() if arguments.text is None else arguments.text
-    text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
+    text, files = suites.texts(arguments.text)
     for length in lengths or (_SMOKE_TOKENS if arguments.smoke else _PROMPT_TOKENS):
         yield text, suites.cut_prompts(tokenizer, files, count, length)
 
 
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+def _of(choices: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """Names out of `choices` with commas between them, or "all", for argparse."""
 
+    def chosen(text: str) -> tuple[str, ...]:
+        names = choices if text == "all" else tuple(text.split(","))
+        for name in names:
+            if name not in choices:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
+        return names
 
-def _chosen(text: str, choices: tuple[str, ...]) -> tuple[str, ...]:
-    names = tuple(text.split(","))
-    for name in names:
-        if name not in choices:
-            raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(choices)}")
-    return names
-
-
-def _modes(text: str) -> tuple[str, ...]:
-    return _chosen(text, _MODES)
-
-
-def _rivals(text: str) -> tuple[str, ...]:
-    return _RIVALS if text == "all" else _chosen(text, _RIVALS)
-
-
-def _dtypes(text: str) -> tuple[str, ...]:
-    return _chosen(text, DTYPES)
+    return chosen

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.errors import LEAST_TEMPERATURE, UserError, sentence
+from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
 from hf_dart.target.loading import DTYPES
 
 
@@ -45,26 +46,48 @@ def tree_options() -> argparse.ArgumentParser:
     return tree
 
 
+def text_option(parser: argparse._ActionsContainer) -> None:
+    """The files that prompts or rows are cut from, for `bench.suites.texts`."""
+    parser.add_argument(
+        "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
+    )
+
+
+def json_option(parser: argparse.ArgumentParser) -> None:
+    """The file that a report is written to, for `check_file` and `write_json`."""
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+
+
+def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
+    """Those of the options that were given, which have None as their default."""
+    return {name: value for name in names if (value := getattr(arguments, name)) is not None}
+
+
+def command_line(arguments: argparse.Namespace) -> list[str]:
+    """The words that were typed, for reports."""
+    return ["hf-dart", *arguments.words]
+
+
+def say(line: str) -> None:
+    """Tell on standard error how far a command is."""
+    print(line, file=sys.stderr, flush=True)
+
+
 def load(arguments: argparse.Namespace) -> Pair:
     """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded."""
     pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable
 
-        try:
+        with as_user_error():
             pair.head.ngram = NgramTable.load(arguments.ngram)
-        except ValueError as error:
-            raise UserError(sentence(error)) from error
     return pair
 
 
 def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
     """The head's own tree, with what the command line asks for."""
-    given = {name: getattr(arguments, name) for name in ("nodes", "depth")}
-    try:
-        return replace(default, **{name: value for name, value in given.items() if value is not None})
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
+    with as_user_error():
+        return replace(default, **given(arguments, ("nodes", "depth")))
 
 
 def set_threads(threads: int | None) -> None:

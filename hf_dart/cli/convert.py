@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 from hf_dart.bench.pair import load_pair
-from hf_dart.cli.common import positive
-from hf_dart.errors import UserError, sentence
+from hf_dart.cli.common import positive, say
+from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, read_tokenizer
 
 _HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
@@ -41,10 +40,8 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"{str(arguments.out)!r} is there already; give a name that is free.")
     if not arguments.out.resolve().parent.is_dir():
         raise UserError(f"There is no folder {str(arguments.out.resolve().parent)!r} to write to.")
-    try:
+    with as_user_error():
         (_convert_head if arguments.to in _HEADS else _convert_ngrams)(arguments)
-    except (OSError, ValueError) as error:
-        raise UserError(sentence(error)) from error
     print(f"Wrote {arguments.out}.")
     return 0
 
@@ -79,13 +76,9 @@ def _convert_ngrams(arguments: argparse.Namespace) -> None:
     from hf_dart.interop.trie import CHUNK, read_trie, write_trie
     from hf_dart.trees.ngram import NgramTable
 
-    options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": _tell}
+    options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": say}
     if arguments.to == "trie":
         write_trie(NgramTable.load(arguments.source), arguments.out, **options)
         return
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     read_trie(arguments.source, arguments.out, tokenizer=tokenizer, **options)
-
-
-def _tell(line: str) -> None:
-    print(line, file=sys.stderr)

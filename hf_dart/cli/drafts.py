@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,14 +10,19 @@ from typing import Any
 from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import (
     check_file,
+    command_line,
+    given,
+    json_option,
     load,
     pair_options,
     positive,
+    say,
     set_threads,
     sizes,
+    text_option,
     write_json,
 )
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import UserError, as_user_error
 
 
 def add(commands: Any) -> None:
@@ -28,9 +31,7 @@ def add(commands: Any) -> None:
         "drafts", parents=[pair_options()], help="ways to make a draft tree of one head, side by side"
     )
     parser.add_argument("--nodes", type=positive, default=60, help="of all trees, root included (default: %(default)s)")
-    parser.add_argument(
-        "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
-    )
+    text_option(parser)
     parser.add_argument("--prompts", type=positive, default=8, help="default: %(default)s")
     parser.add_argument("--prompt-tokens", type=positive, default=96, help="of the longest (default: %(default)s)")
     parser.add_argument("--new-tokens", type=positive, default=96, help="per prompt (default: %(default)s)")
@@ -48,9 +49,7 @@ def add(commands: Any) -> None:
         "--modes", nargs="+", default=("greedy", "sampled, T=1"), metavar="MODE", help="of those of hf-dart bench"
     )
     parser.add_argument("--profile", action="store_true", help="measure costs first, for the trees sized by them")
-    parser.add_argument(
-        "--json", type=Path, metavar="FILE", help="write what was measured, mode by mode; the same command goes on"
-    )
+    json_option(parser)
     parser.set_defaults(command=_run)
 
 
@@ -60,51 +59,29 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import draft_methods, profile, report, speed, suites
 
     names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
-    before: dict[str, Any] = {}
-    costs = None
-    try:
-        if arguments.json is not None and arguments.json.is_file():
-            before, costs = draft_methods.earlier(arguments.json)
-        settings = speed.Settings(**{name: getattr(arguments, name) for name in names})
-        modes = {mode: speed.MODES[mode] for mode in arguments.modes}
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
-    except KeyError as error:
-        raise UserError(f"There is no mode {error}; give some of {', '.join(map(repr, speed.MODES))}.") from error
-    files = suites.default_files() if arguments.text is None else arguments.text
-    text = "pytest's source" if arguments.text is None else ", ".join(path.name for path in files)
+    with as_user_error(ValueError):
+        settings = speed.Settings(**given(arguments, names))
+    if wrong := set(arguments.modes) - speed.MODES.keys():
+        raise UserError(f"There is no mode {min(wrong)!r}; give some of {', '.join(map(repr, speed.MODES))}.")
+    text, files = suites.texts(arguments.text)
     pair = load(arguments)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    if not arguments.profile:
-        costs = None
-    elif costs is None:
-        costs = profile.measure(pair, progress=_show)
+    costs = profile.measure(pair, progress=say) if arguments.profile else None
     ways = draft_methods.draft_methods(pair.head, arguments.nodes, costs)
     ways |= draft_methods.of_others(others, arguments.nodes)
-    try:
+    with as_user_error(ValueError):
         ways |= draft_methods.of_ranks(pair.head, arguments.ranks, arguments.nodes)
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
-    about = report.circumstances(pair, settings, pair.head.tree_config, text, ["hf-dart", *arguments.words])
-    about["drafts"] = {name: way.describe() for name, way in ways.items()}
-    if costs is not None:
-        about["costs"] = asdict(costs)
-    # As they come back from a file.
-    content = json.loads(json.dumps({**about, "results": []}))
-    content["results"] = draft_methods.known(before, content)
-    done = {one["mode"] for one in content["results"]}
-    for mode, options in modes.items():
-        if mode in done:
-            continue
-        _show(mode)
-        methods = {name: way.options for name, way in ways.items()}
-        measurements = speed.measure(pair, prompts, settings, methods, _show, {mode: options})
-        content["results"] += report.as_json(measurements, about)["results"]
-        write_json(arguments.json, content)
+    methods = {name: way.options for name, way in ways.items()}
+    modes = {mode: speed.MODES[mode] for mode in arguments.modes}
+    measurements = speed.measure(pair, prompts, settings, methods, say, modes)
+    content = {
+        **report.circumstances(pair, settings, text, command_line(arguments)),
+        **report.describe_tree(pair, pair.head.tree_config, settings.batches),
+        "drafts": {name: way.describe() for name, way in ways.items()},
+        **({} if costs is None else {"costs": asdict(costs)}),
+        "results": report.results(measurements),
+    }
     print(draft_methods.as_table(content))
-    return 0 if all(one.get("identical", True) for one in content["results"]) else 1
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
+    write_json(arguments.json, content)
+    return 0 if all(one.identical for one in measurements) else 1

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
 from typing import Any
 
-from hf_dart.cli.common import check_file, positive, set_threads, write_json
-from hf_dart.errors import UserError, sentence
+from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, write_json
+from hf_dart.errors import as_user_error
 
 _NUMBERS = {
     "nodes": "of the tree (default: 64)",
@@ -34,7 +32,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16")
     parser.add_argument("--device", help="default: cuda")
     parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
+    json_option(parser)
     parser.set_defaults(command=_run)
 
 
@@ -44,14 +42,12 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.bench import engine
 
     names = ("shape", "tau", *(name.replace("-", "_") for name in _NUMBERS), "backend", "dtype", "device")
-    given = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    if given.get("backend") == "none":
-        given["backend"] = None
-    try:
-        settings = engine.Settings(**given)
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
-    content = engine.measure(settings, lambda line: print(line, file=sys.stderr, flush=True))
+    asked = given(arguments, names)
+    if arguments.backend == "none":
+        asked["backend"] = None
+    with as_user_error(ValueError):
+        settings = engine.Settings(**asked)
+    content = engine.measure(settings, say)
     print(engine.as_table(content))
     write_json(arguments.json, content)
     return 0 if all(one["same_tokens"] for one in content["results"]) else 1

@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_dart.cli.common import load, pair_options, set_threads, tree_config, tree_options
 from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error
 
 
 def add(commands: Any) -> None:
@@ -29,13 +29,10 @@ def _run(arguments: argparse.Namespace) -> int:
     from transformers import TextStreamer
 
     model, inputs = pair.model, encode_prompt(arguments, prompt, pair)
-    drafting = (
-        {}
-        if arguments.stock
-        else {"assistant": pair.head, "tree_config": tree_config(arguments, pair.head.tree_config)}
-    )
+    tree = tree_config(arguments, pair.head.tree_config)
+    drafting = {} if arguments.stock else {"assistant": pair.head, "tree_config": tree}
     torch.manual_seed(arguments.seed)
-    try:
+    with as_user_error(ValueError):
         model.generate(
             **inputs,
             max_new_tokens=arguments.max_new_tokens,
@@ -43,8 +40,6 @@ def _run(arguments: argparse.Namespace) -> int:
             **options,
             **drafting,
         )
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
     if arguments.stats and not arguments.stock:
         print(_stats_line(pair.head.last_stats), file=sys.stderr)
     return 0

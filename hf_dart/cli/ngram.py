@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from hf_dart.cli.common import positive, sizes
-from hf_dart.errors import INSTALLED_FROM, UserError, sentence
+from hf_dart.cli.common import positive, say, sizes
+from hf_dart.errors import INSTALLED_FROM, UserError, as_user_error, read_text
 from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
 
 if TYPE_CHECKING:
@@ -72,25 +71,24 @@ def _build(arguments: argparse.Namespace) -> int:
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     begun = perf_counter()
     try:
-        table = ngram_build.build(
-            _documents(arguments, len(tokenizer)),
-            arguments.table,
-            order=arguments.order,
-            tokenizer=tokenizer,
-            column=arguments.column,
-            eos=tokenizer.eos_token_id,
-            min_counts=arguments.min_counts,
-            workers=arguments.workers,
-            chunk=arguments.chunk or ngram_build.CHUNK,
-            progress=_show,
-        )
+        with as_user_error(ValueError, KeyError, OSError):  # a full disk, among others
+            table = ngram_build.build(
+                _documents(arguments, len(tokenizer)),
+                arguments.table,
+                order=arguments.order,
+                tokenizer=tokenizer,
+                column=arguments.column,
+                eos=tokenizer.eos_token_id,
+                min_counts=arguments.min_counts,
+                workers=arguments.workers,
+                chunk=arguments.chunk or ngram_build.CHUNK,
+                progress=say,
+            )
     except BrokenProcessPool as error:
         raise UserError(
             "The system ended a process that counts, most likely for want of memory; give a smaller --chunk or fewer "
             "--workers."
         ) from error
-    except (ValueError, KeyError, OSError) as error:  # a full disk, among others
-        raise UserError(sentence(error)) from error
     seconds = perf_counter() - begun
     _describe(table)
     processes = f"{arguments.workers} process" + "es" * (arguments.workers > 1)
@@ -105,12 +103,8 @@ def _merge(arguments: argparse.Namespace) -> int:
     for part, file in zip(arguments.parts, files, strict=True):
         if files.count(file) > 1:
             raise UserError(f"{part} is given twice and would be counted twice; give every table once.")
-    try:
-        table = ngram_build.merge(
-            arguments.parts, arguments.table, min_counts=arguments.min_counts, progress=_show
-        )
-    except (ValueError, OSError) as error:
-        raise UserError(sentence(error)) from error
+    with as_user_error():
+        table = ngram_build.merge(arguments.parts, arguments.table, min_counts=arguments.min_counts, progress=say)
     _describe(table)
     return 0
 
@@ -119,13 +113,11 @@ def _info(arguments: argparse.Namespace) -> int:
     from hf_dart.trees.ngram import NgramTable
     from hf_dart.trees.vocabulary import vocabulary_hash
 
-    try:
+    with as_user_error(ValueError):
         table = NgramTable.load(arguments.table)
         if arguments.tokenizer is not None:
             tokenizer = read_tokenizer(arguments.tokenizer)
             table.check_vocabulary(vocabulary_hash(tokenizer), len(tokenizer))
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
     _describe(table)
     return 0
 
@@ -143,7 +135,7 @@ def _describe(table: NgramTable) -> None:
 
 def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
     if arguments.text is not None:
-        return map(_read, arguments.text)
+        return map(read_text, arguments.text)
     if arguments.tokens is not None:
         if arguments.token_type is None and vocabulary > 2**16 and arguments.tokens.suffix != ".npy":
             raise UserError(
@@ -156,7 +148,8 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
     except ImportError as error:
         wanted = f"pip install '{INSTALLED_FROM}[train]' (a clone)"
         raise UserError(f"--dataset needs the datasets library: {wanted}.") from error
-    try:
+    about = f"Cannot load the data set {arguments.dataset!r}"
+    with as_user_error(Exception, about=about):  # whatever pyarrow, pandas and datasets raise
         found = load_dataset(
             arguments.dataset,
             arguments.subset,
@@ -165,8 +158,6 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
             streaming=True,
         )
         columns = found.column_names or [name for row in found.take(1) for name in row]
-    except Exception as error:  # whatever pyarrow, pandas and datasets raise
-        raise UserError(f"Cannot load the data set {arguments.dataset!r}: {sentence(error)}") from error
     if arguments.column not in columns:
         raise UserError(
             f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(columns)}; name one "
@@ -176,29 +167,15 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
 
 
 def _rows(documents: Any, name: str) -> Iterator[Any]:
-    try:
+    with as_user_error(Exception, about=f"Cannot read the data set {name!r}"):  # as above
         yield from documents
-    except Exception as error:  # as above
-        raise UserError(f"Cannot read the data set {name!r}: {sentence(error)}") from error
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read {str(path)!r} as text: {error}") from error
 
 
 def _ids(path: Path, token_type: str) -> Any:
     import numpy as np
 
-    try:
+    about = f"Cannot read {str(path)!r} as token ids"
+    with as_user_error(Exception, about=about):  # NumPy has a header tokenized as Python
         if path.suffix == ".npy":
             return np.load(path, mmap_mode="r", allow_pickle=False).reshape(-1)
         return np.memmap(path, dtype=token_type, mode="r")
-    except Exception as error:  # NumPy has a header tokenized as Python
-        raise UserError(f"Cannot read {str(path)!r} as token ids: {sentence(error)}") from error
-
-
-def _show(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
-from hf_dart.cli.common import check_file, load, pair_options, set_threads, write_json, writing
+from hf_dart.cli.common import check_file, json_option, load, pair_options, say, set_threads, write_json, writing
 from hf_dart.errors import UserError
 
 
@@ -17,7 +16,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "profile", parents=[pair_options()], help="measure what drafting costs here, so that trees follow it"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write what was measured")
+    json_option(parser)
     parser.add_argument(
         "--save", action="store_true", help="write the costs into the config.json of the head's folder (--head)"
     )
@@ -33,17 +32,18 @@ def _run(arguments: argparse.Namespace) -> int:
     set_threads(arguments.threads)
     from hf_dart.bench import profile
     from hf_dart.hub.machine import hardware, versions
+    from hf_dart.view.tables import markdown
 
     pair = load(arguments)
     if arguments.save and not _keeps_trees(config, pair.head):
         raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
-    found = profile.measure(pair, progress=lambda line: print(line, file=sys.stderr, flush=True))
+    found = profile.measure(pair, progress=say)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
     print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")
-    print("| nodes | " + " | ".join(f"{size:g}" for size, _ in found.verify) + " |")
-    print("|---" * (len(found.verify) + 1) + "|")
-    print("| cost | " + " | ".join(f"{cost:.2f}" for _, cost in found.verify) + " |")
+    sizes, costs = zip(*found.verify, strict=True)
+    cells = ["cost", *(f"{cost:.2f}" for cost in costs)]
+    print("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
     print(f"a draft: {found.draft:.2f}")
     print("tree=" + json.dumps(found.settings))
     about = {"hardware": hardware(pair.model.device), "versions": versions()}

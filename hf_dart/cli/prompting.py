@@ -6,8 +6,8 @@ import argparse
 import sys
 from typing import Any
 
-from hf_dart.cli.common import positive, seed, share, temperature
-from hf_dart.errors import UserError, check_text, sentence
+from hf_dart.cli.common import given, positive, seed, share, temperature
+from hf_dart.errors import UserError, as_user_error, check_text, sentence
 
 
 def prompt_options() -> argparse.ArgumentParser:
@@ -35,10 +35,8 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     Raises:
         UserError: it is no text.
     """
-    try:
+    with as_user_error(UnicodeDecodeError, about="Standard input is no UTF-8 text"):
         prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
-    except UnicodeDecodeError as error:
-        raise UserError(f"Standard input is no text ({sentence(error)}); give text, in UTF-8.") from error
     return check_text(prompt, "The prompt")
 
 
@@ -83,10 +81,6 @@ def sampling(arguments: argparse.Namespace) -> dict[str, Any]:
         if arguments.top_p is not None:
             raise UserError("--top-p chooses among sampled tokens and --temperature 0 samples none; leave one out.")
         options["do_sample"] = False
-    elif arguments.temperature is not None or arguments.top_p is not None:
-        options["do_sample"] = True
-        if arguments.temperature is not None:
-            options["temperature"] = arguments.temperature
-        if arguments.top_p is not None:
-            options["top_p"] = arguments.top_p
+    elif asked := given(arguments, ("temperature", "top_p")):
+        options = {"do_sample": True, **asked}
     return options

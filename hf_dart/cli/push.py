@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error, read_text
 
 _FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "language", "datasets", "tags")
 
@@ -41,8 +41,8 @@ def _run(arguments: argparse.Namespace) -> int:
     known = {name: getattr(arguments, name) for name in _FACTS}
     for name in ("language", "datasets", "tags"):
         known[name] = tuple(known[name])
-    try:
-        known["card"] = None if arguments.card is None else _card(arguments.card)
+    known["card"] = None if arguments.card is None else read_text(arguments.card, "the card ")
+    with as_user_error():
         if arguments.dry_run is not None:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)
             print(f"Wrote {arguments.dry_run}; nothing was pushed.")
@@ -55,19 +55,5 @@ def _run(arguments: argparse.Namespace) -> int:
             create_pr=arguments.create_pr,
             **known,
         )
-    except (OSError, ValueError) as error:
-        raise UserError(sentence(error)) from error
     print(commit.pr_url or commit.commit_url)
     return 0
-
-
-def _card(file: Path) -> str:
-    """Its text.
-
-    Raises:
-        UserError: it has none.
-    """
-    try:
-        return file.read_text(encoding="utf8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"Cannot read the card {file} ({sentence(error)}); give a file of UTF-8 text.") from error

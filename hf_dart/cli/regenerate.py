@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.cli.common import check_folder, positive, seed, set_threads, share, target_options, temperature
+from hf_dart.cli.common import check_folder, given, positive, seed, set_threads, share, target_options, temperature
 from hf_dart.errors import UserError, sentence
 from hf_dart.target.loading import load_target, load_tokenizer
 
@@ -142,11 +142,11 @@ class _Report:
 def _mixture(arguments: argparse.Namespace) -> Any:
     from hf_dart.training.regenerate.sampling import Sampling
 
-    given = {name: getattr(arguments, name) for name in _SAMPLING if getattr(arguments, name) is not None}
+    asked = given(arguments, _SAMPLING)
     if arguments.mixture is None:
-        return (Sampling(**given),)
-    if given:
-        first = next(iter(given)).replace("_", "-")
+        return (Sampling(**asked),)
+    if asked:
+        first = next(iter(asked)).replace("_", "-")
         raise UserError(f"--{first} is for one way to write; put it into --mixture, or leave that out.")
     return tuple(Sampling.parse(way) for way in arguments.mixture)
 

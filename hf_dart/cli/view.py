@@ -8,7 +8,7 @@ from typing import Any
 
 from hf_dart.cli.common import check_file, load, pair_options, set_threads, tree_config, tree_options, writing
 from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import as_user_error
 
 
 def add(commands: Any) -> None:
@@ -32,11 +32,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     inputs = encode_prompt(arguments, prompt, pair)
     drafting = {"assistant": pair.head, "tree_config": tree_config(arguments, pair.head.tree_config)}
-    try:
+    with as_user_error(ValueError):
         stock = run(pair.model, inputs, options, arguments.seed)
         drafted = run(pair.model, inputs, {**options, **drafting, "trace": True}, arguments.seed)
-    except ValueError as error:
-        raise UserError(sentence(error)) from error
     verdict = compare(pair.model, inputs, options, arguments.seed, stock, drafted)
     note = (
         f"{pair.target_name} with {pair.head_name}, {str(pair.model.dtype).removeprefix('torch.')} on "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,25 +85,35 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
     return "\n".join(lines)
 
 
+def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """The lines of a table: its columns' names, then each row's cells."""
+    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def ratio(spread: dict[str, float]) -> str:
+    """The cell of a ratio: its median, and the least and the largest one."""
+    return f"**{spread['median']:.2f}** [{spread['min']:.2f}, {spread['max']:.2f}]"
+
+
 def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
     names = ["batch", "mode", "method", "tokens/s", "x stock", "τ", "accepted", "identical", "repeated 4-grams"]
-    lines = _head([*_case_column(cases), *names, "peak MiB"])
-    for one, case in zip(entries, cases, strict=True):
-        stock, ratio = one["method"] == STOCK, one["ratio"]
+    rows = []
+    for one in entries:
+        stock = one["method"] == STOCK
         same = "other numbers" if not stock and "compared" not in one else ""
         cells = [
-            *([case] if any(cases) else []),
             str(one["batch"]),
             one["mode"],
             one["method"],
             f"{one['tokens_per_second']['median']:.0f}",
-            "1" if stock else f"**{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}]",
+            "1" if stock else ratio(one["ratio"]),
             *((f"{one['tau']:.2f}", f"{one['acceptance_rate']:.0%}") if "tau" in one else ("", "")),
             str(Verdict(**one["compared"])) if "compared" in one else same,
             f"{one['repeated_4grams']:.0%}",
             f"{one['peak_memory_bytes'] / 2**20:.0f}",
         ]
-        lines.append(f"| {' | '.join(cells)} |")
+        rows.append(cells)
+    lines = _by_case([*names, "peak MiB"], rows, cases)
     if any("compared" not in one and one["method"] != STOCK for one in entries):
         lines += ["", "`other numbers`: stock's assisted sampling draws from the generator in another order."]
     return lines
@@ -113,22 +124,24 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
     several = len({one["method"] for one, _ in drafted}) > 1
     phases = list(drafted[0][0]["round_ms"])
     names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
-    lines = _head([*_case_column(cases), *names])
-    for one, case in drafted:
-        cells = [*([case] if any(cases) else []), str(one["batch"]), one["mode"], *([one["method"]] if several else [])]
-        cells += [f"{value:.2f}" for value in one["round_ms"].values()]
-        lines.append(f"| {' | '.join([*cells, format(one['not_forward'], '.0%')])} |")
+    rows = [
+        [
+            *(str(one["batch"]), one["mode"], *([one["method"]] if several else [])),
+            *(f"{value:.2f}" for value in one["round_ms"].values()),
+            f"{one['not_forward']:.0%}",
+        ]
+        for one, _ in drafted
+    ]
     return [
-        *lines,
+        *_by_case(names, rows, cases),
         "",
         "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
         "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
     ]
 
 
-def _case_column(cases: list[str]) -> list[str]:
-    return ["case"] if any(cases) else []
-
-
-def _head(names: list[str]) -> list[str]:
-    return [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+def _by_case(names: list[str], rows: list[list[str]], cases: list[str]) -> list[str]:
+    """The table, with a first column for the cases where there are several."""
+    if not any(cases):
+        return markdown(names, rows)
+    return markdown(["case", *names], [[case, *row] for case, row in zip(cases, rows, strict=True)])

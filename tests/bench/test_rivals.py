@@ -101,10 +101,9 @@ def test_plots_are_whole_pictures(report: dict[str, Any]) -> None:
 
 def test_packaged_suites_are_whole(tokenizer: Any) -> None:
     for name in suites.PACKAGED:
-        suite = suites.open_suite(name, tokenizer, 8)
-        assert len({tuple(prompt) for prompt in suite.prompts}) == 8
-        assert suite.longest == max(len(prompt) for prompt in suite.prompts)
-    assert suites.open_suite("code", tokenizer, 2, most=60).longest <= 60
+        prompts = suites.open_suite(name, tokenizer, 8)
+        assert len({tuple(prompt) for prompt in prompts}) == 8
+    assert max(map(len, suites.open_suite("code", tokenizer, 2, most=60))) <= 60
 
 
 def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
@@ -117,17 +116,16 @@ def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
         {"conversations": [{"from": who, "value": what} for who, what in turns]},
     ]
     file.write_text("\n".join(map(json.dumps, rows)), encoding="utf8")
-    suite = suites.open_suite(str(file), tokenizer, 4)
-    assert suite.name == "mine.jsonl"
-    assert [tokenizer.decode(ids) for ids in suite.prompts] == ["import os", "import sys", "class A:", "return"]
+    prompts = suites.open_suite(str(file), tokenizer, 4)
+    assert [tokenizer.decode(ids) for ids in prompts] == ["import os", "import sys", "class A:", "return"]
 
 
 @pytest.mark.matrix
 def test_whatever_datasets_reads_is_a_suite(tokenizer: Any, tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     file.write_text(json.dumps([{"problem": "import os"}, {"problem": "class A:"}]), encoding="utf8")
-    suite = suites.open_suite(str(file), tokenizer, 2)
-    assert [tokenizer.decode(ids) for ids in suite.prompts] == ["import os", "class A:"]
+    prompts = suites.open_suite(str(file), tokenizer, 2)
+    assert [tokenizer.decode(ids) for ids in prompts] == ["import os", "class A:"]
 
 
 def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
@@ -138,7 +136,7 @@ def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
     )
     file = tmp_path / "mine.jsonl"
     file.write_text(json.dumps({"question": "x = 1"}), encoding="utf8")
-    (ids,) = suites.open_suite(str(file), tokenizer, 1).prompts
+    (ids,) = suites.open_suite(str(file), tokenizer, 1)
     assert tokenizer.decode(ids) == "<user>x = 1<assistant>"
 
 

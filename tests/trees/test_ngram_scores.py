@@ -267,9 +267,6 @@ def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     words += ["--others", str(PACKAGED_HEAD), "--json", str(report)]
     assert main([*words, "--modes", "none"]) == 2
     assert "There is no mode 'none'" in capsys.readouterr().err
-    assert main([*words, "--modes", "greedy"]) == 0
-    greedy = json.loads(report.read_text())["results"]
-    capsys.readouterr()
     assert main(words) == 0
     shown = capsys.readouterr().out
     names = ("chain", "marginal tree", "+ n-gram (paper)", "+ n-gram (survival)", "+ selector + n-gram (survival)")
@@ -281,5 +278,4 @@ def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert content["drafts"]["chain"]["bytes"] == 0
     assert content["drafts"]["+ n-gram (paper)"]["bytes"] == NgramTable.load(path).nbytes
     assert {one["method"] for one in content["results"]} == {"stock", *content["drafts"]}
-    assert [one for one in content["results"] if one["mode"] == "greedy"] == greedy, "measured once"
     assert {one["mode"] for one in content["results"]} == {"greedy", "sampled, T=1"}
