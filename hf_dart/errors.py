@@ -60,8 +60,10 @@ def read_text(file: str | Path, what: str = "") -> str:
     Raises:
         UserError: it cannot be read as text.
     """
-    with as_user_error(OSError, UnicodeDecodeError, about=f"Cannot read {what}{str(file)!r} as text"):
+    try:
         return Path(file).read_text(encoding="utf8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"Cannot read {what}{str(file)!r} ({sentence(error)}); give a file of UTF-8 text.") from error
 
 
 def check_text(text: str, what: str) -> str:

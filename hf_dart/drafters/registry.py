@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, attach, detach
-from hf_dart.errors import missing_folder
 from hf_dart.hub.download import HUB_OPTIONS, head_config
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
@@ -114,8 +113,6 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
         OSError: there are no such files, or the Hub does not give them.
         ValueError: drafter and target do not fit together, or the files are not those of a drafter.
     """
-    if missing_folder(path):
-        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     if default and options.get("target") is None:
         raise ValueError("default=True needs the target that shall draft; pass target=model.")
     where = {name: options[name] for name in HUB_OPTIONS if name in options}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -52,7 +51,11 @@ def _fields(kind: type) -> set[str]:
 
 
 def optional_file(path: str, name: str, **where: Any) -> Path | None:
-    """File `name` of a folder or a Hub repository, None if there is none; `where` as for `head_config`.
+    """File `name` of a folder or a Hub repository, fetched if need be; None if there is none.
+
+    Args:
+        path, name: of the folder or the repository, and of the file in it.
+        where: those of `HUB_OPTIONS` that are not as usual.
 
     Raises:
         OSError: the Hub does not give it.
@@ -63,49 +66,39 @@ def optional_file(path: str, name: str, **where: Any) -> Path | None:
 
 
 def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
-    """What a JSON file of a folder or repository holds; None if there is no such file.
+    """The fields of a JSON file of a folder or repository; None if there is no such file.
 
     Raises:
-        ValueError: it is not JSON.
+        ValueError: it is not one JSON object with every name once.
         OSError: the Hub does not give it.
     """
     file = optional_file(path, name, **where)
-    if file is None:
-        return None
-    try:
-        return dict(json.loads(file.read_text(encoding="utf8")))
-    except (ValueError, TypeError, RecursionError) as error:
-        raise ValueError(f"The {name} in {path} is damaged ({error}); fetch it again.") from error
+    return None if file is None else read_json(file)
 
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     """The config.json of a head, and the commit of the Hub that it came from, to take the weights from the same one.
 
     Args:
-        path: a folder or a Hub repository.
-        where: revision, token, cache_dir, subfolder, local_files_only, force_download, as for `from_pretrained`.
+        path, where: as for `optional_file`.
 
     Returns:
-        The config, empty if there is no such file, and None as the commit of a folder.
+        The config, empty for a folder without one, and None as the commit of a folder.
 
     Raises:
+        ValueError: there is no such folder, or the file is not one JSON object with every name once.
         OSError: the Hub does not give it.
-        ValueError: it is not JSON.
     """
+    if missing_folder(path):
+        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
     with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
         found = cached_file(path, "config.json", **where)
     if found is None:
         return {}, None
-    try:
-        content = json.loads(Path(found).read_text(encoding="utf8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"The config.json in {path} is not JSON ({error}); fetch it again.") from error
-    if not isinstance(content, dict):
-        raise ValueError(f"The config.json in {path} is no JSON object; fetch it again.")
     # The cache keeps a file in snapshots/COMMIT/SUBFOLDER.
     parts = [] if Path(path).is_dir() else Path(found).parts
     commit = parts[parts.index("snapshots") + 1] if "snapshots" in parts else None
-    return content, commit
+    return read_json(Path(found)), commit
 
 
 def cached_commit(repository: str | None, revision: str | None = None) -> str | None:
@@ -133,60 +126,44 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
 
 
 def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
-    """The fields of a folder's or Hub repository's config.json, as they stand there.
-
-    Args:
-        path: folder or Hub id.
-        where: revision, token, cache_dir, ... of `transformers.utils.cached_file`.
+    """As `head_config`, without the commit, where there has to be one.
 
     Raises:
-        ValueError: there is no such folder, or the file is not one JSON object with every name once.
+        ValueError: as `head_config`.
         OSError: there is no such file, or the Hub does not give it.
     """
-    if missing_folder(path):
-        raise ValueError(f"There is no folder {path}; give the folder or the Hub repository of a drafter.")
-    sentence = f"{path} holds no config.json; give the folder or the Hub repository of a drafter."
-    return read_json(Path(_located(path, "config.json", where, sentence)))
+    content, _ = head_config(path, **where)
+    if not content:
+        raise OSError(f"{path} holds no config.json; give the folder or the Hub repository of a drafter.")
+    return content
 
 
-def _found(path: str, name: str, where: dict[str, Any]) -> str | None:
-    """A file of a folder or of the Hub's cache, fetched if need be; None if it is not there."""
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
-        return cached_file(path, name, **where, _raise_exceptions_for_missing_entries=False)
-
-
-def _located(path: str, name: str, where: dict[str, Any], missing: str) -> str:
-    """The same of a file that has to be there; `missing` is what is said if it is not."""
-    with hub_errors(path, token=where.get("token"), revision=where.get("revision"), otherwise=missing):
-        file = cached_file(path, name, **where)
-    if file is None:  # of a folder without config.json
-        raise OSError(missing)
-    return file
-
-
-def weight_files(path: str, missing: str | None = None, **where: Any) -> list[str]:
+def weight_files(path: str, missing: str | None = None, **where: Any) -> list[Path]:
     """The safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
 
     Args:
-        path, where: as for `checkpoint_config`.
+        path, where: as for `optional_file`.
         missing: what is said where there are no weights in safetensors.
 
     Raises:
         ValueError: the index of the weights is damaged, or names files outside of the checkpoint.
         OSError: there are no weights in safetensors, or the Hub does not give them.
     """
-    single = _found(path, _WEIGHTS, where)
+    single = optional_file(path, _WEIGHTS, **where)
     if single is not None:
         return [single]
-    index = _found(path, _INDEX, where)
+    index = optional_file(path, _INDEX, **where)
     if index is None:
-        missing = missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened."
-        return [_located(path, _WEIGHTS, where, missing)]
-    names = read_json(Path(index)).get("weight_map")
+        raise OSError(missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened.")
+    names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:
         raise ValueError(f"{_INDEX} in {path} does not say which file holds which tensor; fetch it again.")
-    for name in names.values():
+    found = []
+    for name in sorted(set(names.values())):
         if not re.fullmatch(r"[\w-][\w.-]*\.safetensors", name):  # nothing outside the folder
             raise ValueError(f"{_INDEX} in {path} names the file {name!r}; give an index of files beside it.")
-    lacks = f"{path} lacks a file that its {_INDEX} names; fetch it as a whole."
-    return [_located(path, name, where, lacks) for name in sorted(set(names.values()))]
+        file = optional_file(path, name, **where)
+        if file is None:
+            raise OSError(f"{path} lacks a file that its {_INDEX} names; fetch it as a whole.")
+        found.append(file)
+    return found

@@ -23,15 +23,12 @@ except ImportError:  # huggingface_hub 1
 
 
 @contextmanager
-def hub_errors(
-    repository: str, *, token: str | bool | None = None, revision: str | None = None, otherwise: str | None = None
-) -> Iterator[None]:
+def hub_errors(repository: str, *, token: str | bool | None = None, revision: str | None = None) -> Iterator[None]:
     """Errors of the Hub inside become an OSError with one sentence; others pass.
 
     Args:
         repository: what is read or written.
         token, revision: what it is read or written with.
-        otherwise: to be said where transformers misses a file for a reason that the Hub did not give.
 
     Raises:
         OSError: the Hub or its client refused.
@@ -40,8 +37,6 @@ def hub_errors(
         yield
     except (OSError, EntryNotFoundError, httpx.TransportError) as error:
         sentence = _sentence(error, repository, token, revision)
-        if sentence is None and isinstance(error, OSError) and error.errno is None:
-            sentence = otherwise
         if sentence is None:
             raise
         raise OSError(sentence) from error

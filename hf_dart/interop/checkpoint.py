@@ -129,7 +129,7 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         content = json.loads(file.read_bytes(), object_pairs_hook=once, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file.name} in {file.parent} cannot be read ({error}); fetch it again.") from error
+        raise ValueError(f"{file.name} in {file.parent} cannot be read as JSON ({error}); fetch it again.") from error
     if not isinstance(content, dict):
         raise ValueError(f"{file.name} in {file.parent} is no JSON object; fetch it again.")
     return content

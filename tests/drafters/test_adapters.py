@@ -125,7 +125,7 @@ def test_what_is_wrong_with_files_is_one_sentence(target: Any, base: str, tmp_pa
     config.write_text(json.dumps({**json.loads(said), "r": 3}))
     refused("does not fit this head")
     config.write_text(said[:-20])
-    refused("is damaged")
+    refused("cannot be read as JSON")
     config.unlink()
     refused("holds no adapter_config.json")
     config.write_text(said)
