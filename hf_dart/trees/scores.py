@@ -93,7 +93,6 @@ class _OneRound:
             assert formula.table is not None
             self._ngrams = formula.table.on(steps.device) if isinstance(steps, Tensor) else formula.table.on_host
             self._tokens = self._ngrams.known(tokens)[:, :, None]  # [B, d, 1, K]
-            self._alone = self._ngrams.alone(self._tokens)
         if self._paper:
             xp = namespace(steps)
             # The epsilon would make a candidate of what is none.
@@ -117,7 +116,7 @@ class _OneRound:
 
     def _log_share(self, ngrams: Ngrams, depth: int, paths: Values, added: float) -> Values:
         """w · log(q + `added`) of the candidates after each path, [B, W, K]."""
-        shares = ngrams.after(ngrams.known(paths), self._tokens[:, depth], self._alone[:, depth]) + added
+        shares = ngrams.after(ngrams.known(paths), self._tokens[:, depth]) + added
         logs = self._weight * namespace(shares).log(shares)
         return logs.to(self._steps.dtype) if isinstance(logs, Tensor) else logs
 

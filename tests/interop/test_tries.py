@@ -62,24 +62,25 @@ def test_a_trie_is_the_table_of_its_corpus(tmp_path: Path, order: int, chunk: in
 @pytest.mark.parametrize("threshold", [2, 4, 9])
 def test_reduced_tries(tmp_path: Path, threshold: int) -> None:
     """Their root counts less than nothing, and some of their n-grams were never seen on their own."""
-    trie = filled(3, seed=1).reduced(threshold)
+    trie, (first, middle, last) = filled(3, seed=1), range(VOCABULARY, VOCABULARY + 3)
+    for other in range(threshold):
+        trie.add([first, middle, last, other])
+    trie = trie.reduced(threshold)
+    counts = trie.nodes[trie.nodes[0]["children"][middle]]["count"], trie.probability([first, middle], last)
+    assert counts == (0, 1.0), "a token may be reduced to nothing, and a context that ends with it not"
     assert trie.nodes[0]["count"] < 0
     (tmp_path / "reduced").write_bytes(trie.saved())
-    table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=VOCABULARY, chunk=10)
+    vocabulary = VOCABULARY + 3
+    table = read_trie(tmp_path / "reduced", tmp_path / "table", vocab_size=vocabulary, chunk=10)
     NgramTable.load(tmp_path / "table")
     write_trie(table, tmp_path / "back", chunk=10)
     assert (tmp_path / "back").read_bytes() == trie.canonical()
-    # The scores that matter are those of the trie.
-    for node in trie.nodes[1:]:
-        for token, below in node["children"].items():
-            name = [node["token"]]
-            above = trie.nodes[node["parent"]]
-            if node["parent"]:
-                name.insert(0, above["token"])
-            count = trie.nodes[below]["count"]
-            if count > 0:
-                found = table.probabilities(np.array([name]), np.array([[token]]))[0, 0]
-                assert found == pytest.approx(count / node["count"])
+    # What its search finds is found here, also where a context's own end was never seen without it.
+    every = [[first, last] for first in range(-1, vocabulary) for last in range(vocabulary)]
+    tokens = np.arange(vocabulary)
+    wanted = [[trie.probability([one for one in context if one >= 0], token) for token in tokens] for context in every]
+    assert table.on_host.probabilities(np.array(every), tokens).tolist() == wanted
+    assert table.probabilities(np.array(every), np.tile(tokens, (len(every), 1))).tolist() == wanted
 
 
 def test_an_empty_trie(tmp_path: Path) -> None:

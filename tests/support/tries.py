@@ -30,6 +30,19 @@ class Trie:
                 self.nodes[node]["count"] += 1
         return self
 
+    def probability(self, context: list[int], token: int) -> float:
+        """What its search asks for; 0 where that would divide 0 by 0."""
+        for length in range(min(self.order - 1, len(context)), 0, -1):
+            node: int | None = 0
+            for one in context[len(context) - length :]:
+                node = None if node is None else self.nodes[node]["children"].get(one)
+            below = None if node is None else self.nodes[node]["children"].get(token)
+            if below is not None:
+                assert node is not None
+                count = self.nodes[below]["count"]
+                return float(count / self.nodes[node]["count"]) if count else 0.0
+        return 0.0
+
     def reduced(self, threshold: int) -> Trie:
         """Without nodes below the threshold, whose counts are taken off all ancestors; the root's goes below 0."""
         smaller = Trie(self.order)

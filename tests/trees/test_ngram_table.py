@@ -57,7 +57,7 @@ def back_off(counts: Counter[tuple[int, ...]], context: Sequence[int], token: in
         front = tuple(known[len(known) - length :])
         if counts[(*front, token)]:
             return counts[(*front, token)] / counts[front]
-    return counts[(token,)] / sum(count for ngram, count in counts.items() if len(ngram) == 1)
+    return 0.0
 
 
 @pytest.fixture
@@ -293,7 +293,7 @@ def test_tokens_that_are_none(table: NgramTable) -> None:
     contexts = np.array([[1, 2], [VOCABULARY, 1], [1, VOCABULARY + 5]])
     found = table.probabilities(contexts, np.tile(np.array([-1, VOCABULARY, 10**6, 0]), (3, 1)))
     assert not found[:, :3].any()
-    assert found[2, 3] == table.unigrams[0] / table.tokens, "no context, no n-gram"
+    assert found[2, 3] == 0, "no context, no n-gram"
     assert found[1, 3] == table.probabilities(np.array([[1]]), np.array([[0]]))[0, 0]
 
 

@@ -20,22 +20,18 @@ class Ngrams:
 
     Args:
         bits: of one token in a key.
-        tokens: of the corpus.
         unigrams: [V] int64 counts of single tokens.
         keys: per order from 2 on, sorted int64 keys of n-grams.
         counts: per order from 2 on, their counts: uint32 in arrays, the same bits as int32 in tensors.
     """
 
-    def __init__(
-        self, bits: int, tokens: int, unigrams: Values, keys: Sequence[Values], counts: Sequence[Values]
-    ) -> None:
+    def __init__(self, bits: int, unigrams: Values, keys: Sequence[Values], counts: Sequence[Values]) -> None:
         self._bits, self._keys, self._counts = bits, keys, counts
         # Apple GPUs have no float64.
         self._float: Any = np.float64
         if isinstance(unigrams, Tensor):
             self._float = torch.float32 if unigrams.device.type == "mps" else torch.float64
         self._unigrams = _as(unigrams, self._float)
-        self._shares = self._unigrams / max(tokens, 1)
 
     def probabilities(self, contexts: Values, candidates: Values) -> Values:
         """What the corpus says of each candidate after each context; as `NgramTable.probabilities` says it.
@@ -47,26 +43,21 @@ class Ngrams:
         Returns:
             [..., K] float64.
         """
-        candidates = self.known(candidates)
-        return self.after(self.known(contexts), candidates, self.alone(candidates))
+        return self.after(self.known(contexts), self.known(candidates))
 
     def known(self, tokens: Values) -> Values:
         """The same ids, with -1 for those that are no tokens of the table."""
         return namespace(tokens).where((tokens >= 0) & (tokens < len(self._unigrams)), tokens, -1)
 
-    def alone(self, candidates: Values) -> Values:
-        """The share [..., K] of each of the `known` candidates [..., K] in all tokens of the corpus."""
-        return namespace(candidates).where(candidates >= 0, self._shares[candidates], 0.0)
-
-    def after(self, contexts: Values, candidates: Values, alone: Values) -> Values:
+    def after(self, contexts: Values, candidates: Values) -> Values:
         """Probabilities [..., K] of candidates after contexts.
 
         Args:
             contexts: [..., C] tokens before, of those `known`.
             candidates: [..., K] likewise; may broadcast.
-            alone: [..., K] what `alone` says of them.
         """
-        xp, width, found = namespace(candidates), candidates.shape[-1], alone
+        xp, width = namespace(candidates), candidates.shape[-1]
+        found = _as(xp.zeros_like(candidates), self._float)
         longest = min(contexts.shape[-1], len(self._keys))
         if longest == 0:
             return xp.broadcast_to(found, (*contexts.shape[:-1], width))
@@ -74,15 +65,14 @@ class Ngrams:
         packed = contexts[..., -1]
         totals = xp.where(packed >= 0, self._unigrams[packed], 0.0)
         for length in range(1, longest + 1):
-            packed = xp.where(totals > 0, packed, -1)
             keys = (packed << self._bits)[..., None] | candidates
             if length < longest:
                 # The next longer context is an n-gram of this order, too.
                 packed = (contexts[..., -length - 1] << (length * self._bits)) | packed
                 keys = xp.concatenate([keys, packed[..., None]], -1)
             counts = self._counted(length + 1, keys)
-            totals, counts = counts[..., -1], counts[..., :width] / totals.clip(min=1.0)[..., None]
-            found = xp.where(counts > 0, counts, found)
+            totals, shares = counts[..., -1], counts[..., :width] / totals.clip(min=1.0)[..., None]
+            found = xp.where(shares > 0, shares, found)
         return found.clip(max=1.0)
 
     def _counted(self, order: int, keys: Values) -> Values:

@@ -139,7 +139,7 @@ class NgramTable:
     def on_host(self) -> Ngrams:
         """The table as it lies in the file, for many lookups at once in NumPy."""
         if self._host is None:
-            self._host = Ngrams(self.spec.bits, self.tokens, self.unigrams, self.keys, self.counts)
+            self._host = Ngrams(self.spec.bits, self.unigrams, self.keys, self.counts)
         return self._host
 
     def on(self, device: torch.device) -> Ngrams:
@@ -150,7 +150,7 @@ class NgramTable:
                 unigrams, keys = file.get_tensor("counts.1"), [file.get_tensor(f"keys.{order}") for order in orders]
                 # Few operations take uint32.
                 counts = [file.get_tensor(f"counts.{order}").view(torch.int32) for order in orders]
-            self._devices[device] = Ngrams(self.spec.bits, self.tokens, unigrams, keys, counts)
+            self._devices[device] = Ngrams(self.spec.bits, unigrams, keys, counts)
         return self._devices[device]
 
     def check_vocabulary(self, tokenizer_hash: str | None, rows: int) -> None:
@@ -180,16 +180,16 @@ class NgramTable:
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
         """What the corpus says of each candidate after each context: the rule, one n-gram at a time.
 
-        As in DART's trie: count(context + candidate) / count(context) for the longest context, of up to order - 1
-        tokens, after which the corpus has the candidate; without one, the candidate's share of all tokens. `on_host`
-        and `on` look up many at once by the same rule.
+        As in DART's trie: count(context + candidate) / count(context) for the longest context, of 1 to order - 1
+        tokens, after which the corpus has the candidate; 0 where there is none. `on_host` and `on` look up many at once
+        by the same rule.
 
         Args:
             contexts: [R, C] the tokens before, the last one last; a negative one ends the context.
             candidates: [R, K] token ids; negative is no candidate.
 
         Returns:
-            [R, K] float64; 0 for tokens that the corpus does not have.
+            [R, K] float64.
         """
         found = np.zeros(candidates.shape)
         for row, context in enumerate(contexts.tolist()):
@@ -199,17 +199,15 @@ class NgramTable:
         return found
 
     def _probability(self, context: list[int], token: int) -> float:
-        found, packed = int(self.unigrams[token]) / max(self.tokens, 1), 0
+        found, packed = 0.0, 0
         for length in range(1, min(self.spec.order - 1, len(context)) + 1):
             if not 0 <= context[-length] < self.spec.vocab_size:
                 break
             packed |= context[-length] << ((length - 1) * self.spec.bits)
-            total = self.count(length, packed)
-            if total == 0:  # where the corpus lacks a context, it lacks all longer ones
-                break
+            # Reducing a trie may have left out a context, and not a longer one.
             count = self.count(length + 1, (packed << self.spec.bits) | token)
             if count:
-                found = min(count / total, 1.0)
+                found = min(count / max(self.count(length, packed), 1), 1.0)
         return found
 
     # ---- checks -------------------------------------------------------------------------------------
