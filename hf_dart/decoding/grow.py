@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import RowLookup, padded, with_copies
+from hf_dart.trees.copies import RowLookup, padded, up_to_end, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
@@ -32,6 +32,7 @@ class TreeGrower:
         processors: of the call, to be imitated in the ranking.
         texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
         device: where the target takes its input ids.
+        ends: tokens that end a text.
     """
 
     def __init__(
@@ -41,8 +42,10 @@ class TreeGrower:
         processors: LogitsProcessorList,
         texts: list[list[int]],
         device: torch.device,
+        ends: Collection[int] = (),
     ) -> None:
         self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
+        self._ends = torch.tensor(sorted(ends), device=device)
         self.depth = min(config.depth or drafter.draft_length, drafter.draft_length)
         self._rank = Ranker(processors, config.top_k)
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
@@ -57,6 +60,7 @@ class TreeGrower:
         refine: Callable[[Tensor], Proposal] | None = None,
         chain: bool = False,
         shares: list[float] | None = None,
+        ended: list[bool] | None = None,
     ) -> DraftTree:
         """The trees [B, N] after the last committed tokens.
 
@@ -69,13 +73,16 @@ class TreeGrower:
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
             shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
                 as much in all.
+            ended: the rows that have ended and run on, which no token ends again; None for none.
         """
         if self._most == 1:
             return DraftTree.chain(self._roots(self._device)[:, None])
         copied, chances = self._copies(deepest)
+        if len(self._ends):
+            copied, chances = up_to_end(copied, chances, self._ending(copied, ended))
         if proposal is None:
             none = torch.empty(len(deepest), 0, 1)
-            growing = self._candidates(none.long(), none[:, :, None], copied, chances, deepest)
+            growing = self._candidates(none.long(), none[:, :, None], copied, chances, deepest, ended)
             return self._on_host(growing, shares).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         after_draft = None
@@ -90,7 +97,7 @@ class TreeGrower:
         steps = self._steps(proposal, tokens, scores)
         if after_draft is not None:
             steps = after_draft.replace(tokens, steps)
-        growing = self._candidates(tokens, steps, copied, chances, deepest)
+        growing = self._candidates(tokens, steps, copied, chances, deepest, ended)
         return self._on_host(growing, shares) if self._device.type == "cpu" else self._on_device(growing)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
@@ -138,13 +145,27 @@ class TreeGrower:
         longest = min(self._config.lookup, max(deepest) + 1)
         return padded([lookup.suggest(longest) for lookup in self._lookups])
 
+    def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
+        """Which tokens [B, ...] end the text of their row."""
+        ending = torch.isin(tokens, self._ends.to(tokens.device))
+        if ended is not None:
+            ending[torch.tensor(ended, device=ending.device)] = False
+        return ending
+
     def _candidates(
-        self, tokens: Tensor, steps: Tensor, copied: Tensor, chances: Tensor, deepest: list[int]
+        self,
+        tokens: Tensor,
+        steps: Tensor,
+        copied: Tensor,
+        chances: Tensor,
+        deepest: list[int],
+        ended: list[bool] | None,
     ) -> Candidates:
         """These, after as many of the last committed tokens as scores depend on; -1 stands before a text."""
         length = max(self._formula.context, 1)
         history = torch.tensor([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
-        return Candidates(history, tokens, steps, self._formula, copied, chances, deepest)
+        ending = self._ending(tokens, ended) if len(self._ends) else None
+        return Candidates(history, tokens, steps, self._formula, copied, chances, deepest, ending)
 
     @property
     def _most(self) -> int:

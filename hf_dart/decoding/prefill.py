@@ -213,7 +213,9 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
-        grower = TreeGrower(request.drafter, request.tree_config, request.processors, rows.tokens, rows.device)
+        grower = TreeGrower(
+            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos
+        )
         pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0)
         drafter_runner = DrafterRunner(
             request.drafter,

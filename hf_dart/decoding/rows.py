@@ -36,7 +36,8 @@ class Rows:
         pad: the token that they are filled up with.
         emitted: tokens generated so far, per row.
         tokens: the text of each row so far as a list of ids, padding left out.
-        end_tokens: those that end a row; None if other criteria than these and the length decide.
+        eos: end tokens: each ends its row.
+        end_tokens: the same, if nothing but they and the length end a row; None if other criteria have a say.
         in_step: all rows are of one length at any time, ended ones too (`append_all` instead of `append`).
     """
 
@@ -66,14 +67,14 @@ class Rows:
         self.tokens = [ids[pad:] for ids, pad in zip(input_ids.tolist(), pads, strict=True)]
         self._stopped_at: list[int | None] = [None] * batch
         self._criteria = stopping_criteria
-        self.end_tokens: set[int] | None = None
-        if all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria):
-            self.end_tokens = {
-                int(token)
-                for criterion in stopping_criteria
-                if isinstance(criterion, EosTokenCriteria)
-                for token in criterion.eos_token_id
-            }
+        self.eos = {
+            int(token)
+            for criterion in stopping_criteria
+            if type(criterion) is EosTokenCriteria
+            for token in criterion.eos_token_id
+        }
+        known = all(type(criterion) in (MaxLengthCriteria, EosTokenCriteria) for criterion in stopping_criteria)
+        self.end_tokens = self.eos if known else None
 
     @property
     def device(self) -> torch.device:

@@ -136,15 +136,17 @@ class Session:
 
     def grow(self, proposal: Proposal | None, budget: Budget) -> DraftTree:
         """The trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
+        ended = self.rows.ended if self.rows.in_step else None
         if proposal is None:
-            return self.grower(None, None, budget.deepest, shares=budget.shares)
+            return self.grower(None, None, budget.deepest, shares=budget.shares, ended=ended)
         gumbel = self.noise_ahead(0, self.grower.depth)
         chain = budget.level == CHAIN
 
         def refine(tokens: Tensor) -> Proposal:
             return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
 
-        return self.grower(proposal.within(self.vocab_size), gumbel, budget.deepest, refine, chain, budget.shares)
+        drafted = proposal.within(self.vocab_size)
+        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.shares, ended)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
         """Note what came of a round: statistics, whether drafts pay, and what the call collects."""

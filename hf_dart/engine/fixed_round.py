@@ -18,7 +18,7 @@ from hf_dart.engine.state import RING, Shape, State
 from hf_dart.engine.topk import largest
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.candidates import Candidates
-from hf_dart.trees.copies import BatchLookup, with_copies
+from hf_dart.trees.copies import BatchLookup, up_to_end, with_copies
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.scores import DraftScores
@@ -86,6 +86,7 @@ class FixedRound:
         copied, chances = none, none.float()
         if self.text is not None and shape.tree.lookup:
             copied, chances = self.text.suggest()
+            copied, chances = up_to_end(copied, chances, self._ending(copied))
             tokens, scores = with_copies(tokens, scores, copied)
         table = None
         if shape.tree.selector:
@@ -99,10 +100,16 @@ class FixedRound:
             chances,
             # A path of k drafts emits k + 1 tokens.
             (self._left() - 1).minimum(self.verifier.room(self.cache.lengths)).masked_fill(state.ended, 0),
+            self._ending(tokens),
         )
         tree = grow_in_tensors(candidates, nodes=shape.tree.nodes or 1, beam=shape.tree.beam)
         tree = tree.padded(shape.bucket)
         return tree if shape.budget is None else shared(tree, self._left() > 0, shape.budget)
+
+    def _ending(self, tokens: Tensor) -> Tensor:
+        """Which tokens [B, ...] end a row; -1 is none, and what is no token of the target's ends nothing."""
+        ends = self.state.ends
+        return ends[tokens.clamp(min=0, max=len(ends) - 1)] & (tokens >= 0) & (tokens < len(ends))
 
     def _left(self) -> Tensor:
         """[B] tokens that each row may emit now; 0 where it has ended, or waits for slower rows and their noise."""

@@ -27,6 +27,7 @@ class Candidates:
             lie within d, they are among the candidates.
         chances: [B, L] log-probability of each copied token after the one before; -inf after the last one.
         deepest: [B] no node of a row lies deeper; None for no limit.
+        ending: [B, d, K] candidates that end the text, after which nothing grows; None for none.
     """
 
     history: Values
@@ -36,6 +37,7 @@ class Candidates:
     copied: Values
     chances: Values
     deepest: Sequence[int] | Tensor | None = None
+    ending: Values | None = None
 
     def on_host(self) -> Candidates:
         """The same as NumPy arrays, with scores in float64; tensors have to lie on the CPU."""
@@ -48,6 +50,7 @@ class Candidates:
             self.copied.numpy(),
             self.chances.double().numpy(),
             deepest,
+            None if self.ending is None else self.ending.numpy(),
         )
 
     def on(self, device: torch.device) -> Candidates:
@@ -64,4 +67,5 @@ class Candidates:
             self.copied.to(device),
             self.chances.float().to(device),
             deepest,
+            None if self.ending is None else self.ending.to(device),
         )

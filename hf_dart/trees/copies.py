@@ -185,6 +185,16 @@ def padded(copies: list[tuple[list[int], float]]) -> tuple[Tensor, Tensor]:
     return torch.from_numpy(tokens), torch.from_numpy(chances)
 
 
+def up_to_end(copied: Tensor, chances: Tensor, ending: Tensor) -> tuple[Tensor, Tensor]:
+    """Copied tokens [B, L] and their log-probabilities [B, L] up to the first one in each row that ends the text.
+
+    Args:
+        ending: [B, L] which do.
+    """
+    after = ending.cumsum(1) > ending.long()
+    return copied.masked_fill(after, -1), chances.masked_fill(after, -inf)
+
+
 def with_copies(candidates: Tensor, scores: Tensor, copied: Tensor) -> tuple[Tensor, Tensor]:
     """Make the copied token of each depth one more candidate, unless it is one already.
 

@@ -109,6 +109,8 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
         if kept.shape[1] >= count:
             kept.partition(kept.shape[1] - count, axis=1)
             kept = kept[:, -count:]
+        if candidates.ending is not None:
+            scores = np.where(candidates.ending[:, depth, None], -inf, levels[-1].scores).reshape(batch, -1)
         least = kept[:, :1] if kept.shape[1] == count else -inf
         width = min(beam, max(int(np.count_nonzero(row)) for row in scores > least))
         if width == 0:

@@ -47,6 +47,25 @@ def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None
 
 
 @pytest.mark.parametrize("way", WAYS)
+def test_the_ends_of_a_call_end_its_drafts(way: str) -> None:
+    """Drafted and copied; but for a row that has ended and runs on, whose pads may be end tokens."""
+    head = tiny_head(tiny_target("llama"))
+    logits = torch.randn(3, 4, 48, generator=torch.Generator().manual_seed(0))
+    proposal = Proposal(logits, torch.zeros(3, 4, head.config.hidden_size, dtype=torch.float64))
+    end = int(logits[0, 0].argmax())
+    logits[1, 0, end] = logits[2, 0, end] = 9
+    texts = [[5, 6, end, 7, 8, 9, 5, 6], [5, 6], [5, 6]]
+    grower = WAYS[way](head, TreeConfig(nodes=60), LogitsProcessorList(), texts, torch.device("cpu"), {end, 47})
+    for draft in (proposal, None):
+        tree = grower(draft, None, [9, 9, 9], ended=[False, False, True])
+        assert (end,) in paths(tree, 0)
+        assert all(end not in path[:-1] for row in range(2) for path in paths(tree, row))
+        assert all(47 not in path[:-1] for row in range(2) for path in paths(tree, row))
+    tree = grower(proposal, None, [9, 9, 9], ended=[False, False, True])
+    assert any(end in path[:-1] for path in paths(tree, 2))
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
     head = tiny_head(tiny_target("llama"), selector_rank=4)
     logits = torch.randn(2, 4, 48, generator=torch.Generator().manual_seed(0))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import exp, inf
 from typing import Any
 
@@ -15,6 +16,7 @@ from support.trees import candidates_of, paths, random_draft
 from torch import Tensor
 
 from hf_dart.trees.candidates import Candidates
+from hf_dart.trees.copies import up_to_end
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
@@ -114,12 +116,13 @@ def test_a_score_sees_the_path(limit: list[int] | None, way: str) -> None:
 @given(
     seed=st.integers(0, 2**31), depth=st.integers(0, 5), width=st.integers(1, 5), nodes=st.integers(1, 40),
     pairs=st.booleans(), lengths=st.lists(st.integers(0, 9), min_size=3, max_size=3),
-    limits=st.none() | st.lists(st.integers(-1, 9), min_size=3, max_size=3), narrow=st.booleans(),
+    limits=st.none() | st.lists(st.integers(-1, 9), min_size=3, max_size=3), narrow=st.booleans(), ends=st.booleans(),
 )  # fmt: skip
 def test_the_host_and_tensors_grow_the_same_trees(
-    seed: int, depth: int, width: int, nodes: int, pairs: bool, lengths: list[int], limits: Any, narrow: bool
+    seed: int, depth: int, width: int, nodes: int, pairs: bool, lengths: list[int], limits: Any, narrow: bool,
+    ends: bool,
 ) -> None:
-    """Nodes, scores and masks; with scores of neighbours, copies that go deeper than the drafter, and limits."""
+    """Nodes, scores and masks; with scores of neighbours, copies deeper than the drafter, limits, and ends of texts."""
     tokens, steps = random_draft(3, max(depth, 1), width, seed)
     tokens, steps = tokens[:, :depth], (steps if pairs else steps[:, :, 0])[:, :depth]
     generator = torch.Generator().manual_seed(seed)
@@ -130,6 +133,10 @@ def test_the_host_and_tensors_grow_the_same_trees(
             copied[0] = int(tokens[row, 0, 0])  # which the drafter has found, too
         copies.append((copied, -0.01 - float(torch.rand((), generator=generator))))
     candidates = candidates_of(tokens, steps, copies=copies, deepest=limits)
+    if ends:
+        ending = candidates.tokens % 3 == 0
+        parts = up_to_end(candidates.copied, candidates.chances, candidates.copied % 3 == 0)
+        candidates = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
     # A beam that is no limit: the host leaves out paths of which no node can be among the best.
     beam = 3 if narrow else 10**6
     host, tensors = grown(candidates, "host", nodes, beam), grown(candidates, "tensors", nodes, beam)
@@ -138,10 +145,29 @@ def test_the_host_and_tensors_grow_the_same_trees(
         assert paths(host, row) == paths(tensors, row)
         scores = [sorted(tree.scores[row][tree.parents[row] >= 0].tolist()) for tree in (host, tensors)]
         assert scores[0] == pytest.approx(scores[1], abs=1e-3)
+        assert not ends or all(token % 3 for path in paths(host, row) for token in path[:-1])
     again = DraftTree.from_parents(host.tokens, host.parents, max(host.max_depth, 1))
     assert torch.equal(host.depths, again.depths)
     assert torch.equal(host.ancestors, again.ancestors)
     assert host.max_depth == int(host.depths.max())
+
+
+@pytest.mark.parametrize("way", ["host", "tensors"])
+def test_nothing_grows_after_an_end(way: str) -> None:
+    """The best paths of those that end no text before their last token; a copy ends with its end."""
+    tokens, table = random_draft(3, 3, 4, 5)
+    scores, ends = table[:, :, 0], tokens[:, 0, 0]
+    copied = [[int(end), 7, 8] for end in ends]
+    candidates = candidates_of(tokens, scores, copies=[(copy, -0.1) for copy in copied])
+    ending = candidates.tokens == ends[:, None, None]
+    parts = up_to_end(candidates.copied, candidates.chances, candidates.copied == ends[:, None])
+    assert parts[0].tolist() == [[copy[0], -1, -1] for copy in copied]
+    ended = replace(candidates, ending=ending, copied=parts[0], chances=parts[1])
+    every = grown(replace(candidates, copied=parts[0], chances=parts[1]), way, 1000, 1000)
+    tree = grown(ended, way, 1000, 1000)
+    for row, end in enumerate(ends.tolist()):
+        whole = paths(every, row)
+        assert paths(tree, row) == {path for path in whole if end not in path[:-1]} != whole
 
 
 @pytest.mark.parametrize("way", ["host", "tensors"])

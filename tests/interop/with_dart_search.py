@@ -1,0 +1,134 @@
+"""`TreeConfig.paper()` held against the search of DART's own code (arXiv 2601.19278), compiled from a checkout of it.
+
+    PYTHONPATH=tests python tests/interop/with_dart_search.py CHECKOUT   # of github.com/fvliang/DART; needs g++
+
+Both get the packaged head's drafts after many beginnings of a text, and the n-grams of another text. Prints how many
+trees are the same; exits with 1 unless all are. With `--record FILE` the first cases are kept there, for
+`tests/trees/test_the_papers_trees.py`, which needs neither.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from support.papers import Cases, trees
+
+CASES, RECORDED, CORPUS = 200, 16, 6000
+SOURCES = ("cpp_search/searcher.cpp", "cpp_ngram/trie_ngram.cpp", "cpp_utils/buffered_file_reader.cpp")
+# Its own flags (cpp_search.py) and weights (tree_search_config.py); its trie_ngram.cpp has a main of its own.
+FLAGS = ("-O3", "-std=c++20", "-fopenmp", "-DNO_NGRAM_ON_FIRST_TOKEN", "-DNGRAM_BATCH_LOAD")
+DRIVER = """
+#include <cmath>
+#include <iostream>
+#include "inc/searcher.h"
+
+int main() {
+  size_t length, cases, context, depth, width;
+  int end;
+  std::cin >> length >> cases >> context >> depth >> width >> end;
+  auto numbers = [](auto &into) { for (auto &one : into) std::cin >> one; };
+  std::vector<token_t> corpus(length), prompt(context);
+  numbers(corpus);
+  ngram::TrieNgram table(3);
+  table.add_conversation(corpus);
+  searcher::Searcher search([](size_t i) { return std::pow(i + 1, -0.7); }, [](size_t i) { return std::pow(0.9, i); },
+                            0.5, end, 20, 59);
+  for (size_t number = 0; number < cases; ++number) {
+    std::vector<std::vector<token_t>> tokens(depth, std::vector<token_t>(width));
+    std::vector<std::vector<prob_t>> shares(depth, std::vector<prob_t>(width));
+    numbers(prompt);
+    for (auto &level : tokens) numbers(level);
+    for (auto &level : shares) numbers(level);
+    auto [drafted, leaves, mask, positions] = search.search(depth, tokens, shares, table, prompt);
+    for (size_t node = 1; node < drafted.size(); ++node) {
+      for (size_t at = 1; at <= positions[node]; ++at)
+        for (size_t above = 1; above < drafted.size(); ++above)
+          if (mask[node][above] && positions[above] == at) std::cout << drafted[above] << ' ';
+      std::cout << ';';
+    }
+    std::cout << std::endl;
+  }
+}
+"""
+
+
+@torch.no_grad()
+def make_cases() -> Cases:
+    from hf_dart.bench.pair import PACKAGED_HEAD, load_pair
+    from hf_dart.target.features import features_request, gather_features
+    from hf_dart.target.loading import PACKAGED_TARGET
+
+    pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
+    folder = Path(__file__).parents[2] / "hf_dart" / "decoding"
+    text, corpus = (
+        pair.tokenizer((folder / name).read_text(), return_tensors="pt")["input_ids"]
+        for name in ("walk.py", "candidate_generator.py")
+    )
+    text = text[:, : CASES + 40]
+    states = pair.model(text, **features_request(pair.head.feature_layers))
+    features = gather_features(states, pair.head.feature_layers, text)
+    rows = []
+    for end in range(40, 40 + CASES):
+        state = pair.head.begin(1, end)
+        rows.append(pair.head.propose(state, features[:, :end], text[:, 1 : end + 1], torch.tensor([end])).logits[0])
+    best, columns = torch.stack(rows).topk(25)
+    vocabulary = pair.head.draft_vocabulary
+    tokens = columns if vocabulary is None else vocabulary[columns]
+    end = int(pair.tokenizer.eos_token_id)
+    # Every other text is likely to end at every depth.
+    for number in range(0, CASES, 2):
+        for depth in tokens[number]:
+            place = number % 8 // 2
+            depth[depth == end] = depth[place].clone()
+            depth[place] = end
+    corpus[0, ::20] = end
+    context = torch.stack([text[0, number + 39 : number + 41] for number in range(CASES)])
+    return Cases(corpus[0, :CORPUS], context, tokens, best, end)
+
+
+def theirs(checkout: Path, cases: Cases) -> list[set[tuple[int, ...]]]:
+    """The paths of the tree of each case, as DART's search finds them."""
+    root = checkout / "dart" / "tree_search" / "cpplib"
+    with TemporaryDirectory() as folder:
+        driver, objects = Path(folder) / "driver.cpp", []
+        driver.write_text(DRIVER)
+        for source in (driver, *(root / name for name in SOURCES)):
+            objects.append(str(Path(folder) / f"{source.stem}.o"))
+            renamed = () if source == driver else ("-Dmain=its_own_main",)
+            subprocess.run(["g++", *FLAGS, *renamed, f"-I{root}", "-c", str(source), "-o", objects[-1]], check=True)
+        program = str(Path(folder) / "search")
+        subprocess.run(["g++", "-fopenmp", *objects, "-o", program], check=True)
+        count, depth, width = cases.tokens.shape
+        words = [len(cases.corpus), count, cases.context.shape[1], depth, width, cases.end, *cases.corpus.tolist()]
+        for number in range(count):
+            words += cases.context[number].tolist() + cases.tokens[number].flatten().tolist()
+            words += cases.logits[number].softmax(-1).flatten().tolist()
+        given = " ".join(map(str, words))
+        printed = subprocess.run([program], input=given, text=True, capture_output=True, check=True).stdout
+    lines = printed.splitlines()
+    return [{tuple(map(int, path.split())) for path in line.split(";") if path} for line in lines]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument("--record", type=Path)
+    arguments = parser.parse_args()
+    cases = make_cases()
+    wanted = theirs(arguments.checkout, cases)
+    with TemporaryDirectory() as folder:
+        found = trees(cases, Path(folder))
+    same = sum(one == other for one, other in zip(found, wanted, strict=True))
+    print(f"{same} of {len(wanted)} trees are the same")
+    if arguments.record is not None:
+        cases.first(RECORDED).save(arguments.record, wanted[:RECORDED])
+    return int(same < len(wanted))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
