@@ -58,10 +58,17 @@ def shown_name(path: str) -> str:
     return folder.parent.name if folder.name == "final" else folder.name  # `hf-dart train` writes RUN/final
 
 
-def load_head(path: str, model: Any, tokenizer: Any) -> Any:
-    """Load a head for a target and attach it; errors as for `load_pair`."""
+def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -> Any:
+    """Load a head for a target and attach it; errors as for `load_pair`.
+
+    Args:
+        path: folder or Hub id.
+        model, tokenizer: the target.
+        dtype: of the head; None is the target's, "auto" as it was saved.
+    """
     from hf_dart.drafters.registry import load_drafter
 
     check_path("head", path)
+    options = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
-        return load_drafter(path, target=model, tokenizer=tokenizer)
+        return load_drafter(path, target=model, tokenizer=tokenizer, **options)

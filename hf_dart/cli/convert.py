@@ -7,10 +7,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import load_pair
+from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import positive, say
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, read_tokenizer
+from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
 
 _HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
 
@@ -28,7 +28,7 @@ def add(commands: Any) -> None:
         "ngram: our table of n-grams; trie: DART's",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
-    parser.add_argument("--dtype", choices=DTYPES, help="of target and head; default: as the target was saved")
+    parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as the head was saved")
     parser.add_argument("--verifier", metavar="ID", help="for --to vllm: where it finds the target (default: --target)")
     parser.add_argument("--tokenizer", help="with --to ngram: the target's (default: the packaged target's)")
     parser.add_argument("--chunk", type=positive, help="nodes of a trie that are held in memory (default: 1048576)")
@@ -47,11 +47,12 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _convert_head(arguments: argparse.Namespace) -> None:
-    pair = load_pair(arguments.target or str(PACKAGED_TARGET), arguments.source, arguments.dtype)
+    # In the head's own dtype: one of its target's would round it without a word.
+    target, tokenizer = load_target(arguments.target or str(PACKAGED_TARGET))
+    head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dart.export import write_original, write_vllm
 
-    head = pair.head
     if not isinstance(head, DartHead):
         raise UserError(f"{arguments.source!r} is a {type(head).__name__}, and only DART heads are converted.")
     if head.adapted and arguments.to != "dart":
@@ -62,7 +63,7 @@ def _convert_head(arguments: argparse.Namespace) -> None:
         write_original(head, arguments.out)
     else:
         verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
-        write_vllm(head, arguments.out, target=pair.model, verifier=verifier)
+        write_vllm(head, arguments.out, target=target, verifier=verifier)
         options = {
             "method": "eagle3",  # vLLM does not find out by itself that P-EAGLE runs there
             "model": str(arguments.out),

@@ -121,31 +121,38 @@ class LMHeadRows:
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:
-    """The highest id of the target's embedding table that no text contains: a padding row, else a placeholder.
+    """An id of the target's embedding table that no text contains: the highest padding row or placeholder, or the pad.
 
     Raises:
-        ValueError: every row belongs to a token of the tokenizer.
+        ValueError: every row belongs to another token of the tokenizer.
     """
-    used = set(tokenizer.get_vocab().values())
-    free = set(range(vocab_size)) - used or {token for token in _placeholders(tokenizer) if token < vocab_size}
-    if not free:
+    found = _unused(tokenizer, vocab_size)
+    if not found:
         raise ValueError(
-            f"All {vocab_size} ids of this tokenizer belong to tokens, none of them a placeholder; give mask_token_id, "
-            "the id of a token that your texts never contain, without tokenizer=, or use mask_mode='learned'."
+            f"All {vocab_size} ids of this tokenizer belong to tokens that texts may contain; give mask_token_id, the "
+            "id of one that yours never do, or use mask_mode='learned'."
         )
-    return max(free)
+    return max(found[0])
 
 
-def check_unused(token: int, tokenizer: Any) -> None:
-    """Raise a ValueError if texts may contain `token`."""
-    names = {used: name for name, used in tokenizer.get_vocab().items()}
-    if token in names and token not in _placeholders(tokenizer):
+def check_unused(token: int, tokenizer: Any, vocab_size: int) -> None:
+    """Raise a ValueError if texts may contain `token`, and there is one that they do not."""
+    found = _unused(tokenizer, vocab_size)
+    if found and token < vocab_size and not any(token in group for group in found):
+        name = next(name for name, used in tokenizer.get_vocab().items() if used == token)
         raise ValueError(
-            f"mask_token_id {token} is in use: the tokenizer calls it {names[token]!r}; leave mask_token_id out and "
-            "one that no text contains is looked for."
+            f"mask_token_id {token} is in use: the tokenizer calls it {name!r}; leave mask_token_id out and one that "
+            "no text contains is looked for."
         )
 
 
-def _placeholders(tokenizer: Any) -> set[int]:
-    """Of added tokens only: an ordinary token "mask" is a word."""
-    return {int(token) for token, name in tokenizer.added_tokens_decoder.items() if _PLACEHOLDER.search(str(name))}
+def _unused(tokenizer: Any, vocab_size: int) -> list[set[int]]:
+    """Ids that no text contains, in groups, the best first: rows without a token, placeholders, the pad."""
+    rows, special = set(range(vocab_size)), tokenizer.special_tokens_map
+    # Of added tokens only: an ordinary token "mask" is a word.
+    added = tokenizer.added_tokens_decoder.items()
+    placeholders = {int(token) for token, name in added if _PLACEHOLDER.search(str(name))}
+    others = [name for role, name in special.items() if role != "pad_token"]
+    pads = {tokenizer.pad_token_id} if tokenizer.pad_token not in others else set()  # one that ends texts is in them
+    groups = (rows - set(tokenizer.get_vocab().values()), placeholders & rows, pads & rows)
+    return [group for group in groups if group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,9 @@ from transformers import DynamicCache
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.drafters.vocabulary import frequent_tokens, unused_token
+from hf_dart.drafters.dart.export import write_vllm
+from hf_dart.drafters.vocabulary import check_unused, frequent_tokens, unused_token
+from hf_dart.target.loading import load_target
 from hf_dart.training.objective.blocks import build_blocks
 from hf_dart.trees.vocabulary import spread
 
@@ -310,10 +313,33 @@ def test_the_mask_token_is_one_that_no_text_contains(target: Any, tmp_path: Path
     tiny_head(target, mask_mode="peagle", mask_token_id=7).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="in use"):
         DartHead.from_pretrained(str(tmp_path), target=target, tokenizer=tokenizer)
-    with pytest.raises(ValueError, match="placeholder"):
+    with pytest.raises(ValueError, match="give mask_token_id, the id of one that yours never do"):
         unused_token(tokenizer, 8)
+    check_unused(3, tokenizer, 8)  # as that says
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|reserved_special_token_0|>", "<|end|>"]})
     assert unused_token(tokenizer, 10) == 8
+
+
+def test_a_pad_is_no_text(tmp_path: Path) -> None:
+    """Of the packaged target too, whose every id is a token's: P-EAGLE heads of it can be made, exported and loaded."""
+    tokenizer = letters("abcdefgh")
+    tokenizer.pad_token = "c"
+    assert unused_token(tokenizer, 8) == tokenizer.pad_token_id == 2
+    check_unused(2, tokenizer, 8)
+    with pytest.raises(ValueError, match="in use: the tokenizer calls it 'd'"):
+        check_unused(3, tokenizer, 8)
+    assert unused_token(tokenizer, 10) == 9
+    tokenizer.eos_token = "c"
+    with pytest.raises(ValueError, match="give mask_token_id"):
+        unused_token(tokenizer, 8)
+    model, packaged = load_target()
+    head = DartHead.from_target(model, tokenizer=packaged, mask_mode="peagle")
+    assert head.config.mask_token_id == packaged.pad_token_id
+    head.save_pretrained(tmp_path / "head")
+    again = DartHead.from_pretrained(str(tmp_path / "head"), target=model, tokenizer=packaged)
+    write_vllm(again, tmp_path / "vllm", target=model, verifier="here")
+    content = json.loads((tmp_path / "vllm" / "config.json").read_text())
+    assert content["mask_token_id"] == packaged.pad_token_id
 
 
 # ---- what does not go together ----------------------------------------------------------------------------

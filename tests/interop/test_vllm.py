@@ -181,6 +181,28 @@ def test_to_darts_format_and_back(saved: Path, tmp_path: Path, capsys: pytest.Ca
     assert "no folder" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_head_keeps_its_dtype(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Whatever that of its target is."""
+    target = tiny_target("llama", dtype=torch.bfloat16, num_hidden_layers=8)
+    target.save_pretrained(tmp_path / "target")
+    letters("abcdefgh").save_pretrained(tmp_path / "target")
+    head = DartHead.from_target(target, own_lm_head=True, double_norm=True).to(dtype)
+    with torch.no_grad():
+        for weight in head.parameters():
+            weight.normal_()
+    head.save_pretrained(tmp_path / "head")
+    options = ("--target", tmp_path / "target")
+    assert converted(tmp_path / "head", tmp_path / "theirs", "--to", "original-dart", *options) == 0
+    assert converted(tmp_path / "theirs", tmp_path / "ours", "--to", "dart", *options) == 0
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("head", "ours"))
+    assert before.keys() == after.keys()
+    assert all(after[name].dtype == dtype and torch.equal(before[name], after[name]) for name in before)
+    assert converted(tmp_path / "head", tmp_path / "half", "--to", "dart", "--dtype", "bfloat16", *options) == 0
+    half = load_file(tmp_path / "half" / "model.safetensors")
+    assert all(torch.equal(half[name], before[name].bfloat16()) for name in before)
+
+
 @torch.no_grad()
 def test_to_vllm(saved: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ("--to", "vllm", "--target", saved / "target", "--verifier", "me/target")

@@ -272,7 +272,7 @@ class DartHead(PretrainedDrafter, DartModel):
             ValueError: the head does not fit the target, or a token of its own is none of the target's.
         """
         if self.config.mask_token_id is not None and tokenizer is not None:
-            check_unused(self.config.mask_token_id, tokenizer)
+            check_unused(self.config.mask_token_id, tokenizer, target.get_input_embeddings().num_embeddings)
         super().bind(target, tokenizer)
         if self.draft_vocabulary is not None:
             checked(self.draft_vocabulary, self.shared.rows(self.config.vocab_size))
