@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import (
     EncoderNoRepeatNGramLogitsProcessor,
@@ -38,15 +37,12 @@ from transformers import (
 )
 
 # All compared by exact type: what a subclass does is not known.
-_CHEAP = (
+_SCORES_ALONE = (
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     InfNanRemoveLogitsProcessor,
     LogitNormalization,
     SuppressTokensLogitsProcessor,
-)
-_SCORES_ALONE = (
-    *_CHEAP,
     TopPLogitsWarper,
     TopHLogitsWarper,
     MinPLogitsWarper,
@@ -75,13 +71,9 @@ _ROW_BOUND = (
 _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
-def scores_alone(processors: LogitsProcessorList, device: torch.device) -> bool:
-    """Do they read scores alone, so that one call can do all nodes, and is that the cheaper way there?
-
-    On an accelerator anything is cheaper than reading a token back; a CPU sorts only the nodes on the path.
-    """
-    known = _CHEAP if device.type == "cpu" else _SCORES_ALONE
-    return all(type(processor) in known for processor in processors)
+def scores_alone(processors: LogitsProcessorList) -> bool:
+    """Do they read scores alone, so that one call can do all nodes of a tree?"""
+    return all(type(processor) in _SCORES_ALONE for processor in processors)
 
 
 def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProcessorList] | None:

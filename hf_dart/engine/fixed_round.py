@@ -7,7 +7,7 @@ from torch import Tensor
 
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.walk import drawn, follow
+from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
@@ -154,7 +154,7 @@ class FixedRound:
         return path, tokens, counts, ended, features[places.gather(1, path)]
 
     def walk(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The path of each row that the target's own tokens take through the tree, as `walk.follow` has it.
+        """The path of each row that the target's own tokens take through the tree, as `follow` has it.
 
         Args:
             tree, logits, places: what was verified, and what `verify` returned.
@@ -176,7 +176,8 @@ class FixedRound:
         """Is a token chosen after all R nodes at once, instead of node after node along the paths?
 
         That is no more than a few operations, on more scores. On a GPU it is the quicker way, unless whole vocabularies
-        are sorted for it: then, as on a CPU, the fewer scores the better.
+        are sorted for it: then, as on a CPU, the fewer scores the better. Measured on a CPU with the packaged pair, it
+        takes 0.4 to 1.4 times as long as `walk_by_token` for 16 nodes, and for 240 nodes 2.3 to 5.8 times.
         """
         if not self.shape.sampled and not self.processors.processors:
             return True
@@ -274,3 +275,33 @@ class FixedRound:
             self.text.append(known, counts)
         state.ring.index_copy_(0, (state.turn % RING)[None], torch.cat([tokens, counts[:, None]], dim=1)[None])
         state.turn.add_(1)
+
+
+def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The path of each row that the target's own tokens take through the tree, on fixed shapes.
+
+    A node is reached if it and all its ancestors carry the token that the target chose at their parents. At
+    most one child of a node does, so the reached nodes form one path, and its deepest node names it.
+
+    Args:
+        tree: N nodes per row.
+        targets: [B, N] the target's token after every node.
+
+    Returns:
+        path [B, N] (node indices from the root on, then zeros), tokens [B, N] (the target's tokens along it),
+        lengths [B] (nodes on the path, the root included).
+    """
+    if tree.size == 1:
+        return torch.zeros_like(targets), targets, torch.ones_like(targets[:, 0])
+    chosen = targets.gather(1, tree.parents.clamp(min=0))
+    matches = (tree.tokens == chosen) & (tree.parents >= 0)
+    matches[:, 0] = True
+    reached = ~(tree.ancestors & ~matches[:, None]).any(-1)
+    end = tree.depths.masked_fill(~reached, -1).argmax(-1)
+    on_path = tree.ancestors.gather(1, end[:, None, None].expand(-1, 1, tree.size))[:, 0]
+    path = tree.depths.masked_fill(~on_path, tree.size).argsort(dim=-1, stable=True)
+    lengths = on_path.sum(-1)
+    path = path.masked_fill(torch.arange(tree.size, device=path.device) >= lengths[:, None], 0)
+    return path, targets.gather(1, path), lengths
+
+

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from support.tiny import (
     tiny_head,
     tiny_target,
 )
-from support.trees import let_trees_grow_in_tensors
+from support.trees import choose_everywhere, let_trees_grow_in_tensors
 from torch import Tensor
 from transformers import LogitsProcessorList, MaxLengthCriteria, StoppingCriteriaList, TopKLogitsWarper
 
@@ -28,7 +27,6 @@ from hf_dart.decoding import prefill
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.walk import Walker
 
 
 class SecondBest(ReplayDrafter):
@@ -46,13 +44,7 @@ class SecondBest(ReplayDrafter):
 def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Growth and walk as on an accelerator, where sums of scores reach many thousands."""
     let_trees_grow_in_tensors(monkeypatch)
-    plain_call = Walker.__call__
-
-    def call(self: Walker, *args: Any) -> Any:
-        self._everywhere = sys.maxsize
-        return plain_call(self, *args)
-
-    monkeypatch.setattr(Walker, "__call__", call)
+    choose_everywhere(monkeypatch)
     target = attach(tiny_target("llama"))
     options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}
     for seed in range(4):

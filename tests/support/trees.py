@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from hf_dart import TreeConfig
+from hf_dart.decoding import walk
 from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.processors import scores_alone
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import with_copies
 from hf_dart.trees.scores import DraftScores, Formula
@@ -77,6 +79,11 @@ class InTensors(TreeGrower):
 
 
 WAYS = {"host": TreeGrower, "tensors": InTensors}
+
+
+def choose_everywhere(patch: pytest.MonkeyPatch) -> None:
+    """As on an accelerator, at all nodes of a tree at once, where the processors of a call read scores alone."""
+    patch.setattr(walk, "chooses_everywhere", lambda processors, device: scores_alone(processors))
 
 
 def let_trees_grow_in_tensors(patch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""The path that the target's own tokens take through a tree, against a walk from node to node."""
+"""The path that the target's own tokens take through a tree on fixed shapes, against the host's walk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from transformers import (
 )
 
 from hf_dart.decoding.rows import Rows, Streaming
-from hf_dart.decoding.walk import Walker, follow
+from hf_dart.decoding.walk import Walker
+from hf_dart.engine.fixed_round import follow
 from hf_dart.trees.tree import DraftTree
 
 
@@ -53,21 +54,21 @@ def rows_for(batch: int, room: int, eos: list[int]) -> Rows:
 
 @pytest.mark.parametrize("eos", [[], [2]])
 @pytest.mark.parametrize("seed", range(25))
-def test_follow_takes_the_path_of_the_reference_walk(seed: int, eos: list[int]) -> None:
+def test_follow_takes_the_path_of_the_hosts_walk(seed: int, eos: list[int]) -> None:
     batch, nodes = 3, 14
     tree = random_tree(batch, nodes, seed)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, nodes, 5, generator=generator)
     limits = [nodes, 3, 0] if seed % 2 else [nodes] * 3
-    outcomes = []
-    for walk in ("__call__", "_walk_by_token"):
-        rows = rows_for(batch, 20, eos)
-        walker = Walker(LogitsProcessorList(), rows, Streaming(None, rows), None)
-        accepted = getattr(walker, walk)(tree, logits, limits)
-        path = [accepted.path[b, :count].tolist() for b, count in enumerate(accepted.counts)]
-        texts = [rows.generated(place).tolist() for place in range(max(rows.emitted))]
-        outcomes.append((path, accepted.counts, rows.emitted, texts))
-    assert outcomes[0] == outcomes[1]
+    rows = rows_for(batch, 20, eos)
+    accepted = Walker(LogitsProcessorList(), rows, Streaming(None, rows), None)(tree, logits, limits)
+    path, tokens, lengths = follow(tree, logits.argmax(-1))
+    assert accepted.counts == rows.emitted
+    for row, (count, limit) in enumerate(zip(accepted.counts, limits, strict=True)):
+        followed = tokens[row, : min(int(lengths[row]), limit)].tolist()
+        ends = [place for place, token in enumerate(followed, 1) if token in eos]
+        assert rows.tokens[row][4:] == followed[: min(ends, default=limit)]
+        assert accepted.path[row, :count].tolist() == path[row, :count].tolist()
 
 
 def test_follow_on_full_paths() -> None:
