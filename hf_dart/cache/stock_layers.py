@@ -54,8 +54,7 @@ def window_of(layer: Any) -> int | None:
 
 def entries_of(layer: Any) -> dict[str, Tensor]:
     """All that a layer keeps of the last n slots, by the names of `ENTRIES`; empty slots of a static layer left out."""
-    held = {name: getattr(layer, name, None) for name in ENTRIES}
-    held = {name: states for name, states in held.items() if states is not None}
+    held = {name: states for name in ENTRIES if (states := getattr(layer, name, None)) is not None}
     if isinstance(layer, StaticLayer):
         filled = min(int(layer.get_seq_length()), layer.max_cache_len)
         held = {name: states.narrow(ENTRIES[name][1], 0, filled) for name, states in held.items()}

@@ -18,14 +18,16 @@ _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
 def layer_count(target: PreTrainedModel) -> int:
-    """How many layers a target (a causal LM) has, the hidden states of which it returns.
+    """How many layers a target (a causal LM) has, the hidden states of which it returns for text.
 
-    The config of LongCat-Flash counts attentions, of which a layer has two.
+    The config of LongCat-Flash counts attentions, of which a layer has two; and Mllama passes over its layers of
+    cross-attention where there is no image.
     """
-    named = int(target.config.get_text_config(decoder=True).num_hidden_layers)
+    text = target.config.get_text_config(decoder=True)
+    named = int(text.num_hidden_layers)
     inner = target.get_decoder() if hasattr(target, "get_decoder") else target
     lists = [len(part) for part in (inner or target).children() if isinstance(part, nn.ModuleList)]
-    return named if named in lists else max(lists, default=named)
+    return (named if named in lists else max(lists, default=named)) - len(getattr(text, "cross_attention_layers", ()))
 
 
 def default_feature_layers(num_layers: int) -> list[int]:

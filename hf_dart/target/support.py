@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules.dropout import _DropoutNd
-from transformers import DynamicCache, PreTrainedModel, StaticCache
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel, StaticCache
 from transformers.cache_utils import Cache, StaticLayer
 
 from hf_dart.cache.stock_layers import (
@@ -46,8 +46,13 @@ def refuse_target(model: PreTrainedModel) -> None:
     """Raise for targets that no draft serves, tree or chain.
 
     Raises:
-        ValueError: encoder-decoder models, active dropout, aLoRA adapters.
+        ValueError: models with a `generate` of their own, encoder-decoder models, active dropout, aLoRA adapters.
     """
+    if not isinstance(model, GenerationMixin):
+        raise ValueError(
+            f"{type(model).__name__} does not generate a token at a time as transformers' GenerationMixin does, which "
+            "is what drafts are for; call generate without assistant=."
+        )
     if model.config.is_encoder_decoder:
         raise ValueError(
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
@@ -148,12 +153,12 @@ def refuse_compressed(cache: Cache, total: int) -> None:
     """Raise for a prefilled cache that does not hold every one of its `total` slots: position and entry part there.
 
     Raises:
-        ValueError: hooks dropped some, as kvpress does.
+        ValueError: hooks dropped some, as kvpress does, or layers of cross-attention hold an image.
     """
     whole = [layer for layer in attention_layers(cache) if not getattr(layer, "is_sliding", False)]
-    held = min([int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)])
-    if held != total:
-        raise ValueError(
-            f"The cache holds {held} entries after a prompt of {total} slots: the model, or a hook on it, adds or "
-            "drops some, and drafts would be verified at other positions; call generate without assistant=."
-        )
+    for held in (int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)):
+        if held != total:
+            raise ValueError(
+                f"The cache holds {held} entries after a prompt of {total} slots: the model, or a hook on it, adds or "
+                "drops some, and drafts would be verified at other positions; call generate without assistant=."
+            )

@@ -10,10 +10,11 @@ from support.cases import replay
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import Criterion
-from transformers import EosTokenCriteria
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import attach
 from hf_dart.decoding import rows as module
+from hf_dart.decoding.rows import Rows
 
 
 @pytest.mark.parametrize("options", [{}, {"return_dict_in_generate": True, "output_scores": True}], ids=["", "in step"])
@@ -23,6 +24,21 @@ def test_ids_outgrow_their_room(options: dict[str, Any], monkeypatch: pytest.Mon
     target = tiny_target("llama")
     given = {"do_sample": False, "max_new_tokens": 40, "no_repeat_ngram_size": 2, **options}
     assert_identical(target, tiny_head(target), prompts([7, 3]), **given)
+
+
+def test_what_was_noted_of_rows_is_written_where_it_belongs() -> None:
+    """Of those that went on; another one of them has been written before."""
+    config = GenerationConfig(max_length=30)
+    config._pad_token_tensor = torch.tensor(0)
+    rows = Rows(torch.ones(3, 4, dtype=torch.long), None, config, StoppingCriteriaList([MaxLengthCriteria(30)]), False)
+    noted = [[5, 6], [7, 8, 9], []]
+    for starts in ([0, 0, 0], [2, 3, 0]):
+        for row, tokens in enumerate(noted):
+            for token in tokens:
+                rows.note(row, token)
+        rows.write(starts)
+        noted = [[], [2], [3]]
+    assert [rows.ids(row)[0, 4:].tolist() for row in range(3)] == [[5, 6], [7, 8, 9, 2], [3]]
 
 
 def test_rows_that_are_filled_up_need_a_pad() -> None:

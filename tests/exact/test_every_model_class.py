@@ -8,9 +8,11 @@ from collections import Counter
 import pytest
 import torch
 from support.classes import QUICK, WAYS, Report, examine
-from support.small import build, class_names
+from support.small import WORDS, build, class_names
+from support.tiny import prompts, tiny_target
+from transformers import DynamicCache
 
-from hf_dart import DartHead, attach
+from hf_dart import DartHead, LookupDrafter, attach
 from hf_dart.target.features import layer_count
 
 CLASSES = class_names()
@@ -47,12 +49,53 @@ def test_what_cannot_be_taken_back_is_told_when_attaching(name: str, says: str) 
         attach(build(name, "eager", torch.float32))
 
 
-def test_layers_are_those_that_return_hidden_states() -> None:
-    model = build("LongcatFlashForCausalLM", "eager")
-    assert model.config.num_hidden_layers == 2 * layer_count(model)
+@pytest.mark.parametrize(("name", "layers"), [("LongcatFlashForCausalLM", None), ("MllamaForCausalLM", 1)])
+def test_layers_are_those_that_return_hidden_states(name: str, layers: int | None) -> None:
+    """LongCat-Flash names twice as many; one of Mllama's two is for images."""
+    model = build(name, "eager")
+    assert layer_count(model) == (layers or model.config.num_hidden_layers // 2)
     states = model(input_ids=torch.tensor([[2, 3, 4]]), output_hidden_states=True).hidden_states
     assert len(states) == layer_count(model) + 1
     assert max(DartHead.from_target(model).config.feature_layers) == layer_count(model)
+
+
+@torch.no_grad()
+def test_an_image_in_the_cache_is_refused() -> None:
+    """Mllama's layers of cross-attention keep it there; they take no part in a trial on text."""
+    model = attach(build("MllamaForCausalLM", "sdpa"))
+    cache, ids = DynamicCache(config=model.config), prompts([15], vocabulary=WORDS)["input_ids"]
+    image = torch.randn(1, 40, model.config.hidden_size, generator=torch.Generator().manual_seed(0)).double()
+    model(input_ids=ids[:, :12], past_key_values=cache, use_cache=True, cross_attention_states=image)
+    options = {"do_sample": False, "max_new_tokens": 6, "past_key_values": cache}
+    with pytest.raises(ValueError, match=r"^The cache holds 40 entries after a prompt of 15 slots: .*\.$"):
+        model.generate(ids, **options, assistant=LookupDrafter())
+    assert cache.get_seq_length() == 12
+    assert model.generate(ids, **options).shape[1] == 21
+
+
+def test_what_does_not_generate_is_told_when_attaching() -> None:
+    with pytest.raises(ValueError, match=r"^LlamaModel does not generate a token at a time .*\.$"):
+        attach(tiny_target("llama").model)
+
+
+@torch.no_grad()
+def test_positions_that_depend_on_the_token_are_refused() -> None:
+    """Stock hands Kosmos-2.5 none; it counts them from its pad token's id on, which itself has that id's position."""
+    model = build("Kosmos2_5ForConditionalGeneration", "eager")
+    pad, prompt = model.config.get_text_config(decoder=True).pad_token_id, torch.tensor([[5, 6, 7, 8, 9]])
+
+    def step(token: int, position: int | None) -> torch.Tensor:
+        cache = model(input_ids=prompt, use_cache=True).past_key_values
+        positions = {} if position is None else {"position_ids": torch.tensor([[position]])}
+        return model(input_ids=torch.tensor([[token]]), past_key_values=cache, use_cache=True, **positions).logits
+
+    for token, position in ((11, prompt.shape[1] + pad + 1), (pad, pad)):
+        stock = step(token, None)
+        others = [step(token, other) for other in range(10) if other != position]
+        torch.testing.assert_close(step(token, position), stock)
+        assert min(float((logits - stock).abs().max()) for logits in others) > 0.01
+    with pytest.raises(ValueError, match="computes something else for a token tree"):
+        attach(model)
 
 
 @pytest.mark.matrix

@@ -327,8 +327,16 @@ class MixesRows(LlamaForCausalLM):
         return super().forward(*args, position_ids=position_ids, **kwargs)
 
 
-@pytest.mark.parametrize("model_class", [CountsPadding, FromOne])
-def test_positions_of_stocks_steps_are_followed(model_class: type[LlamaForCausalLM]) -> None:
+class KeepsWhenTold(LlamaForCausalLM):
+    """Looks at `use_cache` before it writes."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, use_cache: bool = False, **kwargs: Any) -> Any:
+        cache = past_key_values if use_cache else None
+        return super().forward(*args, past_key_values=cache, use_cache=use_cache, **kwargs)
+
+
+@pytest.mark.parametrize("model_class", [CountsPadding, FromOne, KeepsWhenTold])
+def test_what_stocks_steps_are_given_is_given_to_trees(model_class: type[LlamaForCausalLM]) -> None:
     target = unknown(model_class)
     for lengths in ([7], [9, 9], [9, 3, 7]):
         if lengths != [9, 3, 7]:
