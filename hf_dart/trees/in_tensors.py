@@ -64,7 +64,8 @@ def grow_in_tensors(candidates: Candidates, *, nodes: int, beam: int) -> DraftTr
         if depth + 1 == deepest:
             break
         if candidates.ending is not None:
-            extended = extended.masked_fill(candidates.ending[:, depth].repeat(1, paths_here), -inf)
+            ending = candidates.ending[:, depth, None].expand(-1, paths_here, -1).flatten(1)
+            extended = extended.masked_fill(ending, -inf)
         best, chosen = extended.topk(min(beam, extended.shape[1]))
         ends = chosen + size
         size += extended.shape[1]
