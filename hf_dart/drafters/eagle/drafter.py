@@ -2,21 +2,19 @@
 
 It reads what a DART head reads: the embedding of a token next to fused features of the target in front of it, through
 one decoder layer. The target's features end at the last verified position; from there on the layer's own output stands
-in for them, and d - 1 further passes follow, each over the best tokens of the pass before (EAGLE-2, arXiv 2406.16858,
-grows its trees so). Training goes the same way, `hf_dart.training.trainers.eagle`.
+in for them, and d - 1 further passes follow, each over the best tokens of the pass before (`drafters.beams`). Training
+goes the same way, `hf_dart.training.trainers.eagle`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal, Score
+from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel
 from hf_dart.drafters.layers import KeyValueWriter, rotation_at
@@ -24,48 +22,6 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
-
-
-@dataclass(frozen=True, kw_only=True)
-class BeamProposal(Proposal):
-    """A draft that branches: after each of W tokens per depth it has a distribution of its own.
-
-    Its `logits` [B, d, V] are log-probabilities, summed over the branches.
-
-    Attributes:
-        branches: [B, d - 1, W] the tokens of depths 1 to d - 1 that were drafted on from, different ones per depth.
-        conditional: [B, d - 1, W, V] log-probabilities of the next depth after each of them.
-    """
-
-    branches: Tensor
-    conditional: Tensor
-
-    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
-        assert isinstance(older, BeamProposal)
-        plain, chosen = super().where(fresh, older), fresh.to(self.logits.device)
-        return BeamProposal(
-            plain.logits,
-            plain.hidden,
-            plain.vocabulary,
-            branches=torch.where(chosen[:, None, None], self.branches, older.branches),
-            conditional=torch.where(chosen[:, None, None, None], self.conditional, older.conditional),
-        )
-
-    def within(self, vocab_size: int) -> Proposal:
-        plain = super().within(vocab_size)
-        return BeamProposal(
-            plain.logits,
-            plain.hidden,
-            plain.vocabulary,
-            branches=self.branches,
-            conditional=self.conditional[..., :vocab_size],
-        )
-
-    def force_token(self, rows: list[bool], token: int) -> None:
-        super().force_token(rows, token)
-        which = torch.tensor(rows, device=self.logits.device)
-        self.branches[which] = token
-        self.conditional[which] = self.logits[which, 1:, None].log_softmax(-1)
 
 
 def _rows(config: EagleConfig) -> dict[str, str]:
@@ -99,7 +55,7 @@ _CARD = CardTexts(
     trainer="hf_dart.training.trainers.eagle:EagleTrainer",
     card=_CARD,
 )
-class EagleDrafter(PretrainedDrafter, EagleModel):
+class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
     """An autoregressive draft head, as `assistant=`.
 
     Attributes:
@@ -128,74 +84,16 @@ class EagleDrafter(PretrainedDrafter, EagleModel):
         self._read(state, features, next_tokens)
         state.advance(counts)
 
-    def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
-    ) -> Proposal:
-        return self.propose_ranked(state, features, next_tokens, counts, depth, lambda _, logits: logits)
-
-    def propose_ranked(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
-    ) -> Proposal:
-        """Take in verified positions and draft a beam: what is drafted on from are the tokens that `score` best."""
+    def read_last(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         read = self._read(state, features, next_tokens)
         state.advance(counts)
         ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
-        states = read.gather(1, ends)
-        log_chances = self._log_chances(states)  # [B, 1, V]
-        marginal, hidden = [log_chances[:, 0]], [states[:, 0]]
-        branches, conditional = [], []
-        width = min(self.beam, log_chances.shape[-1])
-        scores, tokens = score(0, log_chances)[:, 0].topk(width)  # [B, W]
-        previous = states.expand(-1, width, -1)
-        sees = torch.zeros(len(tokens), width, 0, dtype=torch.bool, device=tokens.device)
-        own = torch.eye(width, dtype=torch.bool, device=tokens.device).expand(len(tokens), -1, -1)
-        for level in range(1, depth or self.config.draft_length):
-            sees = torch.cat([sees, own], dim=-1)  # [B, W, level W] the drafted entries on the path to each
-            states = self._draft(state, self.embed(tokens), previous, level, sees)
-            log_chances = self._log_chances(states)  # [B, W, V]
-            branches.append(tokens)
-            conditional.append(log_chances)
-            above = scores[..., None]
-            marginal.append((above + log_chances).logsumexp(1))
-            hidden.append(states[:, 0])
-            # The best path to each token: two to the same token would bring one candidate.
-            best, parents = (above + score(level, log_chances)).max(1)
-            scores, tokens = best.topk(width)
-            parents = parents.gather(1, tokens)[..., None]
-            previous = states.gather(1, parents.expand(-1, -1, states.shape[-1]))
-            sees = sees.gather(1, parents.expand(-1, -1, sees.shape[-1]))
-        logits, hidden_states = torch.stack(marginal, dim=1), torch.stack(hidden, dim=1)
-        if not branches:
-            return Proposal(logits, hidden_states)
-        return BeamProposal(
-            logits,
-            hidden_states,
-            branches=torch.stack(branches, dim=1),
-            conditional=torch.stack(conditional, dim=1),
-        )
+        return read.gather(1, ends)
 
-    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        """What was drafted after each branch; nothing grows after a token that was not drafted on from."""
-        if not isinstance(proposal, BeamProposal):
-            return None
-        width, device, own = scores.shape[-1], scores.device, proposal.logits.device
-        candidates, scores = candidates.to(own), scores.to(own)
-        first = scores[:, :1, None].expand(-1, 1, width, -1)
-        depth = scores.shape[1] - 1
-        columns = candidates[:, 1:].clamp(min=0)  # [B, d - 1, K]
-        alone = proposal.logits[:, 1 : depth + 1].gather(-1, columns)
-        wide = columns[:, :, None].expand(-1, -1, proposal.branches.shape[-1], -1)
-        following = proposal.conditional[:, :depth].gather(-1, wide)  # [B, d - 1, W, K]
-        # Scores may hold noise and the target's temperature: what the branch changes is added, and the candidates
-        # share out what the draft gave them together.
-        together = scores[:, 1:].logsumexp(-1, keepdim=True)[:, :, None]
-        shares = (scores[:, 1:, None] + following - alone[:, :, None]).log_softmax(-1) + together
-        same = candidates[:, :-1, :, None] == proposal.branches[:, :depth, None]  # [B, d - 1, K, W]
-        table = shares.gather(2, same.int().argmax(-1)[..., None].expand(-1, -1, -1, width))
-        table = table.masked_fill(~same.any(-1)[..., None], -inf)
-        return torch.cat([first, table], dim=1).to(device)
+    def draft_level(self, state: SlotState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
+        return self._draft(state, self.embed(tokens), previous, level, sees)
 
-    def _log_chances(self, states: Tensor) -> Tensor:
+    def log_chances(self, states: Tensor) -> Tensor:
         return self.logits(self.norm(states)).float().log_softmax(-1)
 
     def _read(self, state: SlotState, features: Tensor, next_tokens: Tensor) -> Tensor:
