@@ -15,8 +15,8 @@ from support.compare import assert_identical, tally
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig
-from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.beams import BeamProposal
+from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.features import features_request, gather_features
 from hf_dart.training import EagleTrainer, EagleTrainingArguments
