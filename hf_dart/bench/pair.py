@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hf_dart.errors import UserError, as_user_error
-from hf_dart.target.loading import check_path, load_target
+from hf_dart.errors import UserError, as_user_error, missing_folder
+from hf_dart.target.loading import PACKAGED, check_path, load_target
 
 PACKAGED_HEAD = Path(__file__).parents[1] / "demo_pair" / "head"
 
@@ -20,6 +20,13 @@ class Pair(NamedTuple):
     target_name: str
     head_name: str
 
+    @property
+    def head_parameters(self) -> int:
+        """How many weights the head adds; copied text needs none."""
+        from torch import nn
+
+        return sum(p.numel() for p in self.head.parameters()) if isinstance(self.head, nn.Module) else 0
+
 
 def load_pair(
     target: str | None = None,
@@ -30,24 +37,63 @@ def load_pair(
     """Load a target, its tokenizer and its head, attached.
 
     Args:
-        target, head: folder or Hub id; None for the packaged pair.
+        target: folder or Hub id; `PACKAGED` for the packaged one, None for the one that the head was made for.
+        head: folder or Hub id; None for the packaged one with the packaged target, and to draft copied text alone
+            (`LookupDrafter`) with others.
         dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
         device_map: as for `from_pretrained`.
 
     Raises:
         UserError: one of them cannot be loaded or they do not fit.
     """
-    if (target is None) != (head is None):
-        missing, given = ("--target", "--head") if target is None else ("--head", "--target")
-        raise UserError(f"A head and its target belong together: give {missing} too, or leave {given} out.")
+    if target is None and head is not None:
+        target = target_of(head)
+    packaged = target is None or target == PACKAGED
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map)
-    drafter = load_head(head or str(PACKAGED_HEAD), model, tokenizer)
-    names = [shown_name(given) if given else f"packaged {what}" for given, what in ((target, "target"), (head, "head"))]
-    return Pair(model, drafter, tokenizer, *names)
+    if head is None and packaged:
+        head = PACKAGED
+    drafter = _copies(model) if head is None else load_head(head, model, tokenizer)
+    target_name = "packaged target" if packaged else shown_name(str(target))
+    head_name = "copied text" if head is None else "packaged head" if head == PACKAGED else shown_name(head)
+    return Pair(model, drafter, tokenizer, target_name, head_name)
+
+
+def target_of(head: str) -> str:
+    """The target that a head was made for: `PACKAGED`, or a folder or Hub id.
+
+    That is the target of its training (training.json), or a Hub id in its config.
+
+    Raises:
+        UserError: its files do not say, or the target is not where they say.
+    """
+    from hf_dart.hub.download import head_config, optional_json
+    from hf_dart.hub.facts import TRAINING_RECORD
+
+    if head == PACKAGED or Path(head).resolve() == PACKAGED_HEAD.resolve():
+        return PACKAGED
+    check_path("head", head)
+    with as_user_error(about=f"Cannot load the head {head!r}"):
+        config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
+    named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")
+    hub_id = isinstance(named, str) and "/" in named and not missing_folder(named)
+    if named == PACKAGED or hub_id or (isinstance(named, str) and Path(named).is_dir()):
+        return named
+    told = f"names {named!r}, which is not here" if named else "does not name its target"
+    raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
+
+
+def _copies(model: Any) -> Any:
+    """A drafter without weights, for an attached model."""
+    from hf_dart.decoding.api import attach
+    from hf_dart.drafters.lookup import LookupDrafter
+
+    with as_user_error():
+        attach(model)
+    return LookupDrafter()
 
 
 def shown_name(path: str) -> str:
@@ -68,6 +114,7 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     """
     from hf_dart.drafters.registry import load_drafter
 
+    path = str(PACKAGED_HEAD) if path == PACKAGED else path
     check_path("head", path)
     options = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):

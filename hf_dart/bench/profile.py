@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
+from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
+_DEPTH = 8  # of drafts where the drafter has none of its own
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,25 @@ class Profile:
     def settings(self) -> dict[str, Any]:
         """The fields of a `TreeConfig` that it decides."""
         return {"verify_costs": self.verify, "draft_cost": self.draft}
+
+
+class _AnyDraft(LookupDrafter):
+    """Stands in for a drafter of copied text, which has nothing to fill a tree of a given size with."""
+
+    def __init__(self, vocabulary: int, device: torch.device) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self._logits = torch.randn(1, self.draft_length, vocabulary, generator=generator).to(device)
+
+    @property
+    def draft_length(self) -> int:
+        return _DEPTH
+
+    def propose(  # type: ignore[override]
+        self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal:
+        logits = self._logits[:, :depth]
+        return Proposal(logits, hidden=logits)
 
 
 def measure(
@@ -69,7 +92,10 @@ def measure(
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
-    depth = depth or pair.head.tree_config.depth
+    head = pair.head
+    if not head.draft_length:
+        head = _AnyDraft(rows, pair.model.device)
+    depth = depth or head.tree_config.depth
     trees = {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
 
     def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, float, int]:
@@ -77,7 +103,7 @@ def measure(
         options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
         if tree is None:
             return run(pair.model, inputs, options).seconds, 0.0, tokens
-        done = run(pair.model, inputs, {**options, "assistant": pair.head, "tree_config": tree})
+        done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
         assert done.stats is not None
         spent = done.stats.seconds
         return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds

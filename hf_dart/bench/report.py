@@ -31,7 +31,7 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
         "target": pair.target_name,
         "target_parameters": sum(p.numel() for p in pair.model.parameters()),
         "head": pair.head_name,
-        "head_parameters": sum(p.numel() for p in pair.head.parameters()),
+        "head_parameters": pair.head_parameters,
         "text": text,
         "settings": asdict(settings),
     }

@@ -54,7 +54,7 @@ def methods(
         found[ASSISTED] = {"assistant_model": assistant_model}
     if "copies" in rivals:
         found[f"{OURS}, copies alone"] = {"assistant": LookupDrafter()}
-    if "chain" in rivals:
+    if "chain" in rivals and head.draft_length:  # copied text is a chain
         found[f"{OURS}, chain"] = {"assistant": head, "tree_config": TreeConfig.chain(tree.depth or head.draft_length)}
     if "tree" in rivals:
         found[OURS] = {"assistant": head, "tree_config": tree}
@@ -72,7 +72,7 @@ def packaged_drafters(pair: Pair) -> list[Any]:
     if Path(pair.model.config.name_or_path).resolve() != PACKAGED_TARGET.resolve():
         return []
     folders = sorted(path.parent.resolve() for path in PACKAGED_HEAD.parent.glob("*/config.json"))
-    used = (PACKAGED_TARGET.resolve(), Path(pair.head.name_or_path).resolve())
+    used = (PACKAGED_TARGET.resolve(), Path(getattr(pair.head, "name_or_path", "")).resolve())
     return [load_head(str(folder), pair.model, pair.tokenizer) for folder in folders if folder not in used]
 
 

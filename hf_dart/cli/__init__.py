@@ -18,13 +18,14 @@ from hf_dart.cli import (
     profile,
     push,
     regenerate,
+    serve,
     train,
     view,
 )
 from hf_dart.errors import UserError
 
 # In the order of --help.
-_COMMANDS = (demo, generate, view, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)
+_COMMANDS = (demo, generate, view, serve, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

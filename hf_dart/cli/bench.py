@@ -119,7 +119,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
     names = ("rows", "length", "blocks", "loss", "loss_chunk", "bf16", "repeats")
     settings = train.Settings(**given(arguments, names))
     text, files = suites.texts(arguments.text)
-    pair = load(arguments)
+    pair = load(arguments, trained=True)
     rows = train.cut_rows(pair.tokenizer, files, settings.rows, settings.length)
     with as_user_error(ValueError):
         measurements = train.measure(pair, rows, settings, say)

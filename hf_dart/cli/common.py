@@ -15,13 +15,13 @@ from typing import Any
 
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.target.loading import DTYPES
+from hf_dart.target.loading import DTYPES, PACKAGED
 
 
 def pair_options() -> argparse.ArgumentParser:
     """A parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
-    pair.add_argument("--head", help="its draft head: a folder or a Hub id (default: the packaged one)")
+    pair.add_argument("--head", help="a folder or a Hub id (default: the packaged one; with another target, drafts are copied text)")
     pair.add_argument("--ngram", type=Path, metavar="FILE", help="n-gram table of the target's tokenizer")
     return pair
 
@@ -29,7 +29,7 @@ def pair_options() -> argparse.ArgumentParser:
 def target_options() -> argparse.ArgumentParser:
     """A parent parser: which target, and how it runs."""
     target = argparse.ArgumentParser(add_help=False)
-    target.add_argument("--target", help="the model: a folder or a Hub id (default: the packaged one)")
+    target.add_argument("--target", help="the model: a folder, a Hub id or 'packaged' (default: that of --head, or the packaged one)")
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
@@ -73,8 +73,14 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def load(arguments: argparse.Namespace) -> Pair:
-    """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded."""
+def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
+    """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded.
+
+    Args:
+        trained: the command is about the weights of a head.
+    """
+    if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
+        raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable

@@ -64,7 +64,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if wrong := set(arguments.modes) - speed.MODES.keys():
         raise UserError(f"There is no mode {min(wrong)!r}; give some of {', '.join(map(repr, speed.MODES))}.")
     text, files = suites.texts(arguments.text)
-    pair = load(arguments)
+    pair = load(arguments, trained=True)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
     costs = profile.measure(pair, progress=say) if arguments.profile else None

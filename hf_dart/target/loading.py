@@ -8,16 +8,18 @@ from typing import Any
 from hf_dart.errors import UserError, missing_folder, sentence
 
 PACKAGED_TARGET = Path(__file__).parents[1] / "demo_pair" / "target"
+PACKAGED = "packaged"
+"""What `--target` and `--head` call those that come with the package."""
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
 def load_tokenizer(target: str | None = None) -> Any:
-    """Load the tokenizer of a target, a folder or Hub id (None is the packaged one), without the model.
+    """Load the tokenizer of a target, a folder or Hub id (None or `PACKAGED` is the packaged one), without the model.
 
     Raises:
         UserError: it cannot be loaded.
     """
-    path = target or str(PACKAGED_TARGET)
+    path = str(PACKAGED_TARGET) if target in (None, PACKAGED) else target
     check_path("target", path)
     return read_tokenizer(path)
 
@@ -47,7 +49,7 @@ def load_target(
     """Load a target and its tokenizer.
 
     Args:
-        target: folder or Hub id; None for the packaged target.
+        target: folder or Hub id; None or `PACKAGED` for the packaged target.
         dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
         device_map: as for `from_pretrained`.
         tokenizer: folder or Hub id; None is the target's own.
@@ -58,8 +60,9 @@ def load_target(
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    path = target or str(PACKAGED_TARGET)
-    dtype = dtype or ("float32" if target is None else "auto")
+    packaged = target is None or target == PACKAGED
+    path = str(PACKAGED_TARGET) if packaged else target
+    dtype = dtype or ("float32" if packaged else "auto")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
     check_path("target", path)

@@ -160,7 +160,6 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--target", TARGET, "--head", "nobody/nothing"], "Cannot load the head"),
         (["generate", "x", "--target", TARGET, "--head", TARGET], "Cannot load the head"),
         (["generate", "x", "--target", HEAD, "--head", HEAD], "Cannot load the target"),
-        (["generate", "x", "--head", HEAD], "give --target too"),
         (["generate", "x", "--device-map", "nowhere"], "Cannot load the target"),
         (["generate", "", "--max-new-tokens", "4"], "prompt is empty"),
         (["generate", "x", "--chat"], "no chat template"),

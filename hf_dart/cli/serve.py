@@ -1,0 +1,92 @@
+"""`hf-dart serve`: transformers' own server (`transformers serve`), whose every call drafts."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from hf_dart.bench.pair import Pair
+from hf_dart.cli.common import load, pair_options, seed, set_threads
+from hf_dart.errors import UserError, sentence
+
+
+def add(commands: Any) -> None:
+    """Add the command to those of `hf-dart`."""
+    parser = commands.add_parser(
+        "serve", parents=[pair_options()], help="chat and completions over HTTP, as OpenAI's API, with drafts"
+    )
+    parser.add_argument("--host", default="localhost", help="default: %(default)s")
+    parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
+    parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
+    parser.add_argument("--seed", type=seed, help="of torch's generator, when the server starts")
+    parser.set_defaults(command=_run)
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    set_threads(arguments.threads)
+    app = build_app(load(arguments), enable_cors=arguments.enable_cors)
+    import torch
+    import uvicorn
+
+    if arguments.seed is not None:
+        torch.manual_seed(arguments.seed)
+    uvicorn.Server(uvicorn.Config(app, host=arguments.host, port=arguments.port)).run()
+    return 0
+
+
+def build_app(pair: Pair, enable_cors: bool = False) -> Any:
+    """The app of `transformers serve` for one model that is loaded already, and drafts by default.
+
+    Requests name it or no model at all, and are served one at a time, in the order in which they come, as transformers
+    serves them without continuous batching.
+
+    Args:
+        pair: target, drafter and tokenizer.
+        enable_cors: answer pages of other origins too.
+
+    Returns:
+        A FastAPI app: /v1/chat/completions, /v1/completions, /v1/responses, /v1/models, /health.
+
+    Raises:
+        UserError: what transformers' server needs is not installed.
+    """
+    try:
+        from transformers.cli.serving.chat_completion import ChatCompletionHandler
+        from transformers.cli.serving.completion import CompletionHandler
+        from transformers.cli.serving.model_manager import ModelManager, TimedModel
+        from transformers.cli.serving.response import ResponseHandler
+        from transformers.cli.serving.server import build_server
+        from transformers.cli.serving.systemone import SystemOneHandler
+        from transformers.cli.serving.transcription import TranscriptionHandler
+        from transformers.cli.serving.utils import GenerationState
+        from transformers.utils.import_utils import is_serve_available
+    except ImportError as error:
+        raise UserError(
+            f"This transformers has no server to build on ({sentence(error)}); install hf-dart[serve]."
+        ) from error
+    if not is_serve_available():
+        raise UserError("A server needs more packages; install hf-dart[serve].")
+    from hf_dart.decoding.api import attach
+
+    class OneModel(ModelManager):
+        """Serves what is loaded already."""
+
+        def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
+            return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
+
+    attach(pair.model, pair.head)
+    models = OneModel()
+    models.force_model = pair.target_name
+    loaded = TimedModel(pair.model, timeout_seconds=-1, processor=pair.tokenizer)  # never unloaded
+    models.loaded_models[models.process_model_name(pair.target_name)] = loaded
+    shared = {"model_manager": models, "generation_state": GenerationState()}
+    return build_server(
+        models,
+        ChatCompletionHandler(**shared),
+        completion_handler=CompletionHandler(**shared),
+        response_handler=ResponseHandler(**shared),
+        transcription_handler=TranscriptionHandler(**shared),
+        systemone_handler=SystemOneHandler(**shared),
+        generation_state=shared["generation_state"],
+        enable_cors=enable_cors,
+    )
