@@ -29,46 +29,82 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENGINE = [
-    "engine/test_engine_walk.py", "engine/test_engine_reuse.py", "engine/test_engine_exact.py",
-    "engine/test_engine_ended.py", "engine/test_engine_budget.py",
+    "engine/test_engine_walk.py",
+    "engine/test_engine_reuse.py",
+    "engine/test_engine_exact.py",
+    "engine/test_engine_ended.py",
+    "engine/test_engine_budget.py",
 ]
 _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test_interruption.py"]
 # The tests of each module's room, the quick ones first.
 ROOMS = {
     "decoding/walk.py": [
-        "decoding/test_walk.py", "decoding/test_rows.py", "exact/test_exact.py", "exact/test_options.py",
+        "decoding/test_walk.py",
+        "decoding/test_rows.py",
+        "exact/test_exact.py",
+        "exact/test_options.py",
     ],
     "decoding/rows.py": [
-        "decoding/test_rows.py", "decoding/test_walk.py", "exact/test_exact.py", "exact/test_options.py",
+        "decoding/test_rows.py",
+        "decoding/test_walk.py",
+        "exact/test_exact.py",
+        "exact/test_options.py",
         "decoding/test_interruption.py",
     ],
     "target/verify.py": [
-        "exact/test_odd_but_legal_calls.py", "exact/test_exact.py", "cache/test_tree_caches.py",
+        "exact/test_odd_but_legal_calls.py",
+        "exact/test_exact.py",
+        "cache/test_tree_caches.py",
         "target/test_trial.py",
     ],
     "decoding/noise.py": [
-        "decoding/test_noise.py", "exact/test_odd_but_legal_calls.py", "decoding/test_interruption.py",
+        "decoding/test_noise.py",
+        "exact/test_odd_but_legal_calls.py",
+        "decoding/test_interruption.py",
     ],
     "cache/ragged.py": _CACHES,
     "cache/aligned.py": _CACHES,
     "cache/windows.py": ["cache/test_tree_caches.py", "decoding/test_turns.py"],
     "cache/slots.py": [
-        "cache/test_tree_caches.py", "decoding/test_turns.py", "exact/test_odd_but_legal_calls.py",
+        "cache/test_tree_caches.py",
+        "decoding/test_turns.py",
+        "exact/test_odd_but_legal_calls.py",
         "engine/test_engine_reuse.py",
     ],
     "engine/fixed_round.py": _ENGINE,
     "engine/processing.py": _ENGINE,
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
-    ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
-    ast.Is: ast.IsNot, ast.IsNot: ast.Is, ast.In: ast.NotIn, ast.NotIn: ast.In,
+    ast.Lt: ast.LtE,
+    ast.LtE: ast.Lt,
+    ast.Gt: ast.GtE,
+    ast.GtE: ast.Gt,
+    ast.Eq: ast.NotEq,
+    ast.NotEq: ast.Eq,
+    ast.Is: ast.IsNot,
+    ast.IsNot: ast.Is,
+    ast.In: ast.NotIn,
+    ast.NotIn: ast.In,
 }
 OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
-    ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Add, ast.BitAnd: ast.BitOr, ast.BitOr: ast.BitAnd,
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Add,
+    ast.BitAnd: ast.BitOr,
+    ast.BitOr: ast.BitAnd,
 }
 NAMES = {
-    "min": "max", "max": "min", "minimum": "maximum", "maximum": "minimum", "amin": "amax", "amax": "amin",
-    "any": "all", "all": "any", "argmax": "argmin", "zeros": "ones", "zeros_like": "ones_like",
+    "min": "max",
+    "max": "min",
+    "minimum": "maximum",
+    "maximum": "minimum",
+    "amin": "amax",
+    "amax": "amin",
+    "any": "all",
+    "all": "any",
+    "argmax": "argmin",
+    "zeros": "ones",
+    "zeros_like": "ones_like",
 }
 
 

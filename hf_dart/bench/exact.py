@@ -114,9 +114,7 @@ def differences(
     if not any(position is not None for position in positions):
         return [None] * len(positions)
     torch.manual_seed(seed)
-    told = model.generate(
-        **inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True
-    )
+    told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     found: list[Difference | None] = []
     for row, position in enumerate(positions):
         if position is None:

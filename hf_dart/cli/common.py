@@ -21,7 +21,9 @@ from hf_dart.target.loading import DTYPES, PACKAGED
 def pair_options() -> argparse.ArgumentParser:
     """A parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
-    pair.add_argument("--head", help="a folder or a Hub id (default: the packaged one; with another target, drafts are copied text)")
+    pair.add_argument(
+        "--head", help="a folder or a Hub id (default: the packaged target's, and copied text for others)"
+    )
     pair.add_argument("--ngram", type=Path, metavar="FILE", help="n-gram table of the target's tokenizer")
     return pair
 
@@ -29,7 +31,7 @@ def pair_options() -> argparse.ArgumentParser:
 def target_options() -> argparse.ArgumentParser:
     """A parent parser: which target, and how it runs."""
     target = argparse.ArgumentParser(add_help=False)
-    target.add_argument("--target", help="the model: a folder, a Hub id or 'packaged' (default: that of --head, or the packaged one)")
+    target.add_argument("--target", help="a folder, a Hub id or 'packaged' (default: the one of --head)")
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")

@@ -15,9 +15,7 @@ def prompt_options() -> argparse.ArgumentParser:
     prompt = argparse.ArgumentParser(add_help=False)
     prompt.add_argument("prompt", help="the text to continue; - reads it from standard input")
     prompt.add_argument("--max-new-tokens", type=positive, default=256, help="default: %(default)s")
-    prompt.add_argument(
-        "--temperature", type=temperature, help="0 is greedy (default: the target's generation_config)"
-    )
+    prompt.add_argument("--temperature", type=temperature, help="0 is greedy (default: the target's generation_config)")
     prompt.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
     prompt.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
     prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")

@@ -110,7 +110,5 @@ def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, generatio
         config.output_scores or config.output_logits or config.output_hidden_states
     )
     return bool(
-        collects
-        or not all_known(processors)
-        or any(type(criterion) not in _CRITERIA for criterion in criteria)
+        collects or not all_known(processors) or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )

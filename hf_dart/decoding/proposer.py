@@ -15,6 +15,7 @@ from hf_dart.trees.ngram.table import NgramTable
 
 State = TypeVar("State")
 
+
 class Proposer(ABC, Generic[State]):
     """A model that guesses the target's next d tokens from what the target has verified.
 

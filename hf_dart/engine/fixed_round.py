@@ -303,5 +303,3 @@ def follow(tree: DraftTree, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     lengths = on_path.sum(-1)
     path = path.masked_fill(torch.arange(tree.size, device=path.device) >= lengths[:, None], 0)
     return path, targets.gather(1, path), lengths
-
-

@@ -36,7 +36,6 @@ def default_feature_layers(num_layers: int) -> list[int]:
     return sorted({min(max(index, 1), num_layers) for index in wanted})
 
 
-
 def features_request(layers: list[int]) -> dict[str, Any]:
     """Keyword arguments that make a target's forward return the hidden states of `layers`.
 

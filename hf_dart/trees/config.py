@@ -93,9 +93,7 @@ class TreeConfig:
 
         59 nodes and the root, 25 candidates per depth, a beam of 20, its scores, and nothing that it does not have.
         """
-        return cls(
-            nodes=60, top_k=25, beam=20, lookup=0, selector=False, scores="paper", shared_noise=False
-        )
+        return cls(nodes=60, top_k=25, beam=20, lookup=0, selector=False, scores="paper", shared_noise=False)
 
     @classmethod
     def chain(cls, depth: int) -> TreeConfig:

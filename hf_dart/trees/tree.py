@@ -62,9 +62,7 @@ class DraftTree:
         return DraftTree(tokens, pad(self.parents, -1), pad(self.depths, 0), ancestors, self.max_depth, scores)
 
     @classmethod
-    def from_parents(
-        cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None
-    ) -> DraftTree:
+    def from_parents(cls, tokens: Tensor, parents: Tensor, max_depth: int, scores: Tensor | None = None) -> DraftTree:
         """Fill in depths and ancestors of `tokens`, `parents` [B, N]; no path is longer than `max_depth`."""
         nodes = tokens.shape[1]
         one_step = torch.eye(nodes, device=tokens.device).expand(*tokens.shape, -1)

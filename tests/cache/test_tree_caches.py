@@ -118,9 +118,7 @@ def test_trees_over_ragged_rounds(family: str, make: Callable[..., TreeCache], l
                     plain = target(text, use_cache=False, output_hidden_states=True)
                     seen = len(texts[row])
                     torch.testing.assert_close(logits[row, path], plain.logits[0, seen:], **close)
-                    torch.testing.assert_close(
-                        features[row, path], plain.hidden_states[1][0, seen:], **close
-                    )
+                    torch.testing.assert_close(features[row, path], plain.hidden_states[1][0, seen:], **close)
             deepest = int(tree.depths[row].argmax())
             path = [deepest]
             while parents[path[0]] >= 0:

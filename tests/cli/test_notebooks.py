@@ -18,10 +18,7 @@ SHORT = ("1_quick_start",)
 
 @pytest.mark.parametrize(
     "file",
-    [
-        pytest.param(file, marks=() if file.stem in SHORT else pytest.mark.matrix, id=file.stem)
-        for file in NOTEBOOKS
-    ],
+    [pytest.param(file, marks=() if file.stem in SHORT else pytest.mark.matrix, id=file.stem) for file in NOTEBOOKS],
 )
 def test_every_cell_runs(file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}

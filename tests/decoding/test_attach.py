@@ -378,9 +378,7 @@ def test_a_streamer_that_breaks_off(target: Any, head: DartHead, size: int, own:
         processors = LogitsProcessorList([RaisesAt(99)] if own else [])
         torch.manual_seed(0)
         with pytest.raises(Broken):
-            target.generate(
-                **inputs, **SAMPLED, logits_processor=processors, streamer=PutRaisesAt(5), **drafting
-            )
+            target.generate(**inputs, **SAMPLED, logits_processor=processors, streamer=PutRaisesAt(5), **drafting)
         states.append(torch.get_rng_state())
         assert snapshot(target) == before
     assert torch.equal(states[0], states[1])

@@ -205,9 +205,7 @@ def distance(left: dict[tuple[int, ...], float], right: dict[tuple[int, ...], fl
 
 
 @pytest.mark.parametrize("mode", LAWS)
-def test_sampling_follows_stocks_law(
-    mode: str, three_words: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sampling_follows_stocks_law(mode: str, three_words: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     stock, ours = laws(monkeypatch, *three_words, LAWS[mode])
     assert sum(weight > 0.01 for weight in stock.values()) >= 10
     assert distance(stock, ours) < 1e-6

@@ -40,8 +40,16 @@ CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second l
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
     found = levels(Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu"), 900, {"tree": 1, "pause": 1}, nodes=6)
-    assert found[:8] == [("tree", 8), ("pause", 48), ("tree", 4), ("pause", 96), ("tree", 4), ("pause", 192),
-                         ("tree", 4), ("pause", 384)]
+    assert found[:8] == [
+        ("tree", 8),
+        ("pause", 48),
+        ("tree", 4),
+        ("pause", 96),
+        ("tree", 4),
+        ("pause", 192),
+        ("tree", 4),
+        ("pause", 384),
+    ]
     found = levels(Pace(CHAINS, "cpu"), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
     assert found[:5] == [("tree", 5), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 96)]
 

@@ -215,9 +215,7 @@ def test_a_target_that_is_being_trained_can_be_attached() -> None:
 
 
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "later steps"])
-def test_positions_that_a_subclass_shifts(
-    target: Any, head: DartHead, drafting: dict[str, Any], prompt: bool
-) -> None:
+def test_positions_that_a_subclass_shifts(target: Any, head: DartHead, drafting: dict[str, Any], prompt: bool) -> None:
     plain = type(target)
 
     class Shifts(plain):  # type: ignore[misc, valid-type]
@@ -271,9 +269,7 @@ def test_encoder_decoder() -> None:
     refused(lambda: attach(model), ValueError, "encoder-decoder")
     assert "generate" not in vars(model)
     drafter = replay(tiny_target("llama"), INPUTS, misses=[0.0], **GREEDY)
-    refused(
-        lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder"
-    )
+    refused(lambda: model.generate(**INPUTS, **GREEDY, custom_generate=drafter.generate), ValueError, "encoder-decoder")
     assert model.generate(**INPUTS, **GREEDY).shape[0] == 1
 
 
@@ -289,9 +285,7 @@ def test_architectures_that_cannot_verify_trees(family: str) -> None:
 
 
 @pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_attention_without_tree_masks(
-    target: Any, head: DartHead, drafting: dict[str, Any], attention: str
-) -> None:
+def test_attention_without_tree_masks(target: Any, head: DartHead, drafting: dict[str, Any], attention: str) -> None:
     target.config._attn_implementation = attention
     refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, f"{attention}.*sdpa")
     target.config._attn_implementation = "sdpa"

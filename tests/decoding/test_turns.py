@@ -139,9 +139,7 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
 
 
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
-def test_only_the_new_tokens_are_passed(
-    pair: tuple[Any, DartHead], lengths: list[int], taken_up: list[bool]
-) -> None:
+def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: list[int], taken_up: list[bool]) -> None:
     """With a mask over the whole text, `input_ids` may begin where the cache ends."""
     target, head = pair
     texts = []

@@ -41,9 +41,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("everywhere", [True, False])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("mode", OPTIONS)
-def test_both_walks_give_stocks_tokens(
-    mode: str, size: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_both_walks_give_stocks_tokens(mode: str, size: int, everywhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     target = tiny_target("llama")
     head = tiny_head(target)
     if everywhere:

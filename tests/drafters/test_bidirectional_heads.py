@@ -73,9 +73,7 @@ def test_early_slots_look_at_later_ones(target: Any) -> None:
     tokens = torch.tensor([2, 3, 4, 5])
     proposals = []
     for head in (bidirectional_head(target), tiny_head(target)):
-        proposals.append(
-            head.propose(head.begin(1, 8), features[None], tokens[None], torch.tensor([4])).logits[0]
-        )
+        proposals.append(head.propose(head.begin(1, 8), features[None], tokens[None], torch.tensor([4])).logits[0])
     assert torch.equal(proposals[0][0], proposals[1][0])  # the last real position sees no slot
     assert (proposals[0][1:-1] - proposals[1][1:-1]).abs().amax(-1).min() > 1e-3
 

@@ -32,9 +32,7 @@ def from_scratch(head: DartHead, features: Tensor, tokens: Tensor) -> Tensor:
     """Draft logits [d, V] after T positions, by the training pass over all of them and d - 1 slots."""
     real, slots = features.shape[0], head.draft_length - 1
     causal = torch.ones(real + slots, real + slots, dtype=torch.bool).tril()
-    hidden = head(
-        features[None], head.embed(tokens)[None], torch.arange(real + slots)[None], causal[None, None]
-    )
+    hidden = head(features[None], head.embed(tokens)[None], torch.arange(real + slots)[None], causal[None, None])
     return head.logits(hidden)[0, real - 1 :]
 
 
@@ -261,9 +259,7 @@ def test_a_target_dispatched_by_accelerate(where: str, tmp_path: Path) -> None:
         "model.norm": "cpu",
         "lm_head": "cpu",
     }
-    split = dispatch_model(
-        split, device_map=device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True
-    )
+    split = dispatch_model(split, device_map=device_map, main_device="cpu", offload_dir=str(tmp_path), force_hooks=True)
     head = tiny_head(split)
     inputs = prompts([7])
     for options in (GREEDY, {"do_sample": True, "top_k": 0, "max_new_tokens": 16}):

@@ -38,9 +38,7 @@ def target() -> Any:
         ({"vocab_size": 64}, "64"),
     ],
 )
-def test_a_head_of_another_target_is_refused(
-    target: Any, tmp_path: Path, changed: dict[str, int], word: str
-) -> None:
+def test_a_head_of_another_target_is_refused(target: Any, tmp_path: Path, changed: dict[str, int], word: str) -> None:
     tiny_head(target).save_pretrained(tmp_path)
     other = tiny_target("qwen3", **changed)
     with pytest.raises(ValueError, match=word) as error:

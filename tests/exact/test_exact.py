@@ -56,9 +56,7 @@ def test_more_cache_and_mask_kinds(family: str) -> None:
     head = tiny_head(target)
     for size in (1, 4):
         for mode in ("greedy", "T=1"):
-            assert_identical(
-                target, head, batch(size, "eager"), max_new_tokens=24, into=EXACT, **MODES[mode]
-            )
+            assert_identical(target, head, batch(size, "eager"), max_new_tokens=24, into=EXACT, **MODES[mode])
 
 
 def test_an_indexer_that_selects_among_the_entries() -> None:

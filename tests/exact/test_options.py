@@ -73,9 +73,7 @@ GREEDY = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": PAD}
 @pytest.mark.parametrize("kind", ["keeps count", "draws"])
 @pytest.mark.parametrize("size", [1, 4])
 @pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
-def test_a_users_own_calls_are_stocks_calls(
-    llama: tuple[Any, Any], mode: dict[str, Any], size: int, kind: str
-) -> None:
+def test_a_users_own_calls_are_stocks_calls(llama: tuple[Any, Any], mode: dict[str, Any], size: int, kind: str) -> None:
     """The same ids, scores and order, also for rows that have ended beside others."""
     target, head = llama
     inputs = prompts([9, 3, 7, 12][:size])
@@ -270,9 +268,11 @@ def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, monke
 
     monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", call)
     inputs = prompts([9, 3, 7, 12])
-    penalty = {"repetition_penalty": 1.3} if known is None else {
-        "logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]
-    }
+    penalty = (
+        {"repetition_penalty": 1.3}
+        if known is None
+        else {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]}
+    )
     for mode in (GREEDY, SAMPLED):
         identical(target, head, inputs, **penalty, **mode)
         seen.clear()

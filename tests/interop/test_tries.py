@@ -24,9 +24,7 @@ VOCABULARY = 12
 def documents(seed: int, count: int = 30, vocabulary: int = VOCABULARY) -> list[list[int]]:
     random = Random(seed)
     # Squared, so that some tokens are frequent.
-    return [
-        [int(vocabulary * random.random() ** 2) for _ in range(random.randrange(0, 15))] for _ in range(count)
-    ]
+    return [[int(vocabulary * random.random() ** 2) for _ in range(random.randrange(0, 15))] for _ in range(count)]
 
 
 def filled(order: int, seed: int) -> Trie:

@@ -43,9 +43,7 @@ def write(folder: Path) -> None:
         features = gather_features(states, head.feature_layers, tokens[:, :-1])
         drafts = []
         for text in range(1, tokens.shape[1]):
-            proposal = head.propose(
-                head.begin(1, 4), features[:, :text], tokens[:, 1 : text + 1], torch.tensor([text])
-            )
+            proposal = head.propose(head.begin(1, 4), features[:, :text], tokens[:, 1 : text + 1], torch.tensor([text]))
             drafts.append(proposal.logits[0].contiguous())
         reference = {"features": features[0], "tokens": tokens[0, 1:].clone(), "logits": torch.stack(drafts)}
         save_file(reference, folder / f"{name}.reference")

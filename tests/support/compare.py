@@ -113,9 +113,7 @@ def first_difference(left: Tensor, right: Tensor) -> tuple[int, int] | None:
     return int(differs[:, column].nonzero()[0]), column
 
 
-def top2_gap(
-    model: Any, inputs: dict[str, Any], seed: int, row: int, position: int, **options: Any
-) -> float:
+def top2_gap(model: Any, inputs: dict[str, Any], seed: int, row: int, position: int, **options: Any) -> float:
     """How far stock's choice at a generated position was from its second best.
 
     In its processed logits when greedy; in log(p / E) when sampling, E being the Exp(1) noise that

@@ -27,9 +27,27 @@ _ROTARY = {
 _GPT = {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _SHORT = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _PLAIN = [
-    "llama", "qwen2", "qwen3", "ministral3", "gemma", "granite", "olmo", "olmo2", "glm", "glm4", "helium",
-    "seed_oss", "ernie4_5", "hunyuan_v1_dense", "apertus", "arcee", "bitnet", "diffllama", "nemotron",
-    "persimmon", "cohere",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "ministral3",
+    "gemma",
+    "granite",
+    "olmo",
+    "olmo2",
+    "glm",
+    "glm4",
+    "helium",
+    "seed_oss",
+    "ernie4_5",
+    "hunyuan_v1_dense",
+    "apertus",
+    "arcee",
+    "bitnet",
+    "diffllama",
+    "nemotron",
+    "persimmon",
+    "cohere",
 ]
 _EXPERTS = {"num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _ROUTED = {

@@ -75,8 +75,9 @@ def dflash_config(target: Any, style: str, **changes: Any) -> dict[str, Any]:
 def dflash_tensors(config: dict[str, Any], seed: int = 0) -> dict[str, Tensor]:
     """Random weights, in float64, under the names of the config's format."""
     generator = torch.Generator().manual_seed(seed)
-    hidden, width, kv_width = config["hidden_size"], *(
-        config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")
+    hidden, width, kv_width = (
+        config["hidden_size"],
+        *(config[name] * config["head_dim"] for name in ("num_attention_heads", "num_key_value_heads")),
     )
     zlab = "dflash_config" in config
     taps = config["dflash_config" if zlab else "target_layer_ids"]

@@ -132,9 +132,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return lambda: monkeypatch.setattr(criteria_module, "time", SimpleNamespace(time=Clock().time))
 
 
-def check(
-    case: dict[str, str], target: Any, head: Any, seed: int, clock: Callable[[], None], into: Tally
-) -> bool:
+def check(case: dict[str, str], target: Any, head: Any, seed: int, clock: Callable[[], None], into: Tally) -> bool:
     """Run a case both ways; False if stock itself refuses it."""
     make, ids = arguments(case, target, seed)
     clock()

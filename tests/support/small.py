@@ -241,8 +241,14 @@ def small_fields(kind: Any, variant: dict[str, Any]) -> dict[str, Any]:
     special = iter(range(_IDS - 1, WORDS, -1))
     layers = _size("num_hidden_layers", variant)
     declared = {field.name: field.default for field in dataclasses.fields(kind)} if variant.get("declared") else None
-    length = next((n for n in (default.__dict__.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers"))
-                   if isinstance(n, int)), None)
+    length = next(
+        (
+            n
+            for n in (default.__dict__.get(name) for name in ("num_hidden_layers", "n_layer", "num_layers"))
+            if isinstance(n, int)
+        ),
+        None,
+    )
     for name, value in default.to_dict().items():
         if name in kind.sub_configs:
             part = getattr(default, name, None)

@@ -93,6 +93,7 @@ def test_what_slots_hold(tmp_path: Path) -> None:
     target = tiny_target(torch.float64)
     head = editing_head(target)
     count = head.draft_length - 1
+
     def slots(**options: Any) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
         """Held, drafted and true tokens [N, d - 1]."""
         trainer = trainer_of(tmp_path, head, target, **options)

@@ -191,9 +191,7 @@ def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> Non
     trainer._quality = DraftQuality(head.draft_length)
     documents = torch.zeros_like(decoded)
     with torch.no_grad():
-        trainer.compute_loss(
-            head, {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
-        )
+        trainer.compute_loss(head, {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])})
     lengths = torch.tensor(committed[: len(anchors)]).double()
     error = float(lengths.std()) / len(anchors) ** 0.5
     expected = trainer._quality.metrics()["tau_sampled"]

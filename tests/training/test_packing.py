@@ -43,6 +43,7 @@ def test_ids_of_a_large_vocabulary_are_read_as_wide_as_they_were_written(tmp_pat
 
     class Large:
         eos_token_id = eos
+
         def __len__(self) -> int:
             return eos + 8000
 

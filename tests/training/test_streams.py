@@ -55,9 +55,7 @@ def test_a_resumed_run_on_a_stream_is_the_run(tmp_path: Path, step: int) -> None
 def test_processes_share_a_stream(tmp_path: Path) -> None:
     names = write_sources(tmp_path)
     whole = [row["input_ids"].tolist() for row in islice(stream(names), 64)]
-    subprocess.run(
-        command(__file__, str(tmp_path), *names, processes=2), check=True, timeout=300, env=environment()
-    )
+    subprocess.run(command(__file__, str(tmp_path), *names, processes=2), check=True, timeout=300, env=environment())
     parts = [json.loads((tmp_path / f"seen-{rank}.json").read_text()) for rank in range(2)]
     seen = [row for step in zip(*parts, strict=True) for part in step for row in part]
     assert seen == whole

@@ -119,7 +119,14 @@ def test_a_score_sees_the_path(limit: list[int] | None, way: str) -> None:
     limits=st.none() | st.lists(st.integers(-1, 9), min_size=3, max_size=3), narrow=st.booleans(), ends=st.booleans(),
 )  # fmt: skip
 def test_the_host_and_tensors_grow_the_same_trees(
-    seed: int, depth: int, width: int, nodes: int, pairs: bool, lengths: list[int], limits: Any, narrow: bool,
+    seed: int,
+    depth: int,
+    width: int,
+    nodes: int,
+    pairs: bool,
+    lengths: list[int],
+    limits: Any,
+    narrow: bool,
     ends: bool,
 ) -> None:
     """Nodes, scores and masks; with scores of neighbours, copies deeper than the drafter, limits, and ends of texts."""

@@ -122,9 +122,7 @@ def test_wrong_arrays(tmp_path: Path, table: NgramTable) -> None:
         ("counts.1", 12, 0, "do not add up"),
     ],
 )
-def test_wrong_content(
-    tmp_path: Path, table: NgramTable, name: str, place: int, value: int, message: str
-) -> None:
+def test_wrong_content(tmp_path: Path, table: NgramTable, name: str, place: int, value: int, message: str) -> None:
     header, data = parts(table.path)
     begin, end = header[name]["data_offsets"]
     array = np.frombuffer(data[begin:end], dtype="<u4" if header[name]["dtype"] == "U32" else "<i8").copy()

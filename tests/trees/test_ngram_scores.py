@@ -108,9 +108,7 @@ def random_head(rank: int) -> DartHead:
 @pytest.mark.parametrize("noisy", [False, True])
 @pytest.mark.parametrize("rank", [0, 4])
 @pytest.mark.parametrize("order", [2, 4])
-def test_host_and_device_grow_the_same_trees(
-    tmp_path: Path, order: int, rank: int, noisy: bool, scores: str
-) -> None:
+def test_host_and_device_grow_the_same_trees(tmp_path: Path, order: int, rank: int, noisy: bool, scores: str) -> None:
     """N-grams, a selector, copies and noise; one row's text is shorter than a context."""
     head = head_with(random_table(tmp_path / "table", order), rank)
     for nodes, beam in ((25, 1000), (25, 3), (6, 4)):  # the host leaves out paths that no node of a tree lies after
@@ -131,9 +129,7 @@ def test_scores_are_those_of_the_formula(
     """The best N of all paths, each scored on its own, word for word."""
     head = head_with(table)
     nodes, depth, width, weight = 20, 3, 4, 0.7
-    config = TreeConfig(
-        nodes=nodes, depth=depth, top_k=width, beam=1000, lookup=0, scores=scores, ngram_weight=weight
-    )
+    config = TreeConfig(nodes=nodes, depth=depth, top_k=width, beam=1000, lookup=0, scores=scores, ngram_weight=weight)
     drafts: list[Tensor] = []
 
     def remember(proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> None:
@@ -157,8 +153,7 @@ def test_scores_are_those_of_the_formula(
                 shares = table.probabilities(context, np.array([tokens]))[0].tolist()
                 if scores == "paper":
                     steps = [
-                        (i + 1) ** -0.7
-                        * (0.9**i * log(exp(s) / mass + 1e-10) + (weight * log(q + 1e-10) if i else 0))
+                        (i + 1) ** -0.7 * (0.9**i * log(exp(s) / mass + 1e-10) + (weight * log(q + 1e-10) if i else 0))
                         for s, q in zip(logs, shares, strict=True)
                     ]
                 else:

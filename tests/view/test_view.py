@@ -87,9 +87,10 @@ def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row
 
 
 def whole_text(view: View) -> str:
-    return view.tokenizer.decode(view.prompt) + view.tokenizer.decode(view.prompt[-8:] + view.tokens)[
-        len(view.tokenizer.decode(view.prompt[-8:])) :
-    ]
+    return (
+        view.tokenizer.decode(view.prompt)
+        + view.tokenizer.decode(view.prompt[-8:] + view.tokens)[len(view.tokenizer.decode(view.prompt[-8:])) :]
+    )
 
 
 def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokenizer: Any) -> None:

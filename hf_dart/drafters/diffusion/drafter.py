@@ -92,6 +92,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
 
     config: DiffusionConfig
     described_as: ClassVar[str] = "diffusion drafter"
+
     def __init__(self, config: DiffusionConfig) -> None:
         super().__init__(config)
         self.denoise_steps = config.denoise_steps

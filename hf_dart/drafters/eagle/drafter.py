@@ -64,6 +64,7 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
 
     config: EagleConfig
     described_as: ClassVar[str] = "EAGLE head"
+
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         self.beam = config.beam

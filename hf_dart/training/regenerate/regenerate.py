@@ -82,9 +82,7 @@ def plan(sources: Iterable[tuple[Any, Encoder]], settings: RegenerateSettings) -
     random = np.random.default_rng(settings.seed)
     for documents, encoder in sources:
         contents: Iterator[Any] = (
-            _conversations(documents, encoder)
-            if encoder.kind == "messages"
-            else _pieces(documents, encoder, settings)
+            _conversations(documents, encoder) if encoder.kind == "messages" else _pieces(documents, encoder, settings)
         )
         while window := list(islice(contents, _WINDOW * settings.batch_size)):
             rows = list(enumerate(window, start=row))

@@ -125,9 +125,7 @@ class DrafterTrainer(Trainer):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):
-            check_checkpoint(
-                checkpoint, self.drafter, self.target, self.is_fsdp_enabled or self.is_deepspeed_enabled
-            )
+            check_checkpoint(checkpoint, self.drafter, self.target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
         with _frozen(self.target):
             return super().train(checkpoint, **kwargs)
 

@@ -55,9 +55,7 @@ class DartTrainer(DrafterTrainer):
     recipe: dict[str, Any] | None = None
     """The options of `hf-dart train`, for the record of the training."""
 
-    def __init__(
-        self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any
-    ) -> None:
+    def __init__(self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
         head.bind(target)
         if isinstance(head, DartHead):
             _choose_trained(head, args)
@@ -128,9 +126,7 @@ class DartTrainer(DrafterTrainer):
                 self._agreement = (drafted == target_logits.argmax(-1)[goals[seen]]).float().mean(0)
         return loss, hidden
 
-    def block_states(
-        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
-    ) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         """The hidden states [B, K, d, H] of all blocks; those of absent ones mean nothing.
 
         Args:
@@ -181,6 +177,7 @@ class DartTrainer(DrafterTrainer):
         """
         target_logits, labels = restricted(target_logits, labels, self.head.draft_vocabulary, NO_LABEL)
         acceptance = self._acceptance(hidden, target_logits, goals) if self.objective.needs_acceptance else None
+
         def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
             return self.objective(self.head.logits(hidden), target_logits[goals], labels, acceptance)
 

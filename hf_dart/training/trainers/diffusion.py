@@ -122,9 +122,7 @@ class DiffusionTrainer(DartTrainer):
         nothing = torch.zeros((*ids.shape, 0), device=ids.device)
         return nothing, nothing
 
-    def block_states(
-        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
-    ) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.head.draft_length, self.head.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)

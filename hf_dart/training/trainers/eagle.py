@@ -49,9 +49,7 @@ class EagleTrainer(DartTrainer):
     training_arguments = EagleTrainingArguments
     head: EagleDrafter  # type: ignore[assignment]
 
-    def block_states(
-        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
-    ) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         blocks = build_blocks(inputs["documents"], anchors, self.head.draft_length)
         embeddings = self.head.embed(ids[:, 1:])

@@ -83,9 +83,7 @@ class EditTrainer(DartTrainer):
     training_arguments = EditTrainingArguments
     args: EditTrainingArguments
 
-    def __init__(
-        self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any
-    ) -> None:
+    def __init__(self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any) -> None:
         if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
             raise ValueError("An adapter would be saved without the editor; merge it into its head first.")
         if head.editor is None:
@@ -111,9 +109,7 @@ class EditTrainer(DartTrainer):
         inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
-    def block_states(
-        self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor
-    ) -> Tensor:
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of each later pass."""
         ids, anchors, config = inputs["input_ids"], inputs["anchors"], self.head.config
         blocks = build_blocks(

@@ -35,9 +35,7 @@ class DraftQuality:
         self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
 
     @staticmethod
-    def count(
-        draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None
-    ) -> Tensor:
+    def count(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None) -> Tensor:
         """What each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d].
 
         `drafted` [n, d] are the tokens of the chains, where each is not just the likeliest by `draft_logits`.
