@@ -31,12 +31,12 @@ class _RaggedLayer(CacheLayerMixin):
         self.is_initialized = True
 
     @property
-    def keys(self) -> Tensor:  # type: ignore[override]
+    def keys(self) -> Tensor:
         """[B, heads, S, head_dim] what is shown of them; some targets look whether there are any."""
         return self.buffers.held(2 * self.index, self.owner.longest)
 
     @property
-    def values(self) -> Tensor:  # type: ignore[override]
+    def values(self) -> Tensor:
         """[B, heads, S, head_dim] likewise."""
         return self.buffers.held(2 * self.index + 1, self.owner.longest)
 

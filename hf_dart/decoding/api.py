@@ -187,7 +187,8 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         UndraftedError: it cannot be drafted, and drafts are `optional`.
         TypeError, ValueError: likewise, if they are not.
     """
-    assistant, tree_config, refine, trace = (kwargs.get(name) for name in _KEYWORDS)
+    assistant = kwargs["assistant"]
+    tree_config, refine, trace = (kwargs.get(name) for name in _KEYWORDS[1:])
     _refuse_other(assistant)
     stock = type(model).generate
     kwargs = _by_name(stock, args, _stocks(kwargs))

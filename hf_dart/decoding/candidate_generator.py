@@ -78,7 +78,7 @@ class DartCandidateGenerator(CandidateGenerator):
         """
         return functools.partial(_assisted_decoding, drafter=drafter, streamer=streamer)
 
-    def get_candidates(  # type: ignore[override]
+    def get_candidates(
         self,
         input_ids: Tensor,
         model_kwargs: dict[str, Any],

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -48,19 +48,19 @@ class Proposal:
     hidden: Tensor
     vocabulary: Tensor | None = None
 
-    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
+    def where(self, fresh: Tensor, older: Self) -> Self:
         """This proposal for rows where `fresh` [B] holds, an `older` one for the others."""
         chosen = fresh.to(self.logits.device)[:, None, None]
         logits = torch.where(chosen, self.logits, older.logits)
-        return Proposal(logits, torch.where(chosen, self.hidden, older.hidden), self.vocabulary)
+        return replace(self, logits=logits, hidden=torch.where(chosen, self.hidden, older.hidden))
 
-    def within(self, vocab_size: int) -> Proposal:
+    def within(self, vocab_size: int) -> Self:
         """This proposal for a target with V logits, where a drafter's own table has more or fewer padding rows."""
         rows = self.logits.shape[-1]
         if self.vocabulary is not None or rows == vocab_size:
             return self
         vocabulary = torch.arange(rows, device=self.logits.device) if rows < vocab_size else None
-        return Proposal(self.logits[..., :vocab_size], self.hidden, vocabulary)
+        return replace(self, logits=self.logits[..., :vocab_size], vocabulary=vocabulary)
 
     def force_token(self, rows: list[bool], token: int) -> None:
         """Let those rows draft `token` alone, if they can."""

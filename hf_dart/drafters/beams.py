@@ -8,8 +8,9 @@ branch (EAGLE-2, arXiv 2406.16858, grows its trees so).
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -33,26 +34,16 @@ class BeamProposal(Proposal):
     branches: Tensor
     conditional: Tensor
 
-    def where(self, fresh: Tensor, older: Proposal) -> Proposal:
-        assert isinstance(older, BeamProposal)
-        plain, chosen = super().where(fresh, older), fresh.to(self.logits.device)
-        return BeamProposal(
-            plain.logits,
-            plain.hidden,
-            plain.vocabulary,
-            branches=torch.where(chosen[:, None, None], self.branches, older.branches),
-            conditional=torch.where(chosen[:, None, None, None], self.conditional, older.conditional),
+    def where(self, fresh: Tensor, older: Self) -> Self:
+        chosen = fresh.to(self.logits.device)[:, None, None]
+        return replace(
+            super().where(fresh, older),
+            branches=torch.where(chosen, self.branches, older.branches),
+            conditional=torch.where(chosen[..., None], self.conditional, older.conditional),
         )
 
-    def within(self, vocab_size: int) -> Proposal:
-        plain = super().within(vocab_size)
-        return BeamProposal(
-            plain.logits,
-            plain.hidden,
-            plain.vocabulary,
-            branches=self.branches,
-            conditional=self.conditional[..., :vocab_size],
-        )
+    def within(self, vocab_size: int) -> Self:
+        return replace(super().within(vocab_size), conditional=self.conditional[..., :vocab_size])
 
     def force_token(self, rows: list[bool], token: int) -> None:
         super().force_token(rows, token)

@@ -48,5 +48,5 @@ class DraftNetwork(TargetReader, PreTrainedModel):
         dtype = lm_head.weight.dtype
         return where_it_runs(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden)
 
-    def get_input_embeddings(self) -> None:  # type: ignore[override]
+    def get_input_embeddings(self) -> None:
         """None: tokens are embedded by the target. FSDP asks."""

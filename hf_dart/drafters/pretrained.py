@@ -88,7 +88,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         return attach_to(drafter, target, tokenizer)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         path: str,
         *,
@@ -199,7 +199,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         if not self.adapted:
             self.name_or_path, self._place = name, place
 
-    def push_to_hub(  # type: ignore[override]
+    def push_to_hub(
         self,
         repo_id: str,
         *,

@@ -20,7 +20,7 @@ from hf_dart.decoding.api import AttachedGenerate, attach, detach
 from hf_dart.hub.download import HUB_OPTIONS, head_config
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
-Class = TypeVar("Class", bound=type)
+Class = TypeVar("Class", bound=type[Any])
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def register(
         model_type = None if config is None else config.model_type
         _REGISTERED[name] = Registered(drafter, model_type, trainers, reads)
         if config is not None:
-            drafter.config_class = config  # type: ignore[attr-defined]
+            drafter.config_class = config
             if card is not None:
                 module = "hf_dart" if drafter.__module__.startswith("hf_dart.") else drafter.__module__
                 trained_as = None if trainer is None else name

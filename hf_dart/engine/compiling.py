@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,10 +16,10 @@ def compiled(part: Callable[..., Part], backend: str | None) -> Callable[..., Pa
     if backend is None:
         return part
     # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
-    plain = getattr(part, "__func__", part)
+    plain: Any = part.__func__ if isinstance(part, MethodType) else part
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
     own.__kwdefaults__ = plain.__kwdefaults__
-    part = own if plain is part else MethodType(own, part.__self__)  # type: ignore[attr-defined]
-    return torch.compile(part, fullgraph=True, backend=backend, dynamic=False)
+    whole = MethodType(own, part.__self__) if isinstance(part, MethodType) else own
+    return torch.compile(whole, fullgraph=True, backend=backend, dynamic=False)

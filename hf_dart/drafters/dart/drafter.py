@@ -160,7 +160,7 @@ class DartHead(PretrainedDrafter, DartModel):
         return attach_to(head, target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
 
     @classmethod
-    def from_pretrained(  # type: ignore[override]
+    def from_pretrained(
         cls,
         path: str,
         *,
@@ -254,7 +254,7 @@ class DartHead(PretrainedDrafter, DartModel):
         if config.draft_vocab_size is not None:
             self.reduce_vocabulary(adapters.read_state(path, adapters.VOCABULARY, **where)["draft_vocabulary"])
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write weights and config.json to a folder; of a head with adapters, the active one alone is saved."""
         super().save_pretrained(save_directory, **kwargs)
         if self.adapted:
@@ -434,7 +434,7 @@ class DartHead(PretrainedDrafter, DartModel):
 
         adapters.add(self, adapter_config, adapter_name or "default", seed)
 
-    def load_adapter(  # type: ignore[override]
+    def load_adapter(
         self, path: str, adapter_name: str = "default", **where: Any
     ) -> None:
         """Put a trained adapter on the head beside those that it has, and let it work.
@@ -461,7 +461,7 @@ class DartHead(PretrainedDrafter, DartModel):
 
         adapters.reread(self, folder)
 
-    def set_adapter(self, adapter_name: str) -> None:  # type: ignore[override]
+    def set_adapter(self, adapter_name: str) -> None:
         """Let this adapter work, at any time, between calls and between turns.
 
         A draft cache that another adapter left stays in use: its keys are nearly right, and nothing but the number of

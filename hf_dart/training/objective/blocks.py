@@ -196,7 +196,7 @@ def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: 
 def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
     # Uncompiled, it writes the whole mask down before it looks for empty tiles.
     create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)  # type: ignore[arg-type]
+    return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)
 
 
 def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:

@@ -36,7 +36,7 @@ class Patience(EarlyStoppingCallback):
     def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
         super().on_train_begin(args, state, control, **kwargs)
         # A run may be resumed with more callbacks than it had, and saving looks each of them up.
-        stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())  # type: ignore[union-attr]
+        stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())
         if isinstance(stored, dict):
             self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
         if self.early_stopping_patience_counter >= self.early_stopping_patience:

@@ -343,7 +343,7 @@ class DartTrainer(DrafterTrainer):
             recipe=None if self.recipe is None else publishable(self.recipe),
         )
 
-    def push_to_hub(  # type: ignore[override]
+    def push_to_hub(
         self,
         commit_message: str | None = "End of training",
         blocking: bool = True,

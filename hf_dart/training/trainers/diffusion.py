@@ -83,7 +83,7 @@ class DiffusionTrainer(DartTrainer):
 
     drafter_arguments = (DiffusionArguments,)
     training_arguments = DiffusionTrainingArguments
-    head: DiffusionDrafter  # type: ignore[assignment]
+    head: DiffusionDrafter
     args: DiffusionTrainingArguments
 
     def __init__(
@@ -94,7 +94,7 @@ class DiffusionTrainer(DartTrainer):
                 "Losses in chunks train no LM head, and this drafter has one of its own; give loss_chunk=0, or a "
                 "drafter with share_embeddings=True."
             )
-        super().__init__(drafter, target, args, **kwargs)  # type: ignore[arg-type]
+        super().__init__(drafter, target, args, **kwargs)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""

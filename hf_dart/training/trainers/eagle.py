@@ -47,7 +47,7 @@ class EagleTrainer(DartTrainer):
 
     drafter_arguments = (EagleArguments,)
     training_arguments = EagleTrainingArguments
-    head: EagleDrafter  # type: ignore[assignment]
+    head: EagleDrafter
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, anchors = inputs["input_ids"], inputs["anchors"]
