@@ -156,6 +156,17 @@ def test_truncated_rows_go_on_from_their_end(make: Callable[..., TreeCache]) -> 
         torch.testing.assert_close(logits[row, 0], target(text[None], use_cache=False).logits[0, -1], **CLOSE)
 
 
+@pytest.mark.parametrize("make", [ragged, windowed, right_aligned])
+def test_layers_show_what_they_hold(make: Callable[..., TreeCache]) -> None:
+    """Some targets look into them."""
+    target = tiny_target("gemma3")
+    prefilled = prefill(target, prompts([12]))
+    shown = attention_layers(make(prefilled, [0], 64, True).cache)
+    for layer, stock in zip(shown, attention_layers(prefilled), strict=True):
+        for got, want in ((layer.keys, stock.keys), (layer.values, stock.values)):
+            assert torch.equal(got[:, :, -want.shape[2] :], want)
+
+
 def test_the_chooser_picks_by_layer_kind() -> None:
     for family in FAMILIES:
         target = tiny_target(family)

@@ -41,6 +41,16 @@ def test_what_was_noted_of_rows_is_written_where_it_belongs() -> None:
     assert [rows.ids(row)[0, 4:].tolist() for row in range(3)] == [[5, 6], [7, 8, 9, 2], [3]]
 
 
+def test_stocks_own_criteria_are_known_by_their_tokens() -> None:
+    """The engine looks for them on the device; others are asked."""
+    config = GenerationConfig(max_length=30)
+    config._pad_token_tensor = torch.tensor(0)
+    known = [MaxLengthCriteria(30), EosTokenCriteria([3, 5]), EosTokenCriteria(7)]
+    for criteria, tokens in ((known, {3, 5, 7}), (known[:1], set()), ([*known, Criterion("ends rows")], None)):
+        rows = Rows(torch.ones(1, 4, dtype=torch.long), None, config, StoppingCriteriaList(criteria), in_step=False)
+        assert rows.end_tokens == tokens
+
+
 def test_rows_that_are_filled_up_need_a_pad() -> None:
     """As in stock, which fails at its first step."""
     target = tiny_target("llama")

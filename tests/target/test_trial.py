@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
+from support.cases import replay
 from support.compare import assert_identical
 from support.families import REFUSED
 from support.tiny import prompts, tiny_head, tiny_target
@@ -300,12 +301,12 @@ class CountsPadding(LlamaForCausalLM):
         return inputs
 
 
-class FromOne(LlamaForCausalLM):
-    """Positions begin at 1."""
+class FromFive(LlamaForCausalLM):
+    """Positions begin at 5."""
 
     def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
         inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        inputs["position_ids"] = inputs["position_ids"] + 1
+        inputs["position_ids"] = inputs["position_ids"] + 5
         return inputs
 
 
@@ -335,7 +336,7 @@ class KeepsWhenTold(LlamaForCausalLM):
         return super().forward(*args, past_key_values=cache, use_cache=use_cache, **kwargs)
 
 
-@pytest.mark.parametrize("model_class", [CountsPadding, FromOne, KeepsWhenTold])
+@pytest.mark.parametrize("model_class", [CountsPadding, FromFive, KeepsWhenTold])
 def test_what_stocks_steps_are_given_is_given_to_trees(model_class: type[LlamaForCausalLM]) -> None:
     target = unknown(model_class)
     for lengths in ([7], [9, 9], [9, 3, 7]):
@@ -407,9 +408,15 @@ DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
 
 @pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
 def test_one_row_may_cross_the_trained_length(mode: dict[str, Any]) -> None:
-    for fields in ({"rope_parameters": LONGROPE}, {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}):
-        target = tiny_target("llama", **fields)
+    dynamic = {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}
+    for target in (
+        tiny_target("llama", rope_parameters=LONGROPE),
+        tiny_target("llama", **dynamic),
+        unknown(FromFive, **{**dynamic, "max_position_embeddings": 28}),
+    ):
         assert_identical(target, tiny_head(target), prompts([7]), **mode, max_length=40)
+        drafter = replay(target, prompts([7]), misses=[0.0], **mode, max_length=40)
+        assert_identical(target, drafter, prompts([7]), **mode, max_length=40)
 
 
 @pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
