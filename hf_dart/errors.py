@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -39,6 +39,34 @@ def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
         yield
     except caught as error:
         raise UserError(f"{about}: {sentence(error)}" if about else sentence(error)) from error
+
+
+def check_fields(
+    config: Any,
+    *,
+    least: dict[str, int] | None = None,
+    choices: dict[str, Sequence[str]] | None = None,
+    shares: Sequence[str] = (),
+) -> None:
+    """Raise a `ValueError` that names the first field out of range; None is in every range.
+
+    Args:
+        least: the smallest number that each field may be.
+        choices: the words that each field may be.
+        shares: fields that go from 0 to 1.
+    """
+    for name, smallest in (least or {}).items():
+        value = getattr(config, name)
+        if value is not None and value < smallest:
+            raise ValueError(f"{name} is {value}; give {smallest} or more.")
+    for name, words in (choices or {}).items():
+        value = getattr(config, name)
+        if value is not None and value not in words:
+            raise ValueError(f"{name} is {value!r}; give one of {', '.join(words)}.")
+    for name in shares:
+        value = getattr(config, name)
+        if value is not None and not 0 <= value <= 1:
+            raise ValueError(f"{name} is {value}; give a number from 0 to 1.")
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:

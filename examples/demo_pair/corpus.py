@@ -2,7 +2,7 @@
 
     python examples/demo_pair/corpus.py corpus.bin [--tokenizer hf_dart/demo_pair/target]
 
-Writes uint16 ids with the end-of-text token after every file: as `hf_dart.training.PackedTokens` reads them.
+Writes uint16 ids with the end-of-text token after every file, as `hf-dart train` reads .bin files.
 Packages that are held out for evaluation never enter it.
 """
 

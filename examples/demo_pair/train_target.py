@@ -19,6 +19,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 from corpus import PACKAGES, source_files, texts, write
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -127,7 +128,7 @@ def main() -> None:
             report_to="none",
             disable_tqdm=True,
         ),
-        train_dataset=PackedTokens(corpus, arguments.length, eos=config.eos_token_id, vocab_size=config.vocab_size),
+        train_dataset=PackedTokens(np.fromfile(corpus, np.uint16), arguments.length, config.eos_token_id),
         data_collator=collate,
     )
     trainer.train()

@@ -113,7 +113,7 @@ def _run(trainer: DartTrainer, ids: Tensor, one: Measurement) -> None:
         trainer.args.anchors_per_row = one.blocks
         inputs = {"input_ids": ids, "documents": torch.zeros_like(ids)}
         items = trainer.draw(inputs, torch.Generator().manual_seed(len(one.seconds)))
-        trainer.training_step(trainer.head, inputs, torch.tensor(items, device=ids.device))
+        trainer.training_step(trainer.drafter, inputs, torch.tensor(items, device=ids.device))
         trainer.optimizer.step()
         trainer.optimizer.zero_grad()
 

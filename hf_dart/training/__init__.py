@@ -1,6 +1,6 @@
 """Training drafters on `transformers.Trainer`: rows of tokens, losses, and one trainer per kind of drafter."""
 
-from hf_dart.training.data.packed_tokens import PackedTokens, tokenize
+from hf_dart.training.data.packing import PackedTokens, tokenize
 from hf_dart.training.data.sources import DataArguments, load_rows
 from hf_dart.training.objective import losses
 from hf_dart.training.trainers.arguments import DartTrainingArguments

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -15,8 +16,8 @@ from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.registry import trainers
 from hf_dart.errors import did_you_mean, sentence
 from hf_dart.training.data.sources import DataArguments
-from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
-from hf_dart.training.trainers.kinds import trainer_of
+from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments, TargetArguments
+from hf_dart.training.trainers.base import DrafterTrainer
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,26 @@ class Recipe:
     head: DrafterArguments
     lora: LoraArguments
     data: DataArguments
-    training: DartTrainingArguments
+    training: DrafterTrainingArguments
     given: dict[str, Any]
 
 
 class _Parser(HfArgumentParser):
     def error(self, message: str) -> NoReturn:
         raise ValueError(f"{message}.")
+
+
+def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
+    """The trainer of a kind of drafter, as that was registered (`hf_dart.drafters.registry.register`).
+
+    Raises:
+        ValueError: there is no such kind.
+    """
+    known = trainers()
+    if drafter not in known:
+        raise ValueError(f"drafter is {drafter!r}; give one of {', '.join(known)}.")
+    module, _, name = known[drafter][1].partition(":")
+    return getattr(import_module(module), name)
 
 
 def _groups(drafter: str) -> tuple[type, ...]:

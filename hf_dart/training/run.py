@@ -23,10 +23,9 @@ from hf_dart.target.loading import load_target
 from hf_dart.training.checkpoints.folders import STAGING
 from hf_dart.training.checkpoints.record import last_evaluation
 from hf_dart.training.data.sources import load_rows
-from hf_dart.training.recipe import Recipe
-from hf_dart.training.trainers.arguments import DrafterArguments, TargetArguments
-from hf_dart.training.trainers.dart import DartTrainer
-from hf_dart.training.trainers.kinds import trainer_of
+from hf_dart.training.recipe import Recipe, trainer_of
+from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
+from hf_dart.training.trainers.base import DrafterTrainer
 from hf_dart.trees.config import TreeConfig
 
 FINAL = "final"
@@ -53,7 +52,8 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     args = recipe.training
     checkpoint = checkpoint_of(args.output_dir, args.resume_from_checkpoint)
     model, tokenizer = _target(recipe.target, args.device)
-    head = _head(recipe.head, recipe.lora, model, tokenizer, args.selector_only)
+    selector_only = isinstance(args, DartTrainingArguments) and args.selector_only
+    head = _head(recipe.head, recipe.lora, model, tokenizer, selector_only)
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
@@ -94,7 +94,7 @@ def _some(rows: Any) -> Iterator[dict[str, Any]]:
     return (rows[int(i)] for i in np.random.default_rng(0).permutation(len(rows))[:_COUNTED])
 
 
-def _evaluation(trainer: DartTrainer) -> dict[str, float]:
+def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:
     """Metrics of the drafter as it is now."""
     last = last_evaluation(trainer.state.log_history)
     if last is None or last["step"] != trainer.state.global_step or trainer.args.load_best_model_at_end:

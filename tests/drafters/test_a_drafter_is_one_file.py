@@ -20,8 +20,7 @@ from hf_dart.drafters.registry import load_drafter, trainers
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
-from hf_dart.training.recipe import parser, read_recipe
-from hf_dart.training.trainers.kinds import trainer_of
+from hf_dart.training.recipe import parser, read_recipe, trainer_of
 
 TOY = '''
 """Repeats the token before: one file, and nothing else, makes it a kind of drafter."""
@@ -37,14 +36,14 @@ from hf_dart.drafters.registry import register
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts
-from hf_dart.training.trainers.dart import DartTrainer
+from hf_dart.training.trainers.base import DrafterTrainer
 
 
 class ToyConfig(DrafterConfig):
     model_type = "toy"
 
 
-class ToyTrainer(DartTrainer):
+class ToyTrainer(DrafterTrainer):
     """Trains nothing yet."""
 
 

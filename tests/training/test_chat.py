@@ -184,7 +184,7 @@ def test_tokens_that_are_not_the_assistants_move_no_weight(tmp_path: Path) -> No
         batch = trainer.data_collator(rows)
         assert trainer.draw(batch, torch.Generator()) == 2 * 4
         with torch.no_grad():
-            return trainer.compute_loss(trainer.head, batch).item()
+            return trainer.compute_loss(trainer.drafter, batch).item()
 
     behind, before = ids.clone(), ids.clone()
     behind[:, 10:] = (behind[:, 10:] + 1) % VOCABULARY

@@ -173,21 +173,15 @@ def test_chunks_change_neither_loss_nor_gradients(tmp_path: Path, share: float) 
 
 @pytest.mark.parametrize("loss", ["left_to_right", "dpace", "dart"])
 def test_the_target_runs_only_where_it_is_asked(tmp_path: Path, loss: str) -> None:
-    """For text alone it does not, but to log the agreement; the weights are the same either way."""
+    """For text alone it does not."""
     target = tiny_target()
     runs: list[int] = []
-    weights = []
-    for every in (8, 1):
-        drafter = tiny_drafter(target)
-        trainer = tiny_trainer(tmp_path, drafter, target, token_rows(LENGTHS * 4), loss=loss, logging_steps=every)
-        counting = target.register_forward_pre_hook(lambda *_: runs.append(1))
-        trainer.train()
-        counting.remove()
-        packing_check = 1
-        assert len(runs) == (1 if loss != "dart" and every == 8 else 8) + packing_check
-        runs.clear()
-        weights.append(drafter.state_dict())
-    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    trainer = tiny_trainer(tmp_path, tiny_drafter(target), target, token_rows(LENGTHS * 4), loss=loss)
+    counting = target.register_forward_pre_hook(lambda *_: runs.append(1))
+    trainer.train()
+    counting.remove()
+    packing_check = 1
+    assert len(runs) == (8 + packing_check if loss == "dart" else 0)
 
 
 @pytest.mark.parametrize("loss", PRESETS)
@@ -200,18 +194,6 @@ def test_every_objective_trains_it(tmp_path: Path, loss: str) -> None:
     trainer.train()
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert float(logs[-1]["loss"]) < float(logs[0]["loss"])
-    assert {"agreement_1", "agreement_4"} <= logs[-1].keys()
-
-
-def test_the_bound_alone_has_no_drafts_to_agree(tmp_path: Path) -> None:
-    target = tiny_target()
-    trainer = tiny_trainer(
-        tmp_path, tiny_drafter(target), target, token_rows(LENGTHS), revealed_share=1.0, logging_steps=1, max_steps=2
-    )
-    trainer.train()
-    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
-    assert len(logs) == 2
-    assert not any(name.startswith("agreement") for entry in logs for name in entry)
 
 
 @pytest.mark.parametrize("share", [True, False])
@@ -247,7 +229,6 @@ def test_training_makes_better_drafts(tmp_path: Path, share: bool) -> None:
         {"revealed_share": 1.5},
         {"text_weight": -1.0},
         {"loss": "mse"},
-        {"selector_only": True, "loss": "dart"},
     ],
     ids=str,
 )

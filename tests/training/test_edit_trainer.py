@@ -54,7 +54,7 @@ def trainer_of(folder: Path, head: DartHead, target: Any, rows: Any = None, **op
 
 
 def drawn(trainer: EditTrainer, seed: int = 0) -> dict[str, Any]:
-    inputs = batch_of(token_rows(LENGTHS), trainer.head.draft_length, 6)
+    inputs = batch_of(token_rows(LENGTHS), trainer.drafter.draft_length, 6)
     trainer.draw(inputs, torch.Generator().manual_seed(seed))
     return inputs
 

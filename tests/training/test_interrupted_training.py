@@ -37,7 +37,7 @@ def trainer_of(folder: Path, **arguments: Any) -> DartTrainer:
 def uninterrupted(folder: Path) -> dict[str, Tensor]:
     trainer = trainer_of(folder, save_strategy="no")
     trainer.train()
-    return trainer.head.state_dict()
+    return trainer.drafter.state_dict()
 
 
 def assert_equal(weights: dict[str, Tensor], others: dict[str, Tensor]) -> None:
@@ -66,7 +66,7 @@ def test_killed_while_it_saves(tmp_path: Path) -> None:
     assert trainer.state.global_step == STEPS
     assert checkpoints(folder) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
     assert not (folder / STAGING).exists()
-    assert_equal(uninterrupted(tmp_path / "other"), trainer.head.state_dict())
+    assert_equal(uninterrupted(tmp_path / "other"), trainer.drafter.state_dict())
 
 
 @pytest.mark.matrix
@@ -89,7 +89,7 @@ def test_killed_at_any_time(tmp_path: Path) -> None:
             break
     trainer = trainer_of(folder, save_steps=1)
     trainer.train(resume_from_checkpoint=True)
-    assert_equal(uninterrupted(tmp_path / "other"), trainer.head.state_dict())
+    assert_equal(uninterrupted(tmp_path / "other"), trainer.drafter.state_dict())
 
 
 def checkpoints_beyond(folder: Path, step: int) -> bool:
@@ -120,13 +120,13 @@ def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, fi
 
     trainer = trainer_of(tmp_path)
     trainer.train(resume_from_checkpoint=True)
-    assert_equal(uninterrupted(tmp_path / "other"), trainer.head.state_dict())
+    assert_equal(uninterrupted(tmp_path / "other"), trainer.drafter.state_dict())
     with largest_file(1000), pytest.raises(OSError, match="final could not be written"):
         trainer.save_whole(tmp_path / "final")
     assert not (tmp_path / "final").exists()
     trainer.save_whole(tmp_path / "final")
     loaded = DartHead.from_pretrained(str(tmp_path / "final"), target=trainer.target)
-    assert_equal(loaded.state_dict(), trainer.head.state_dict())
+    assert_equal(loaded.state_dict(), trainer.drafter.state_dict())
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
 
 def test_weights_that_are_not_finite_are_not_saved(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, save_steps=1, max_grad_norm=0.0)
-    trainer.head.fc.weight.register_hook(lambda gradient: gradient * float("nan"))
+    trainer.drafter.fc.weight.register_hook(lambda gradient: gradient * float("nan"))
     with pytest.raises(FloatingPointError, match="after step 1, and are not saved"):
         trainer.train()
     assert not list(tmp_path.iterdir())

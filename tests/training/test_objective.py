@@ -25,6 +25,7 @@ from transformers import HfArgumentParser
 from hf_dart.training import DartTrainingArguments, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.objective.objective import PRESETS, Objective
+from hf_dart.training.trainers.base import Drafts
 
 
 def test_every_divergence_can_be_chosen() -> None:
@@ -137,12 +138,12 @@ def test_labels_are_the_tokens_behind(draft_length: int, tmp_path: Path) -> None
     trainer = tiny_trainer(tmp_path, head, target, rows)
     seen: list[list[int]] = []
 
-    def draft_loss(inputs: Any, hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
-        seen.extend(labels.tolist())
-        return hidden.sum()
+    def draft_loss(drafts: Drafts) -> Tensor:
+        seen.extend(drafts.labels.tolist())
+        return drafts.hidden.sum()
 
     trainer.draft_loss = draft_loss
-    batch = batch_of(rows, trainer.head.draft_length, 20)
+    batch = batch_of(rows, trainer.drafter.draft_length, 20)
     trainer.compute_loss(head, batch)
     expected = []
     for ids, documents, anchors in zip(batch["input_ids"], batch["documents"], batch["anchors"], strict=True):
@@ -191,17 +192,16 @@ class LargestLogits(TorchDispatchMode):
     ids=lambda options: "-".join(str(value) for value in options.values()),
 )
 def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp_path: Path) -> None:
-    """Forward and backward, with the agreement that is logged: 3 blocks' logits at a time, never those of all."""
+    """Forward and backward: 3 blocks' logits at a time, never those of all."""
     target = tiny_target(torch.float64)
     rows = token_rows(LENGTHS)
     results, largest, blocks = [], [], 0
     for chunk in (0, 3):
         head = tiny_head(target)
         trainer = tiny_trainer(tmp_path, head, target, rows, loss_chunk=chunk, **options)
-        trainer.state.logging_steps = 1
         target.requires_grad_(False)
         torch.manual_seed(1)
-        batch = batch_of(rows, trainer.head.draft_length, 20)
+        batch = batch_of(rows, trainer.drafter.draft_length, 20)
         head.train()
         trainer.teach(batch["input_ids"], batch["documents"])  # the target is tried out once, on a row of its own
         # Of the target itself there is one distribution per token, not per block; and there are its weights.
@@ -212,7 +212,6 @@ def test_chunks_bound_the_memory_and_change_nothing(options: dict[str, Any], tmp
         blocks = len(outputs["hidden"])
         largest.append(mode.elements)
         results.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
-        assert trainer._agreement is not None
     per_block = head.draft_length * VOCABULARY
     assert blocks > 30
     assert largest == [blocks * per_block, 3 * per_block]

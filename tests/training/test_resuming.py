@@ -226,7 +226,7 @@ def test_nothing_is_trained_behind_the_last_step(run: Path, max_steps: int) -> N
     assert trainer.state.global_step == 2
     assert not list((run / "on").iterdir())
     for name, value in load_file(checkpoint / "model.safetensors").items():
-        assert torch.equal(trainer.head.state_dict()[name], value)
+        assert torch.equal(trainer.drafter.state_dict()[name], value)
 
 
 def test_a_run_that_had_stopped_early_has_stopped(tmp_path: Path) -> None:

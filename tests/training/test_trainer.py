@@ -32,8 +32,6 @@ def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> 
 
     logs = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert float(logs[-1]["loss"]) < 0.8 * float(logs[0]["loss"])
-    assert {"agreement_1", "agreement_4"} <= logs[-1].keys()
-    assert "agreement_5" not in logs[-1]
     assert all(not torch.equal(value, before[name]) for name, value in head.state_dict().items())
     assert all(torch.equal(value, target_before[name]) for name, value in target.state_dict().items())
     assert all(p.requires_grad and p.grad is None for p in target.parameters())

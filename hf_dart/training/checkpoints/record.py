@@ -11,7 +11,7 @@ from transformers import TrainerState
 
 from hf_dart.hub.facts import TRAINING_RECORD
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.training.trainers.arguments import DartTrainingArguments
+from hf_dart.training.trainers.arguments import DrafterTrainingArguments
 
 _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
@@ -28,7 +28,7 @@ def last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
 
 
 def training_record(
-    args: DartTrainingArguments, state: TrainerState, best_from: int | None, **about: Any
+    args: DrafterTrainingArguments, state: TrainerState, best_from: int | None, **about: Any
 ) -> dict[str, Any]:
     """What a run has done so far; what is not known is left out.
 
@@ -52,7 +52,6 @@ def training_record(
     record: dict[str, Any] = {
         "loss": args.loss,
         "objective": asdict(args.objective),
-        "selector_only": args.selector_only,
         "steps": step,
         "tokens": state.num_input_tokens_seen or None,
         "rows_per_step": args.train_batch_size * args.gradient_accumulation_steps * args.world_size,

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from hf_dart.errors import INSTALLED_FROM, sentence
+from hf_dart.training.data.packing import split_documents
 
 _FORMATS = {
     ".jsonl": ("json", "JSON lines"),
@@ -242,9 +243,5 @@ def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: b
 def _split_ids(files: list[tuple[str, int, int]], eos: int | None) -> Iterator[dict[str, np.ndarray]]:
     """Each document of the files, the token that ends it included. Size and time of a file name its cached form."""
     for path, size, _ in files:
-        stream = np.memmap(path, np.uint16, "r", shape=(size // 2,))
-        begin = 0
-        for end in [*(np.flatnonzero(stream == eos) + 1).tolist(), len(stream)]:
-            if end > begin:
-                yield {"input_ids": stream[begin:end].astype(np.int32)}
-            begin = end
+        for ids in split_documents(np.memmap(path, np.uint16, "r", shape=(size // 2,)), eos):
+            yield {"input_ids": ids}

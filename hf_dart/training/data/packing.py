@@ -5,8 +5,12 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
 
 Document = tuple[np.ndarray, np.ndarray]
 """Token ids [n] int32 and bool [n], which of them a head may be trained to draft."""
@@ -89,3 +93,42 @@ def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
         bins[number].append(index)
         insort(open_bins, (room - sizes[index], number))
     return bins
+
+
+def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
+    """Token ids [n] int32 of `texts`, the end-of-text token after each."""
+    eos = tokenizer.eos_token_id
+    encoded = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts)
+    return np.array([token for ids in encoded for token in (*ids, eos)], np.int32)
+
+
+def split_documents(stream: np.ndarray, eos: int | None) -> Iterator[np.ndarray]:
+    """The documents of a stream of token ids [n], as int32, the token that ends each included."""
+    begin = 0
+    for end in [*(np.flatnonzero(stream == eos) + 1).tolist(), len(stream)]:
+        if end > begin:
+            yield stream[begin:end].astype(np.int32)
+        begin = end
+
+
+class PackedTokens(Dataset[dict[str, Tensor]]):
+    """Rows of `length` tokens from a stream of documents, packed by a [`Packer`] and held in memory.
+
+    Args:
+        stream: token ids [n], such as `tokenize` gives; documents end with `eos`.
+        length: T, tokens of a row.
+        eos: the end-of-text token; it belongs to the document that it ends.
+        minimum: shorter pieces are left out. A piece of m tokens has m - d anchors.
+        share_rows: False gives every piece a row of its own, for targets that cannot keep documents apart.
+    """
+
+    def __init__(self, stream: np.ndarray, length: int, eos: int, minimum: int = 16, share_rows: bool = True) -> None:
+        pack = Packer(length, minimum - 1, share_rows)
+        self._columns = pack((ids, np.ones(len(ids), bool)) for ids in split_documents(stream, eos))
+
+    def __len__(self) -> int:
+        return len(self._columns["input_ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        """`input_ids` [T] (0 in padding) and `documents` [T] (0, 1, ... in a row; -1 in padding)."""
+        return {name: torch.from_numpy(self._columns[name][index]).long() for name in ("input_ids", "documents")}

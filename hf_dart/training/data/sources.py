@@ -5,19 +5,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from hf_dart.drafters.dart.configuration import DartConfig
-from hf_dart.errors import sentence
+from hf_dart.errors import check_fields, sentence
 from hf_dart.hub.machine import versions
 from hf_dart.target.tokenizers import template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import Packer
+from hf_dart.training.options import option
 from hf_dart.trees.vocabulary import same_vocabulary
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
@@ -37,44 +38,34 @@ class DataArguments:
         ValueError: a field is out of range.
     """
 
-    train_data: list[str] = field(metadata={"help": "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub"})
-    eval_data: list[str] = field(default_factory=list, metadata={"help": "the same; a Hub split is 'validation' here"})
-    eval_documents: int = field(
-        default=0, metadata={"help": "without eval_data: the first of each source, kept out of training"}
+    train_data: list[str] = option(MISSING, "files, folders, patterns, or NAME[:CONFIG[:SPLIT]] of the Hub")
+    eval_data: list[str] = option([], "the same; a Hub split is 'validation' here")
+    eval_documents: int = option(0, "without eval_data: the first of each source, kept out of training")
+    shares: list[float] | None = option(
+        None, "of the rows: one number per source; without, every row comes once per epoch"
     )
-    shares: list[float] | None = field(
-        default=None, metadata={"help": "of the rows: one number per source; without, every row comes once per epoch"}
-    )
-    text_field: str | None = field(default=None, metadata={"help": "the field that holds the text"})
-    messages_field: str | None = field(default=None, metadata={"help": "the field that holds the conversation"})
-    sample_by: str = field(default="document", metadata={"help": "of .txt files: document, paragraph or line"})
-    chat_template: str | None = field(
-        default=None, metadata={"help": "a chat template or a file with one, instead of the tokenizer's"}
-    )
-    enable_thinking: bool | None = field(default=None, metadata={"help": "handed to the chat template"})
-    train_on: str = field(
-        default="assistant", metadata={"help": "draft only what the assistant (or the target) wrote, or 'all'"}
-    )
-    max_length: int = field(default=2048, metadata={"help": "tokens of a row"})
-    packing: bool = field(default=True, metadata={"help": "several documents in a row, none seen by another"})
-    streaming: bool = field(
-        default=False, metadata={"help": "read while training, over and over until max_steps, and keep nothing on disk"}
-    )
-    shuffle_buffer: int = field(default=1000, metadata={"help": "documents of a stream that are shuffled at a time"})
-    shuffle_seed: int = field(default=0, metadata={"help": "of streams and mixtures"})
-    num_proc: int | None = field(default=None, metadata={"help": "processes that tokenize"})
-    cache_dir: str | None = field(default=None, metadata={"help": "of the datasets library"})
+    text_field: str | None = option(None, "the field that holds the text")
+    messages_field: str | None = option(None, "the field that holds the conversation")
+    sample_by: str = option("document", "of .txt files: document, paragraph or line")
+    chat_template: str | None = option(None, "a chat template or a file with one, instead of the tokenizer's")
+    enable_thinking: bool | None = option(None, "handed to the chat template")
+    train_on: str = option("assistant", "draft only what the assistant (or the target) wrote, or 'all'")
+    max_length: int = option(2048, "tokens of a row")
+    packing: bool = option(True, "several documents in a row, none seen by another")
+    streaming: bool = option(False, "read while training, over and over until max_steps, and keep nothing on disk")
+    shuffle_buffer: int = option(1000, "documents of a stream that are shuffled at a time")
+    shuffle_seed: int = option(0, "of streams and mixtures")
+    num_proc: int | None = option(None, "processes that tokenize")
+    cache_dir: str | None = option(None, "of the datasets library")
 
     def __post_init__(self) -> None:
         if not self.train_data:
             raise ValueError("train_data is empty; name at least one source.")
-        if self.train_on not in ("assistant", "all"):
-            raise ValueError(f"train_on is {self.train_on!r}; give 'assistant' or 'all'.")
-        if self.sample_by not in ("document", "paragraph", "line"):
-            raise ValueError(f"sample_by is {self.sample_by!r}; give 'document', 'paragraph' or 'line'.")
-        for name, least in (("max_length", 2), ("shuffle_buffer", 1), ("eval_documents", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} is {getattr(self, name)}; give {least} or more.")
+        check_fields(
+            self,
+            least={"max_length": 2, "shuffle_buffer": 1, "eval_documents": 0},
+            choices={"train_on": ("assistant", "all"), "sample_by": ("document", "paragraph", "line")},
+        )
         if self.eval_data and self.eval_documents:
             raise ValueError("eval_documents keeps documents of train_data out of training; leave out eval_data or it.")
         if self.shares is not None:

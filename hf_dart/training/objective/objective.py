@@ -9,6 +9,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from hf_dart.errors import check_fields
 from hf_dart.training.objective import losses
 
 _CHOICES = {
@@ -49,13 +50,9 @@ class Objective:
     chain_form: str = "linear"
 
     def __post_init__(self) -> None:
-        for name, choices in _CHOICES.items():
-            if getattr(self, name) not in choices:
-                raise ValueError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
+        check_fields(self, choices=_CHOICES, shares=("dpace_alpha",))
         if not 0 < self.gamma <= 1:
             raise ValueError(f"gamma is {self.gamma}; give a number in (0, 1].")
-        if not 0 <= self.dpace_alpha <= 1:
-            raise ValueError(f"dpace_alpha is {self.dpace_alpha}; give a number in [0, 1].")
         for name in ("lk_eta", "token_weight", "focal_weight", "chain_weight"):
             if not 0 <= getattr(self, name) < math.inf:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number of 0 or more.")

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from hf_dart.errors import check_fields
 from hf_dart.training.data.chat import Message
 from hf_dart.training.data.documents import group_files
 from hf_dart.training.data.encoding import Encoder
@@ -56,9 +57,7 @@ class RegenerateSettings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("length", "new_tokens", "batch_size"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
+        check_fields(self, least={"length": 1, "new_tokens": 1, "batch_size": 1})
         if not 1 <= self.prefix[0] <= self.prefix[1] < self.length:
             raise ValueError(
                 f"prefix is {self.prefix[0]} to {self.prefix[1]}; give two numbers from 1 to below the length, "

@@ -1,18 +1,20 @@
-"""The options of a training run: of the trainer, and for the command line of the target and the drafter.
+"""The options of a training run, each described once: of the trainer, and for `hf-dart train` of target and drafter.
 
-`HfArgumentParser` reads the annotations and makes a flag of every field.
+`HfArgumentParser` reads the annotations and makes a flag of every field; a recipe has the same names.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 import torch
 from transformers import TrainingArguments
 
+from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
+from hf_dart.training.options import option
 from hf_dart.training.trainers.evaluate import DraftQuality
 
 # Options for models that transformers trains by losses of its own.
@@ -23,19 +25,13 @@ _OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel
 class TargetArguments:
     """The target of a run: its weights stay as they are, in any form that transformers runs."""
 
-    target: str | None = field(default=None, metadata={"help": "a folder or a Hub id; default: the packaged target"})
-    target_revision: str | None = field(default=None, metadata={"help": "branch, tag or commit on the Hub"})
-    tokenizer: str | None = field(default=None, metadata={"help": "default: the target's"})
-    dtype: str | None = field(
-        default=None, metadata={"help": "of the target's weights; default: float32 for the packaged one, else as saved"}
-    )
-    device_map: str | None = field(
-        default=None, metadata={"help": "auto spreads the target over devices; default: whole on each process's own"}
-    )
-    quantization: str | None = field(
-        default=None, metadata={"help": 'fields of a BitsAndBytesConfig as JSON, such as {"load_in_4bit": true}'}
-    )
-    attn_implementation: str | None = field(default=None, metadata={"help": "of the target, as for from_pretrained"})
+    target: str | None = option(None, "a folder or a Hub id; default: the packaged target")
+    target_revision: str | None = option(None, "branch, tag or commit on the Hub")
+    tokenizer: str | None = option(None, "default: the target's")
+    dtype: str | None = option(None, "of the target's weights; default: float32 for the packaged one, else as saved")
+    device_map: str | None = option(None, "auto spreads the target over devices; default: whole on each process's own")
+    quantization: str | None = option(None, 'fields of a BitsAndBytesConfig as JSON, such as {"load_in_4bit": true}')
+    attn_implementation: str | None = option(None, "of the target, as for from_pretrained")
 
     def quantization_fields(self) -> dict[str, Any]:
         """`quantization` as a dict, empty without.
@@ -50,23 +46,20 @@ class TargetArguments:
 class DrafterArguments:
     """A new drafter, shaped by the fields of its config, or one to train on."""
 
-    drafter: str = field(
-        default="dart",
-        metadata={"help": "its kind, edit for a head with edit passes; --help lists the options of that kind"},
-    )
-    head: str | None = field(default=None, metadata={"help": "go on training this one: a folder or a Hub id"})
-    draft_length: int | None = field(default=None, metadata={"help": "d, tokens guessed at a time"})
-    feature_layers: list[int] | None = field(default=None, metadata={"help": "hidden_states of the target to read"})
-    num_layers: int | None = field(default=None, metadata={"help": "decoder layers of the drafter"})
-    num_attention_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
-    num_key_value_heads: int | None = field(default=None, metadata={"help": "default: as the target"})
-    head_dim: int | None = field(default=None, metadata={"help": "default: as the target"})
-    intermediate_size: int | None = field(default=None, metadata={"help": "default: as the target"})
-    rms_norm_eps: float | None = field(default=None, metadata={"help": "default: as the target"})
-    rope_theta: float | None = field(default=None, metadata={"help": "default: as the target"})
-    initializer_range: float | None = field(default=None, metadata={"help": "standard deviation of new weights"})
-    target_name: str | None = field(default=None, metadata={"help": "kept in the config; default: the target's name"})
-    tree: str | None = field(default=None, metadata={"help": "fields of the TreeConfig that suits it, as JSON"})
+    drafter: str = option("dart", "its kind, edit for a head with edit passes; --help lists the options of that kind")
+    head: str | None = option(None, "go on training this one: a folder or a Hub id")
+    draft_length: int | None = option(None, "d, tokens guessed at a time")
+    feature_layers: list[int] | None = option(None, "hidden_states of the target to read")
+    num_layers: int | None = option(None, "decoder layers of the drafter")
+    num_attention_heads: int | None = option(None, "default: as the target")
+    num_key_value_heads: int | None = option(None, "default: as the target")
+    head_dim: int | None = option(None, "default: as the target")
+    intermediate_size: int | None = option(None, "default: as the target")
+    rms_norm_eps: float | None = option(None, "default: as the target")
+    rope_theta: float | None = option(None, "default: as the target")
+    initializer_range: float | None = option(None, "standard deviation of new weights")
+    target_name: str | None = option(None, "kept in the config; default: the target's name")
+    tree: str | None = option(None, "fields of the TreeConfig that suits it, as JSON")
 
     def config(self) -> dict[str, Any]:
         """The fields of the config that were given.
@@ -91,35 +84,29 @@ def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
 class HeadArguments(DrafterArguments):
     """A [`DartHead`]."""
 
-    block_attention: Literal["causal", "bidirectional"] | None = field(
-        default=None, metadata={"help": "what the mask slots of a draft see of each other"}
+    block_attention: Literal["causal", "bidirectional"] | None = option(
+        None, "what the mask slots of a draft see of each other"
     )
-    shift_logits: bool | None = field(
-        default=None, metadata={"help": "false: every drafted token has a mask slot of its own, the first one too"}
-    )
-    inject_features: bool | None = field(default=None, metadata={"help": "also as keys and values of every layer"})
-    mask_mode: Literal["learned", "peagle"] | None = field(default=None, metadata={"help": "what a mask slot holds"})
-    mask_token_id: int | None = field(default=None, metadata={"help": "with peagle; default: an unused token"})
-    draft_vocab_size: int | None = field(
-        default=None, metadata={"help": "draft only so many tokens, the most frequent of the training rows"}
-    )
-    selector_rank: int | None = field(default=None, metadata={"help": "give the head a bigram selector this wide"})
-    selector_kind: Literal["bigram", "markov"] | None = field(
-        default=None, metadata={"help": "whether its scores depend on the context; default: bigram, which do"}
+    shift_logits: bool | None = option(None, "false: every drafted token has a mask slot of its own, the first one too")
+    inject_features: bool | None = option(None, "also as keys and values of every layer")
+    mask_mode: Literal["learned", "peagle"] | None = option(None, "what a mask slot holds")
+    mask_token_id: int | None = option(None, "with peagle; default: an unused token")
+    draft_vocab_size: int | None = option(None, "draft only so many tokens, the most frequent of the training rows")
+    selector_rank: int | None = option(None, "give the head a bigram selector this wide")
+    selector_kind: Literal["bigram", "markov"] | None = option(
+        None, "whether its scores depend on the context; default: bigram, which do"
     )
 
 
 @dataclass
-class DartTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what is DART's own.
+class DrafterTrainingArguments(TrainingArguments):
+    """`TrainingArguments` and those of every [`DrafterTrainer`].
 
     Args:
         anchors_per_row: K, blocks trained per row.
         loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk".
         divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
         chain_form: change that field of the preset (`Objective`).
-        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
-        selector_candidates: K, tokens per depth that the selector learns to rank.
         early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
             None goes on to the end.
         decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
@@ -130,38 +117,31 @@ class DartTrainingArguments(TrainingArguments):
             CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
     """
 
-    anchors_per_row: int = field(default=32, metadata={"help": "blocks trained per row"})
-    loss: str = field(default="dart", metadata={"help": f"one of {', '.join(PRESETS)}"})
-    divergence: str | None = field(default=None, metadata={"help": "ce, kl, tv or lk"})
-    position_weights: str | None = field(default=None, metadata={"help": "uniform, exponential or dpace"})
-    gamma: float | None = field(
-        default=None, metadata={"help": "exponential weights: that of a draft token relative to the one before"}
+    anchors_per_row: int = option(32, "blocks trained per row")
+    loss: str = option("dart", f"one of {', '.join(PRESETS)}")
+    divergence: str | None = option(None, "ce, kl, tv or lk")
+    position_weights: str | None = option(None, "uniform, exponential or dpace")
+    gamma: float | None = option(None, "exponential weights: that of a draft token relative to the one before")
+    dpace_alpha: float | None = option(None, "smoothing of the dpace weights")
+    lk_eta: float | None = option(None, "how fast lk leaves KL for total variation")
+    token_weight: float | None = option(None, "of the weighted divergence")
+    focal_weight: float | None = option(None, "of the cross-entropy at the first error")
+    chain_weight: float | None = option(None, "of the chain loss")
+    chain_form: str | None = option(None, "linear or log")
+    early_stopping_patience: int | None = option(None, "evaluations in a row without a better tau before it stops")
+    decode_prompts: int = option(0, "prompts to decode at every evaluation")
+    decode_prompt_tokens: int = option(32, "tokens of each")
+    decode_new_tokens: int = option(64, "tokens written after each")
+    loss_chunk: int = option(64, "blocks whose logits are held at a time; 0: all")
+    attention: str = option("auto", "auto, sdpa, or flex (CUDA only)")
+    resume_from_checkpoint: str | None = option(
+        None, "go on from this checkpoint; alone: the newest of the run", nargs="?", const="true"
     )
-    dpace_alpha: float | None = field(default=None, metadata={"help": "smoothing of the dpace weights"})
-    lk_eta: float | None = field(default=None, metadata={"help": "how fast lk leaves KL for total variation"})
-    token_weight: float | None = field(default=None, metadata={"help": "of the weighted divergence"})
-    focal_weight: float | None = field(default=None, metadata={"help": "of the cross-entropy at the first error"})
-    chain_weight: float | None = field(default=None, metadata={"help": "of the chain loss"})
-    chain_form: str | None = field(default=None, metadata={"help": "linear or log"})
-    selector_only: bool = field(default=False, metadata={"help": "train the bigram selector of a frozen head"})
-    selector_candidates: int = field(default=32, metadata={"help": "tokens per depth that it learns to rank"})
-    early_stopping_patience: int | None = field(
-        default=None, metadata={"help": "evaluations in a row without a better tau before training stops"}
+    metric_for_best_model: str | None = option(
+        None, "tau, tau_sampled, tau_decoded, loss, ...; default: tau with early stopping"
     )
-    decode_prompts: int = field(default=0, metadata={"help": "prompts to decode at every evaluation"})
-    decode_prompt_tokens: int = field(default=32, metadata={"help": "tokens of each"})
-    decode_new_tokens: int = field(default=64, metadata={"help": "tokens written after each"})
-    loss_chunk: int = field(default=64, metadata={"help": "blocks whose logits are held at a time; 0: all"})
-    attention: str = field(default="auto", metadata={"help": "auto, sdpa, or flex (CUDA only)"})
-    resume_from_checkpoint: str | None = field(
-        default=None,
-        metadata={"nargs": "?", "const": "true", "help": "go on from this checkpoint; alone: the newest of the run"},
-    )
-    metric_for_best_model: str | None = field(
-        default=None, metadata={"help": "tau, tau_sampled, tau_decoded, loss, ...; default: tau with early stopping"}
-    )
-    # The rows hold what the target needs, not what the head's forward is called with.
-    remove_unused_columns: bool = field(default=False, metadata={"help": "leave at False"})
+    # The rows hold what the target needs, not what the drafter's forward is called with.
+    remove_unused_columns: bool = option(False, "leave at False")
 
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
@@ -174,29 +154,16 @@ class DartTrainingArguments(TrainingArguments):
         if sharded in ("true", "false"):  # in a recipe it is a word
             self.__dict__["fsdp"] = sharded == "true"
         super().__post_init__()
-        for name, least in (
-            ("anchors_per_row", 1),
-            ("decode_prompts", 0),
-            ("decode_prompt_tokens", 1),
-            ("decode_new_tokens", 1),
-            ("early_stopping_patience", 1),
-            ("gradient_accumulation_steps", 1),
-            ("loss_chunk", 0),
-            ("selector_candidates", 2),
-        ):
-            value = getattr(self, name)
-            if value is not None and value < least:
-                raise ValueError(f"{name} is {value}; give {least} or more.")
+        ones = ("anchors_per_row", "decode_prompt_tokens", "decode_new_tokens", "early_stopping_patience")
+        check_fields(
+            self,
+            least={**dict.fromkeys((*ones, "gradient_accumulation_steps"), 1), "decode_prompts": 0, "loss_chunk": 0},
+            choices={"loss": list(PRESETS), "attention": ("auto", "sdpa", "flex")},
+        )
         for name in _OF_NO_USE:
             if getattr(self, name):
                 raise ValueError(f"{name} has no effect on how drafters are trained; leave it out.")
-        if self.loss not in PRESETS:
-            raise ValueError(f"loss is {self.loss!r}; give one of {', '.join(PRESETS)}.")
-        objective = self.objective  # says what is out of range
-        if self.selector_only and objective != replace(PRESETS["dart"], gamma=objective.gamma):
-            raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")
-        if self.attention not in ("auto", "sdpa", "flex"):
-            raise ValueError(f"attention is {self.attention!r}; give 'auto', 'sdpa' or 'flex'.")
+        _ = self.objective  # says what is out of range
         if self.attention == "flex" and self.device.type != "cuda":
             raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
         if self.remove_unused_columns:
@@ -211,3 +178,22 @@ class DartTrainingArguments(TrainingArguments):
         """The preset with the fields that were given."""
         given = {one.name: getattr(self, one.name) for one in fields(Objective)}
         return replace(PRESETS[self.loss], **{name: value for name, value in given.items() if value is not None})
+
+
+@dataclass
+class DartTrainingArguments(DrafterTrainingArguments):
+    """`DrafterTrainingArguments` and those of a [`DartHead`] alone.
+
+    Args:
+        selector_only: train the head's bigram selector on the frozen head, by annealed KL.
+        selector_candidates: K, tokens per depth that the selector learns to rank.
+    """
+
+    selector_only: bool = option(False, "train the bigram selector of a frozen head")
+    selector_candidates: int = option(32, "tokens per depth that it learns to rank")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self, least={"selector_candidates": 2})
+        if self.selector_only and self.objective != replace(PRESETS["dart"], gamma=self.objective.gamma):
+            raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")

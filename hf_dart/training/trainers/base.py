@@ -1,68 +1,105 @@
-"""`DrafterTrainer`: training any drafter beside its frozen target, on `transformers.Trainer`; whole checkpoints."""
+"""`DrafterTrainer`: training any drafter beside its frozen target, on `transformers.Trainer`.
+
+Blocks of drafts of one text are trained in one pass, on the hidden states and logits of the target, which runs online.
+"""
 
 from __future__ import annotations
 
-import json
 import math
-import shutil
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import cached_property
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar, Generic, TypeVar
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
+from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers import PreTrainedModel, default_data_collator
 
-from hf_dart.training.checkpoints.folders import STAGING, publish
-from hf_dart.training.checkpoints.resuming import TARGET, check_checkpoint, fingerprints, readable
-from hf_dart.training.trainers.arguments import DartTrainingArguments
-from hf_dart.training.trainers.evaluate import DecodingCallback, first_prompts
+from hf_dart.decoding.chain import best_chain
+from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.vocabulary import restricted
+from hf_dart.hub.facts import publishable
+from hf_dart.hub.push import push_folder
+from hf_dart.target.features import features_request, gather_features
+from hf_dart.training.checkpoints.record import training_record, write_training_record
+from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
+from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
+from hf_dart.training.objective.chunks import chunked
+from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
+from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
+from hf_dart.training.trainers.evaluate import DecodingCallback, DraftQuality, first_prompts
+from hf_dart.trees.vocabulary import spread
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 
-
-class Patience(EarlyStoppingCallback):
-    """Early stopping that goes on counting in a resumed run, and stops it where the run would have stopped."""
-
-    def on_train_begin(self, args: Any, state: TrainerState, control: Any, **kwargs: Any) -> None:
-        super().on_train_begin(args, state, control, **kwargs)
-        # A run may be resumed with more callbacks than it had, and saving looks each of them up.
-        stored = (state.stateful_callbacks or {}).setdefault(type(self).__name__, self.state())
-        if isinstance(stored, dict):
-            self.early_stopping_patience_counter = stored["attributes"]["early_stopping_patience_counter"]
-        if self.early_stopping_patience_counter >= self.early_stopping_patience:
-            control.should_training_stop = True  # the run had stopped
+AnyDrafter = TypeVar("AnyDrafter", bound=PretrainedDrafter)
 
 
-class DrafterTrainer(Trainer):
-    """A `Trainer` of a drafter whose target runs online, frozen.
+@dataclass(frozen=True)
+class Drafts:
+    """The N blocks of a batch, with what the drafter made of them and what it should have.
 
-    The loss of a step is a mean over all its items (blocks of drafts, masked tokens), however they are spread over
-    micro-batches and processes. A checkpoint has its name when all of it is on the disk, so that whatever is called
-    checkpoint-N can be resumed from. Training stops at a loss that is not finite.
-
-    A subclass says what is random in a batch (`draw`) and what its loss is (`summed_loss`).
-
-    Args:
-        drafter: the model that is trained.
-        target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
-        args: [`DartTrainingArguments`].
-        kwargs: as for `Trainer`.
-
-    Raises:
-        ValueError: one process sees several GPUs.
+    Attributes:
+        inputs: the batch, with what `draw` has added.
+        hidden: [N, d, H] of the drafter.
+        target_logits: [B T, V].
+        goals: [N, d] the rows of `target_logits` that each draft token is to be like.
+        labels: [N, d] the tokens that follow, `NO_LABEL` where none is known.
     """
 
-    def __init__(self, drafter: Any, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
+    inputs: dict[str, Any]
+    hidden: Tensor
+    target_logits: Tensor
+    goals: Tensor
+    labels: Tensor
+
+    def of(self, chosen: Tensor) -> Drafts:
+        """Those of the blocks that `chosen` [N] (bool) names."""
+        return replace(self, hidden=self.hidden[chosen], goals=self.goals[chosen], labels=self.labels[chosen])
+
+    def split(self, size: int) -> Iterator[Drafts]:
+        """So many blocks at a time; 0 gives all at once."""
+        parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.goals, self.labels))
+        for hidden, goals, labels in zip(*parts, strict=True):
+            yield replace(self, hidden=hidden, goals=goals, labels=labels)
+
+
+class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
+    """A `Trainer` of a drafter, on blocks that begin after random anchors of the rows.
+
+    The loss of a step is a mean over all its blocks, however they are spread over micro-batches and processes.
+    Training stops at a loss that is not finite. A subclass says how its drafter drafts all blocks of a batch
+    (`block_states`), and where need be what else is random about a batch (`draw`) and its loss (`draft_loss`).
+
+    Args:
+        drafter: the model that is trained, as its `from_target(target)` or `from_pretrained(..., target=target)` gives
+            it.
+        target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
+        args: of the type of `training_arguments`.
+        kwargs: as for `Trainer`; rows of `train_dataset` and `eval_dataset` are those of [`PackedTokens`] (`input_ids`
+            [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T].
+
+    Raises:
+        ValueError: the drafter does not fit the target, what `args` ask for could not be trained or saved, or one
+            process sees several GPUs.
+    """
+
+    drafter_arguments: ClassVar[tuple[type, ...]] = (DrafterArguments,)
+    """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
+    training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
+    """The options of this trainer."""
+    recipe: dict[str, Any] | None = None
+    """The options of `hf-dart train`, for the record of the training."""
+
+    def __init__(
+        self, drafter: AnyDrafter, target: PreTrainedModel, args: DrafterTrainingArguments, **kwargs: Any
+    ) -> None:
+        drafter.bind(target)
         places = getattr(target, "hf_device_map", None)
         if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
             args._n_gpu = 1  # the drafter trains on the first one; the target takes the others
@@ -71,17 +108,22 @@ class DrafterTrainer(Trainer):
                 f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', name one in "
                 "CUDA_VISIBLE_DEVICES, or spread the target over them with device_map='auto'."
             )
+        kwargs.setdefault("data_collator", default_data_collator)
         super().__init__(model=drafter, args=args, **kwargs)
-        self.args: DartTrainingArguments = args
-        self.drafter = drafter
+        self.args: Any = args
+        self.drafter: AnyDrafter = drafter
         self.target = target.eval()
         if places is None:
             self.target.to(args.device)
         # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
-        self._staging = False  # while a checkpoint is written
+        # The compiled kernels take no smaller heads, and no float64.
+        fits = args.device.type == "cuda" and drafter.config.head_dim >= 16 and drafter.dtype != torch.float64
+        self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
         self._empty_steps = 0
+        self._quality: DraftQuality | None = None  # while an evaluation runs
         self._evaluated = np.zeros(2)  # the sum of the losses of an evaluation, and its items
+        self._packing_checked = False
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
@@ -94,51 +136,128 @@ class DrafterTrainer(Trainer):
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
 
-    @abstractmethod
+    # ---- what a kind of drafter may say otherwise ---------------------------------------------------------
+
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Add to a batch, in place, what is random about it.
+        """Add to a batch, in place, what is random about it: `anchors` [B, K], the places of its blocks.
 
         Args:
-            inputs: the stacked rows.
+            inputs: the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T].
             generator: of all random numbers; a resumed run gets the same.
 
         Returns:
-            How many items its loss will be a sum over.
+            How many blocks its loss will be a sum over.
         """
+        count, mask = self.args.anchors_per_row, inputs.get("loss_mask")
+        drawn = draw_anchors(inputs["documents"], count, self.drafter.draft_length, generator, mask)
+        inputs["anchors"] = drawn
+        return int((drawn >= 0).sum())
 
     @abstractmethod
-    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of a batch's items, and their hidden states [n, ...].
+    def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
+        """The hidden states [B, K, d, H] of all blocks, as drafting there would give them; of absent ones, anything.
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
             inputs: with what `draw` has added.
+            features, target_logits: of `teach`.
         """
 
-    def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
-        """Train, or resume from a checkpoint: a folder, or True for the newest of the run.
+    def draft_loss(self, drafts: Drafts) -> Tensor:
+        """The sum of the objective over the blocks."""
+        target_logits, labels = restricted(
+            drafts.target_logits, drafts.labels, self.drafter.draft_vocabulary, NO_LABEL
+        )
+        objective = self.args.objective
+        acceptance = None
+        if objective.needs_acceptance:
+            acceptance = self._acceptance(replace(drafts, target_logits=target_logits))
+
+        def block_losses(hidden: Tensor, goals: Tensor, labels: Tensor) -> Tensor:
+            return objective(self.drafter.logits(hidden), target_logits[goals], labels, acceptance)
+
+        return chunked(block_losses, drafts.hidden, drafts.goals, labels, chunk_size=self.args.loss_chunk)
+
+    def own_record(self) -> dict[str, Any]:
+        """More for the record of the training, where a kind of drafter has it."""
+        return {}
+
+    # ---- the loss -----------------------------------------------------------------------------------------
+
+    def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of a batch's blocks, and their hidden states [N, d, H].
+
+        Args:
+            model, inputs: of `block_states`.
+        """
+        ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+        features, target_logits = self.teach(ids, documents)
+        present = anchors >= 0  # [B, K]
+        hidden = self.block_states(model, inputs, features, target_logits)[present]  # [N, d, H]
+        rows = present.nonzero()[:, :1]
+        places = target_positions(anchors[present], self.drafter.draft_length)  # [N, d]
+        labels = labels_after(ids, documents, rows, places, inputs.get("loss_mask"))
+        drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), rows * ids.shape[1] + places, labels)
+        if self._quality is not None:
+            self.measure(self._quality, drafts)
+        return self.draft_loss(drafts), hidden
+
+    @torch.no_grad()
+    def _acceptance(self, drafts: Drafts) -> Tensor:
+        """[d] mean acceptance per depth, over the blocks of this micro-batch on all processes."""
+
+        def accepted(part: Drafts) -> Tensor:
+            return log_acceptance(self.drafter.logits(part.hidden), part.target_logits[part.goals]).exp().sum(0)
+
+        sums = torch.stack([accepted(part) for part in drafts.split(self.args.loss_chunk)]).sum(0)
+        counts = torch.full_like(sums, len(drafts.hidden))
+        total, counts = self.accelerator.reduce(torch.stack([sums, counts]), "sum")
+        return total / counts.clamp(min=1)
+
+    @torch.no_grad()
+    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """One forward of the target: features [B, T, F] and logits [B, T, V] of `ids` [B, T].
+
+        Padding comes after the documents, where causal attention does not look: it needs no mask. Documents of one row
+        are kept apart by positions that begin again at 0, which transformers turns into the mask of every kind of
+        layer.
 
         Raises:
-            ValueError: the checkpoint is damaged, or that of another run.
+            ValueError: rows hold several documents and this target does not keep them apart.
         """
-        checkpoint = resume_from_checkpoint
-        if checkpoint is True:
-            checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
-        if isinstance(checkpoint, (str, Path)):
-            check_checkpoint(checkpoint, self.drafter, self.target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
-        with _frozen(self.target):
-            return super().train(checkpoint, **kwargs)
+        packed = bool((documents > 0).any())
+        if packed and not self._packing_checked:
+            self._check_packing(ids.device)
+        output = self.target(
+            input_ids=ids,
+            position_ids=document_positions(documents) if packed else None,
+            use_cache=False,
+            **features_request(self.drafter.feature_layers),
+        )
+        features = gather_features(output, self.drafter.feature_layers, ids).to(self.drafter.device)
+        if not torch.is_autocast_enabled(self.drafter.device.type):
+            features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
+        return features, output.logits.to(self.drafter.device)
 
-    def _run_epoch(self, **kwargs: Any) -> None:
-        # `Trainer` takes a step before it looks whether any is left.
-        if self.state.global_step >= self.state.max_steps:
-            self.control.should_training_stop = True
-        if not self.control.should_training_stop:
-            super()._run_epoch(**kwargs)
+    def _check_packing(self, device: torch.device) -> None:
+        """Change a token of a first document: the logits of a second one in the row must not notice."""
+        positions = torch.arange(8, device=device).repeat(2)[None]
+        ids = torch.arange(16, device=device)[None].repeat(2, 1)
+        ids[1, 0] += 1
+        try:
+            output = self.target(input_ids=ids, position_ids=positions.expand(2, -1), use_cache=False)
+            change = (output.logits[0] - output.logits[1]).abs().float()
+            apart = bool(change[8:].max() <= 1e-2 * change[:8].max())
+        except TypeError:  # no position_ids
+            apart = False
+        if not apart:
+            raise ValueError(
+                f"{type(self.target).__name__} does not keep packed documents apart by their positions; give "
+                "rows of one document each, as PackedTokens(..., share_rows=False) does."
+            )
+        self._packing_checked = True
 
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with readable(checkpoint or "", "the state of the optimizer"):
-            super()._load_optimizer_and_scheduler(checkpoint)
+    # ---- steps --------------------------------------------------------------------------------------------
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -175,7 +294,7 @@ class DrafterTrainer(Trainer):
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
-            inputs: of `draw`.
+            inputs: with what `draw` has added.
             return_outputs: also return a dict with the items' `hidden` states.
             num_items_in_batch: items of the whole step; None divides by those of this batch.
         """
@@ -220,115 +339,119 @@ class DrafterTrainer(Trainer):
         self._evaluated += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu().numpy()
         return loss.detach(), None, None
 
+    # ---- evaluation ---------------------------------------------------------------------------------------
+
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        """Evaluate; the loss is the mean over all items, as that of a training step."""
+        """Evaluate: the mean loss of all blocks, and how good their drafts are (`DraftQuality.metrics`).
+
+        `metric_for_best_model="tau"` then keeps the checkpoint that drafts best.
+
+        Raises:
+            ValueError: no row holds a block.
+        """
+        quality = self._quality = DraftQuality(self.drafter.draft_length)
         self._evaluated = np.zeros(2)
-        output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        try:
+            output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
+        finally:
+            self._quality = None
         total, items = self._evaluated.tolist()
-        output.metrics[f"{metric_key_prefix}_loss"] = total / max(items, 1)
+        if not items:
+            raise ValueError(
+                "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
+                "longer documents or a smaller draft_length."
+            )
+        figures = {"loss": total / items, **quality.metrics()}
+        output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
-    @cached_property
-    def _fingerprints(self) -> dict[str, float]:
-        return fingerprints(self.target)
+    @torch.no_grad()
+    def measure(self, quality: DraftQuality, drafts: Drafts) -> None:
+        """Add the blocks of an evaluation to `quality`."""
+        ids = drafts.inputs["input_ids"]
+        counts = []
+        for part in drafts.split(self.args.loss_chunk):
+            # What is never drafted is never right.
+            vocabulary, size = self.drafter.draft_vocabulary, drafts.target_logits.shape[-1]
+            logits = spread(self.drafter.logits(part.hidden), vocabulary, size)
+            chains = self._chains(part.hidden, logits, ids.flatten()[part.goals[:, 0]])
+            counts.append(quality.count(logits, part.target_logits[part.goals], part.labels, chains))
+        per_block = torch.cat(counts).float()
+        rows = (drafts.inputs["anchors"] >= 0).nonzero()[:, 0]
+        per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
+        # By row, so that rows which only fill up the last batch of several processes can be left out.
+        quality.add(self.accelerator.gather_for_metrics(per_row))
 
-    # ---- whole checkpoints --------------------------------------------------------------------------
+    def _chains(self, hidden: Tensor, logits: Tensor, roots: Tensor) -> Tensor:
+        """The tokens [n, d] of greedy drafts after the roots [n], of hidden [n, d, H] and logits [n, d, V]."""
+        width = min(self.drafter.tree_config.top_k, logits.shape[-1])
+        scores, candidates = logits.log_softmax(-1).topk(width)
+        table = self.drafter.transitions(Proposal(logits, hidden), roots, candidates, scores)
+        return best_chain(candidates, scores[:, :, None] if table is None else table)
 
-    def _get_output_dir(self, trial: Any) -> str:
-        """The folder of the run; while a checkpoint is written, its staging folder."""
-        folder = super()._get_output_dir(trial)
-        return str(Path(folder, STAGING)) if self._staging else folder
+    # ---- what is written ----------------------------------------------------------------------------------
 
-    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
-        if not self._staging:  # it is uploaded in the background, and must have its name by then
-            super()._push_from_checkpoint(checkpoint_folder)
-
-    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Save a checkpoint whole or not at all.
-
-        Raises:
-            FloatingPointError: weights are not finite.
-            OSError: it could not be written; nothing of it is left.
-        """
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-            raise FloatingPointError(
-                f"Weights are not finite after step {self.state.global_step}, and are not saved; resume from a "
-                "checkpoint before the loss rose, with a lower learning_rate or a max_grad_norm."
-            )
-        run = Path(self._get_output_dir(trial))
-        final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-        with self._whole(final) as written:
-            self._staging = True
-            try:
-                super()._save_checkpoint(model, trial)
-            finally:
-                self._staging = False
-            if self.state.best_model_checkpoint == str(written):
-                self.state.best_model_checkpoint = str(final)
-                if self.args.should_save:
-                    self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-            if self.args.should_save:
-                (written / TARGET).write_text(json.dumps(self._fingerprints), encoding="utf8")
-        if self.args.push_to_hub:
-            self._push_from_checkpoint(str(final))
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the drafter, and beside it the record of its training (training.json)."""
+        super().save_model(output_dir, _internal_call)
         if self.args.should_save:
-            rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            write_training_record(self.record(), output_dir or self.args.output_dir)
 
-    def save_whole(self, folder: Path) -> None:
-        """Save the drafter whole or not at all, and push it if so asked; `folder` lies in that of the run.
+    def record(self) -> dict[str, Any]:
+        """How the drafter was trained so far, as `training_record` says, with dtypes and what `own_record` adds.
 
-        Raises:
-            OSError: it could not be written, and nothing of it is left; or the Hub refused it.
+        `recipe` holds the options that `hf-dart train` was given, tokens of the Hub and local folders left out.
         """
-        with self._whole(folder) as written:
-            self.save_model(str(written), _internal_call=True)
-        if self.args.push_to_hub:
-            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
+        return training_record(
+            self.args,
+            self.state,
+            self.best_from,
+            **self.own_record(),
+            weights_dtype=str(self.drafter.dtype).removeprefix("torch."),
+            target_dtype=str(self.target.dtype).removeprefix("torch."),
+            recipe=None if self.recipe is None else publishable(self.recipe),
+        )
 
-    @contextmanager
-    def _whole(self, final: Path) -> Iterator[Path]:
-        """Where all processes write what is called `final` when all of them are done."""
-        staging = final.parent / STAGING
-        written = staging / final.name
-        if self.args.should_save:
-            shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        try:
-            with self.drafter.keeping_location():
-                yield written
-            self.accelerator.wait_for_everyone()
-            if self.args.should_save:
-                publish(written, final)
-        except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
-            raise OSError(
-                f"{final.name} could not be written to {final.parent} ({' '.join(str(error).split())}); what was saved "
-                "before is whole: make room there and resume."
-            ) from error
-        finally:
-            if self.args.should_save:
-                shutil.rmtree(staging, ignore_errors=True)
-        self.accelerator.wait_for_everyone()
-        self.drafter.record_location(str(final.absolute()))
+    def push_to_hub(
+        self,
+        commit_message: str | None = "End of training",
+        blocking: bool = True,
+        token: str | None = None,
+        revision: str | None = None,
+        private: bool | None = None,
+        **known: Any,
+    ) -> CommitInfo | None:
+        """Push the drafter with its card in one commit, as `hf_dart.hub.push.push_folder` does.
+
+        Args:
+            blocking: has to be true.
+            known: more about the head, as for `push_folder`.
+
+        Returns:
+            The commit; None on all processes but the main one.
+        """
+        if not blocking:
+            raise ValueError("A head and its card are pushed in one commit that is waited for; leave blocking True.")
+        self.save_model(_internal_call=True)
+        if not self.is_world_process_zero():
+            return None
+        self._finish_current_push()
+        return push_folder(
+            self.args.output_dir,
+            self.hub_model_id or self.args.hub_model_id or Path(self.args.output_dir).absolute().name,
+            commit_message=commit_message,
+            token=token or self.args.hub_token,
+            revision=revision or self.args.hub_revision,
+            private=self.args.hub_private_repo if private is None else private,
+            **known,
+        )
+
+    def floating_point_ops(self, inputs: dict[str, Any]) -> int:
+        """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
+        slots = inputs["anchors"].numel() * (self.drafter.draft_length - 1)
+        return 6 * sum(p.numel() for p in self.drafter.parameters()) * (inputs["input_ids"].numel() + slots)
 
 
 def seeded(*numbers: int) -> torch.Generator:
     """A generator of random numbers on the CPU, seeded with all of `numbers`."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))
-
-
-@contextmanager
-def _frozen(module: nn.Module) -> Iterator[None]:
-    """No gradients for the target's weights, though the draft's gradients pass through its LM head."""
-    trainable = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    for parameter in trainable:
-        parameter.requires_grad_(False)
-    try:
-        yield
-    finally:
-        for parameter in trainable:
-            parameter.requires_grad_(True)

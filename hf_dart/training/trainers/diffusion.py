@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,11 +19,13 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.diffusion.modeling import MASK
+from hf_dart.errors import check_fields
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
-from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments
-from hf_dart.training.trainers.dart import DartTrainer
+from hf_dart.training.options import option
+from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
+from hf_dart.training.trainers.base import DrafterTrainer, Drafts
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 
@@ -32,20 +34,18 @@ _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 class DiffusionArguments(DrafterArguments):
     """A [`DiffusionDrafter`]."""
 
-    denoise_steps: int | None = field(default=None, metadata={"help": "T, reverse steps per draft"})
-    unmasking: Literal["confidence", "left_to_right"] | None = field(
-        default=None, metadata={"help": "which slots a reverse step reveals"}
-    )
-    context_window: int | None = field(default=None, metadata={"help": "W, how many tokens back a position sees"})
-    hidden_size: int | None = field(default=None, metadata={"help": "default: as the target"})
-    share_embeddings: bool | None = field(
-        default=None, metadata={"help": "read and write tokens through the target's embeddings (default) or its own"}
+    denoise_steps: int | None = option(None, "T, reverse steps per draft")
+    unmasking: Literal["confidence", "left_to_right"] | None = option(None, "which slots a reverse step reveals")
+    context_window: int | None = option(None, "W, how many tokens back a position sees")
+    hidden_size: int | None = option(None, "default: as the target")
+    share_embeddings: bool | None = option(
+        None, "read and write tokens through the target's embeddings (default) or its own"
     )
 
 
 @dataclass
-class DiffusionTrainingArguments(DartTrainingArguments):
-    """`DartTrainingArguments` and those of the diffusion drafter alone.
+class DiffusionTrainingArguments(DrafterTrainingArguments):
+    """`DrafterTrainingArguments` and those of the diffusion drafter alone.
 
     Args:
         revealed_share: share of the blocks with t drawn from (0, 1); the others have t = 1, where `loss` applies.
@@ -54,28 +54,25 @@ class DiffusionTrainingArguments(DartTrainingArguments):
             a draft's first token is what the entry before it predicts. 0 trains the blocks' own alone.
     """
 
-    loss: str = field(default="left_to_right", metadata={"help": "of blocks that are all masked; as for a head"})
-    revealed_share: float = field(default=0.5, metadata={"help": "of the blocks: those with tokens revealed"})
-    text_weight: float = field(default=0.0, metadata={"help": "of the next token's loss at every entry of the text"})
+    loss: str = option("left_to_right", "of blocks that are all masked; as for a head")
+    revealed_share: float = option(0.5, "of the blocks: those with tokens revealed")
+    text_weight: float = option(0.0, "of the next token's loss at every entry of the text")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 <= self.revealed_share <= 1:
-            raise ValueError(f"revealed_share is {self.revealed_share}; give a number from 0 to 1.")
+        check_fields(self, shares=("revealed_share",))
         if not 0 <= self.text_weight < math.inf:
             raise ValueError(f"text_weight is {self.text_weight}; give a number of 0 or more.")
-        if self.selector_only:
-            raise ValueError("selector_only trains a DartHead's selector; a diffusion drafter has none.")
 
 
-class DiffusionTrainer(DartTrainer):
+class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     """Trains a [`DiffusionDrafter`] to draft for its target.
 
     Evaluations draft in one step: their blocks are all masked.
 
     Args:
         drafter: as `DiffusionDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
-        target, args, kwargs: as for [`DartTrainer`].
+        target, args, kwargs: as for [`DrafterTrainer`].
 
     Raises:
         ValueError: the drafter does not fit the target, or its LM head could not be trained.
@@ -83,8 +80,6 @@ class DiffusionTrainer(DartTrainer):
 
     drafter_arguments = (DiffusionArguments,)
     training_arguments = DiffusionTrainingArguments
-    head: DiffusionDrafter
-    args: DiffusionTrainingArguments
 
     def __init__(
         self, drafter: DiffusionDrafter, target: PreTrainedModel, args: DiffusionTrainingArguments, **kwargs: Any
@@ -100,7 +95,7 @@ class DiffusionTrainer(DartTrainer):
         """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
-        present, draft_length = anchors >= 0, self.head.draft_length
+        present, draft_length = anchors >= 0, self.drafter.draft_length
         times = draw_times(blocks, 0.0 if self._quality is not None else self.args.revealed_share, generator)
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
         rows = present.nonzero()[:, :1]
@@ -114,17 +109,15 @@ class DiffusionTrainer(DartTrainer):
         return blocks
 
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """Features and logits of the target, empty where only the text itself is learned from: most steps then run
-        no target."""
-        asked = self.head.feature_layers or self.objective.needs_target or self._quality is not None
-        if asked or self.logs_agreement:
+        """Features and logits of the target, empty where only the text itself is learned from."""
+        if self.drafter.feature_layers or self.args.objective.needs_target or self._quality is not None:
             return super().teach(ids, documents)
         nothing = torch.zeros((*ids.shape, 0), device=ids.device)
         return nothing, nothing
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
-        length, window = self.head.draft_length, self.head.config.context_window
+        length, window = self.drafter.draft_length, self.drafter.config.context_window
         blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
         entries = {
             "tokens": torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
@@ -135,7 +128,7 @@ class DiffusionTrainer(DartTrainer):
             states = model(**entries, attention_mask=blocks.mask)
             inputs["text_states"] = states[:, : ids.shape[1] - 1]
             return gather_blocks(states, anchors, length)
-        mask = blocks.mask if self.head.config.num_layers > 1 else None
+        mask = blocks.mask if self.drafter.config.num_layers > 1 else None
         states = model(**entries, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
         return states.unflatten(1, (-1, length))
 
@@ -147,21 +140,15 @@ class DiffusionTrainer(DartTrainer):
     def own_record(self) -> dict[str, Any]:
         return {name: value for name in ("revealed_share", "text_weight") if (value := getattr(self.args, name))}
 
-    def first_drafts(self, inputs: dict[str, Any]) -> Tensor:
-        """Which of the N blocks are all masked."""
-        return (inputs["times"][inputs["anchors"] >= 0] == 1).nonzero()[:, 0]
-
-    def draft_loss(
-        self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
-    ) -> Tensor:
+    def draft_loss(self, drafts: Drafts) -> Tensor:
+        inputs, hidden = drafts.inputs, drafts.hidden
         present = inputs["anchors"] >= 0
         times, masked = inputs["times"][present], inputs["slots"][present] == MASK
-        chunk = self.args.loss_chunk * self.head.draft_length
-        loss = revealed_loss(self.head.logits, hidden, labels, masked, times, chunk)
+        chunk = self.args.loss_chunk * self.drafter.draft_length
+        loss = revealed_loss(self.drafter.logits, hidden, drafts.labels, masked, times, chunk)
         if self.reads_text:
             loss = loss + len(hidden) * self.args.text_weight * self._text_loss(inputs, chunk)
-        whole = times == 1
-        return loss + super().draft_loss(inputs, hidden[whole], target_logits, goals[whole], labels[whole])
+        return loss + super().draft_loss(drafts.of(times == 1))
 
     def _text_loss(self, inputs: dict[str, Any], chunk_size: int) -> Tensor:
         """The mean cross-entropy of what the text's own entries predict: the first token of a draft after each."""
@@ -175,7 +162,7 @@ class DiffusionTrainer(DartTrainer):
         learned = inside & (labels != NO_LABEL) & (documents[:, :-1] >= 0)
 
         def losses(hidden: Tensor, labels: Tensor) -> Tensor:
-            return cross_entropy(self.head.logits(hidden), labels)[:, 0]
+            return cross_entropy(self.drafter.logits(hidden), labels)[:, 0]
 
         tokens = inputs["text_states"][learned][:, None], labels[learned][:, None]
         return chunked(losses, *tokens, chunk_size=chunk_size) / max(int(learned.sum()), 1)

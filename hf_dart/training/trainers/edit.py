@@ -8,7 +8,7 @@ are trained by the bound of a masked diffusion model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,9 +20,12 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
+from hf_dart.errors import check_fields
 from hf_dart.training.objective.blocks import build_blocks, gather_blocks, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
+from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
+from hf_dart.training.trainers.base import Drafts
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.evaluate import DraftQuality
@@ -44,19 +47,15 @@ class EditTrainingArguments(DartTrainingArguments):
             unmasked, and learn the others.
     """
 
-    edit_passes: int = field(default=1, metadata={"help": "passes after the first one"})
-    editor_only: bool = field(default=False, metadata={"help": "train the editor of a frozen head"})
-    true_share: float = field(default=0.5, metadata={"help": "of the blocks: those that hold the true tokens"})
-    sampled_share: float = field(default=0.5, metadata={"help": "of the blocks: those whose drafts are sampled"})
-    revealed_share: float = field(default=0.1, metadata={"help": "of the blocks: those with true tokens revealed"})
+    edit_passes: int = option(1, "passes after the first one")
+    editor_only: bool = option(False, "train the editor of a frozen head")
+    true_share: float = option(0.5, "of the blocks: those that hold the true tokens")
+    sampled_share: float = option(0.5, "of the blocks: those whose drafts are sampled")
+    revealed_share: float = option(0.1, "of the blocks: those with true tokens revealed")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.edit_passes < 1:
-            raise ValueError(f"edit_passes is {self.edit_passes}; give 1 or more, or train with DartTrainer.")
-        for name in ("true_share", "sampled_share", "revealed_share"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a number from 0 to 1.")
+        check_fields(self, least={"edit_passes": 1}, shares=("true_share", "sampled_share", "revealed_share"))
         if self.selector_only:
             raise ValueError("selector_only and edit passes are trained apart; leave one of them out.")
 
@@ -81,7 +80,6 @@ class EditTrainer(DartTrainer):
 
     drafter_arguments = (HeadArguments,)
     training_arguments = EditTrainingArguments
-    args: EditTrainingArguments
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: EditTrainingArguments, **kwargs: Any) -> None:
         if head.adapted and not isinstance(head.editor, ModulesToSaveWrapper):
@@ -104,14 +102,14 @@ class EditTrainer(DartTrainer):
         inputs["times"] = torch.ones(shape, device=device)
         times = draw_times(blocks, self.args.revealed_share * training, generator)
         inputs["times"][anchors >= 0] = times.to(device)
-        chances = torch.rand(*shape, self.head.draft_length, generator=generator).to(device)
+        chances = torch.rand(*shape, self.drafter.draft_length, generator=generator).to(device)
         inputs["masked"] = chances < inputs["times"][..., None]
         inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of each later pass."""
-        ids, anchors, config = inputs["input_ids"], inputs["anchors"], self.head.config
+        ids, anchors, config = inputs["input_ids"], inputs["anchors"], self.drafter.config
         blocks = build_blocks(
             inputs["documents"],
             anchors,
@@ -124,7 +122,7 @@ class EditTrainer(DartTrainer):
         passes = self.args.edit_passes + (self._quality is not None)
         first, *edited = model(
             features=features[:, :-1],
-            next_embeddings=self.head.embed(ids[:, 1:]),
+            next_embeddings=self.drafter.embed(ids[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
             edits=Edits(passes, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
@@ -141,7 +139,7 @@ class EditTrainer(DartTrainer):
             target_logits: [B T, V].
             states: [B, T - 1 + K (d - 1), H] of the pass before.
         """
-        ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.head.draft_length
+        ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
         places = target_positions(anchors[present], length)
         goals = present.nonzero()[:, :1] * ids.shape[1] + places  # [N, d]
@@ -161,14 +159,14 @@ class EditTrainer(DartTrainer):
         self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
     ) -> Tensor:
         """The head's drafts [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
-        vocabulary = self.head.draft_vocabulary
+        vocabulary = self.drafter.draft_vocabulary
         # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
         chunk = self.args.loss_chunk or max(len(hidden), 1)
         parts = (hidden, goals, truth, inputs["sampled"][inputs["anchors"] >= 0])
         drafted = []
         for states, where, labels, sampled in zip(*(part.split(chunk) for part in parts), strict=True):
-            logits = self.head.logits(states)
+            logits = self.drafter.logits(states)
             columns = logits.argmax(-1)
             if bool(sampled.any()):
                 wanted = target_logits[where[sampled][:, :-1]]
@@ -178,31 +176,28 @@ class EditTrainer(DartTrainer):
             drafted.append(token_ids(columns, vocabulary))
         return torch.cat(drafted)
 
-    def draft_loss(
-        self, inputs: dict[str, Any], hidden: Tensor, target_logits: Tensor, goals: Tensor, labels: Tensor
-    ) -> Tensor:
+    def draft_loss(self, drafts: Drafts) -> Tensor:
         """The objective of the first drafts, and the mean of that of the passes after them."""
+        inputs = drafts.inputs
         present = inputs["anchors"] >= 0
         edited = [states[present] for states in inputs["edited"]]
         # Their first token is the first draft's, and not trained again.
         edited = [torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1) for states in edited]
         if self._edits:
             for quality, states in zip(self._edits, edited, strict=True):
-                self.measure(quality, inputs, states, target_logits, goals, labels)
-        loss = hidden.new_zeros(())
-        if not self.args.editor_only:
-            loss = super().draft_loss(inputs, hidden, target_logits, goals, labels)
+                self.measure(quality, replace(drafts, hidden=states))
+        loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
         times, masked = inputs["times"][present], inputs["masked"][present]
-        whole, chunk = times == 1, self.args.loss_chunk * self.head.draft_length
-        _, columns = restricted(target_logits[:1], labels, self.head.draft_vocabulary, NO_LABEL)
+        chunk = self.args.loss_chunk * self.drafter.draft_length
+        _, columns = restricted(drafts.target_logits[:1], drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
         for states in edited[: self.args.edit_passes]:
-            edit = super().draft_loss(inputs, states[whole], target_logits, goals[whole], labels[whole])
-            edit = edit + revealed_loss(self.head.logits, states, columns, masked, times, chunk)
+            edit = super().draft_loss(replace(drafts, hidden=states).of(times == 1))
+            edit = edit + revealed_loss(self.drafter.logits, states, columns, masked, times, chunk)
             loss = loss + edit / self.args.edit_passes
         return loss
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._edits = [DraftQuality(self.head.draft_length) for _ in range(self.args.edit_passes + 1)]
+        self._edits = [DraftQuality(self.drafter.draft_length) for _ in range(self.args.edit_passes + 1)]
         edits = self._edits
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)

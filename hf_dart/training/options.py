@@ -1,0 +1,18 @@
+"""One option of a run: a field of a dataclass that `HfArgumentParser` makes a flag of."""
+
+from __future__ import annotations
+
+from dataclasses import MISSING, field
+from typing import Any
+
+
+def option(default: Any, words: str, **flag: Any) -> Any:
+    """A field with its default (a fresh copy of a list; MISSING has to be given) and what `--help` says of it.
+
+    Args:
+        flag: more for `argparse`.
+    """
+    metadata = {"help": words, **flag}
+    if isinstance(default, list):
+        return field(default_factory=default.copy, metadata=metadata)
+    return field(metadata=metadata) if default is MISSING else field(default=default, metadata=metadata)
