@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from difflib import get_close_matches
 from numbers import Integral, Real
@@ -44,8 +44,8 @@ def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
 def check_fields(
     config: Any,
     *,
-    least: dict[str, int] | None = None,
-    choices: dict[str, Sequence[str]] | None = None,
+    least: Mapping[str, int] | None = None,
+    choices: Mapping[str, Sequence[str]] | None = None,
     shares: Sequence[str] = (),
 ) -> None:
     """Raise a `ValueError` that names the first field out of range; None is in every range.
