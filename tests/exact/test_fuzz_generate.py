@@ -181,7 +181,7 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
     if case["drafter"] == "engine":
         head = drawn.made_drafter(case["target"], case["attention"], case["weights"], "head")
         made = hf_dart.compile(target, head, backend=None, **case["engine"])
-    before, best, kind = snapshot(target), 0.0, ""
+    best, kind = 0.0, ""
     inputs = prompt_of(case, target)
     both = theirs, ours = caches(case, target)
     text = inputs.get("input_ids")
@@ -195,8 +195,10 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
             pads = [0] * len(inputs.get("input_ids", [[]])) if mask is None else (mask == 0).sum(-1).tolist()
             pads = [pad for pad in pads for _ in range(max(1, times))]
             stock = call(case, target, inputs, case["seed"] + turn, theirs, {})
+            before = snapshot(target)  # by now stock has made what it makes at first use, such as long frequencies
             drafter, drafting = drafted_by(case, stock[0], pads, turn)
             mine = call(case, target, inputs, case["seed"] + turn, ours, drafting)
+            assert snapshot(target) == before, "the target was changed"
             if mine[0].error is None and stock[0].error is IndexError and len(mine[0].sequences) > 1 and ends_early:
                 break  # stock runs a row that has ended on, past the end of the table
             kind = compare(mine, stock, tallies)
@@ -215,7 +217,6 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
                 text = follow_up(case, inputs, text, both, case["seed"] + turn)
         if best:
             tallies.taus.append(best)
-        assert snapshot(target) == before, "the target was changed"
         if made is not None:
             tallies.kinds["with captured rounds"] += any(made.tiers)
             tallies.kinds["with captured forwards"] += any(made.forwards)
