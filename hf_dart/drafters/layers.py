@@ -137,11 +137,11 @@ def for_groups(mask: Tensor, groups: int) -> Tensor:
 class DartMLP(nn.Module):
     """The gated MLP of Llama's layers: [..., H] to [..., H]."""
 
-    def __init__(self, config: DrafterConfig) -> None:
+    def __init__(self, config: DrafterConfig, *, bias: bool = False) -> None:
         super().__init__()
-        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=False)
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:  # [B, Q, H] -> [B, Q, H]
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -153,17 +153,18 @@ class DartLayer(nn.Module):
     Args:
         config: the widths.
         pairs: attend over pairs, which arrive normed.
+        mlp_bias: the MLP has biases.
         attention: what its attention has beside plain projections, as `DartAttention` takes it.
     """
 
-    def __init__(self, config: DrafterConfig, *, pairs: bool, **attention: bool) -> None:
+    def __init__(self, config: DrafterConfig, *, pairs: bool, mlp_bias: bool = False, **attention: bool) -> None:
         super().__init__()
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
         # The two halves of a pair are normed apart (section 3.1).
         self.input_norm = None if pairs else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.mlp = DartMLP(config)
+        self.mlp = DartMLP(config, bias=mlp_bias)
 
     def forward(
         self,

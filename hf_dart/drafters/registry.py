@@ -6,6 +6,7 @@ class as a name of `hf_dart`. The kinds of this package are found by their folde
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
@@ -21,6 +22,7 @@ from hf_dart.hub.download import HUB_OPTIONS, head_config
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
 Class = TypeVar("Class", bound=type[Any])
+_LOGGER = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,25 +33,28 @@ class Registered:
         drafter: its class, with `from_pretrained(path, target=...)`.
         model_type: of its config; None if it has none of transformers.
         trainers: by the name that `hf-dart train --drafter` takes: "module:class" of the trainer.
-        reads: is this the config.json of a checkpoint in another format, which its `from_pretrained` reads too?
+        called: what one is called, with its article.
+        reads: what a config.json describes, if it is that of a checkpoint in another format, which its
+            `from_pretrained` reads too.
     """
 
     drafter: Any
     model_type: str | None
     trainers: dict[str, str]
-    reads: Callable[[dict[str, Any]], bool]
+    called: str
+    reads: Callable[[dict[str, Any]], str | None]
 
-    def recognises(self, content: dict[str, Any]) -> bool:
-        """Is `content` the config.json of such a drafter?"""
+    def recognises(self, content: dict[str, Any]) -> str | None:
+        """What `content` is called, if it is the config.json of such a drafter."""
         own = self.model_type is not None and content.get("model_type") == self.model_type
-        return own or self.reads(content)
+        return self.called if own else self.reads(content)
 
 
 _REGISTERED: dict[str, Registered] = {}
 
 
-def _nothing_else(content: dict[str, Any]) -> bool:
-    return False
+def _nothing_else(content: dict[str, Any]) -> None:
+    return None
 
 
 def register(
@@ -59,7 +64,7 @@ def register(
     trainer: str | None = None,
     variants: dict[str, str] | None = None,
     card: CardTexts | None = None,
-    reads: Callable[[dict[str, Any]], bool] = _nothing_else,
+    reads: Callable[[dict[str, Any]], str | None] = _nothing_else,
 ) -> Callable[[Class], Class]:
     """Make a class of drafters known.
 
@@ -69,13 +74,15 @@ def register(
         trainer: "module:class" of what `hf-dart train --drafter NAME` trains it with (a `DrafterTrainer`).
         variants: other names for `--drafter`, and the trainer of each.
         card: what its card on the Hub says.
-        reads: whether a config.json is that of a checkpoint in another format that the class reads.
+        reads: what a config.json describes, such as "an EAGLE-3 head in the original format", if it is that of a
+            checkpoint in another format that the class reads; else None.
     """
 
     def add(drafter: Class) -> Class:
         trainers = {**({} if trainer is None else {name: trainer}), **(variants or {})}
         model_type = None if config is None else config.model_type
-        _REGISTERED[name] = Registered(drafter, model_type, trainers, reads)
+        called = f"a {drafter.__name__}" if card is None else card.called
+        _REGISTERED[name] = Registered(drafter, model_type, trainers, called, reads)
         if config is not None:
             drafter.config_class = config
             if card is not None:
@@ -102,7 +109,9 @@ def trainers() -> dict[str, tuple[Any, str]]:
 
 
 def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
-    """Load the drafter in a folder or Hub repository, of whichever kind its config.json says.
+    """Load the drafter in a folder or Hub repository, of whichever kind and format its config.json says.
+
+    What was found there is logged in one sentence, at the level of information.
 
     Args:
         path: a folder or a Hub repository.
@@ -118,8 +127,10 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
     kinds = registered()
-    kind = next((one for one in kinds.values() if one.recognises(content)), kinds["dart"])
+    recognised = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
+    kind, found = next(recognised, (kinds["dart"], None))
     drafter = kind.drafter.from_pretrained(path, **options)
+    _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:
         attach(options["target"], drafter)
     return drafter

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from huggingface_hub import constants
+from huggingface_hub import ModelCard, constants
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
@@ -15,7 +15,8 @@ from hf_dart.errors import missing_folder
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import read_json
 
-_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_WEIGHTS, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
+_LARGEST_CARD = 1024**2
 ADAPTER_CONFIG = "adapter_config.json"
 """The file that makes a folder that of an adapter."""
 HUB_OPTIONS = ("revision", "token", "cache_dir", "subfolder", "local_files_only", "force_download")
@@ -74,6 +75,22 @@ def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
     """
     file = optional_file(path, name, **where)
     return None if file is None else read_json(file)
+
+
+def published_license(path: str, **where: Any) -> str | None:
+    """The licence that the card of a folder or Hub repository names, as the Hub spells it; None if it names none.
+
+    Args:
+        path, where: as for `checkpoint_config`.
+    """
+    try:
+        card = optional_file(path, "README.md", **where)
+        if card is None or card.stat().st_size > _LARGEST_CARD:
+            return None
+        named = ModelCard.load(card, ignore_metadata_errors=True).data.get("license")
+    except Exception:  # a card is written by people; without one a drafter works as well
+        return None
+    return named if isinstance(named, str) and re.fullmatch(r"[\w.+-]{1,64}", named) else None
 
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
@@ -138,12 +155,13 @@ def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
     return content
 
 
-def weight_files(path: str, missing: str | None = None, **where: Any) -> list[Path]:
+def weight_files(path: str, missing: str | None = None, *, pickled: bool = False, **where: Any) -> list[Path]:
     """The safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
 
     Args:
         path, where: as for `optional_file`.
         missing: what is said where there are no weights in safetensors.
+        pickled: take a `pytorch_model.bin` where there are none; `interop.checkpoint` reads it as strictly.
 
     Raises:
         ValueError: the index of the weights is damaged, or names files outside of the checkpoint.
@@ -154,6 +172,9 @@ def weight_files(path: str, missing: str | None = None, **where: Any) -> list[Pa
         return [single]
     index = optional_file(path, _INDEX, **where)
     if index is None:
+        pickle = optional_file(path, _PICKLE, **where) if pickled else None
+        if pickle is not None:
+            return [pickle]
         raise OSError(missing or f"{path} holds no {_WEIGHTS}; other kinds of weights are not opened.")
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()) or not names:

@@ -1,23 +1,61 @@
-"""Files of other projects' checkpoints, read strictly: JSON and safetensors, nothing else, and nothing halfway.
+"""Files of other projects' checkpoints, read strictly: JSON, safetensors and pickles of plain tensors.
 
 What a file says is compared with what is wanted before any tensor is read, so that a hostile file costs little. No
-code of a checkpoint is run, and pickled weights are not opened, because they could run some.
+code of a checkpoint is run: of a `pytorch_model.bin`, a pickle that could run some, every name that it calls is looked
+at first, and only what tensors are made of is let through to `torch.load(..., weights_only=True)`.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterable, Mapping
+import pickletools
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_STORED, BadZipFile, ZipFile
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 _LARGEST_JSON = 64 * 1024**2
+_LARGEST_PICKLE = 16 * 1024**2  # what names the tensors; their numbers lie beside it
 _FLOATS = ("F64", "F32", "F16", "BF16")
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+HARMLESS = (
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+"""Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
+# All that a pickle of tensors has to call.
+_CALLED = {
+    "collections OrderedDict",
+    "torch._utils _rebuild_tensor_v2",
+    "torch._utils _rebuild_parameter",
+    *(f"torch {kind}Storage" for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char",
+                                          "Byte", "Bool")),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor of a file, of which only the header has been read.
+
+    Attributes:
+        shape: its sizes.
+        dtype: as safetensors calls it, such as "BF16".
+        read: gives it, on the CPU.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    read: Callable[[], Tensor]
 
 
 def read_tensors(
@@ -32,7 +70,7 @@ def read_tensors(
     """The tensors of a checkpoint, on the CPU and in the dtype they were saved in.
 
     Args:
-        files: of safetensors, of which no two hold the same tensor.
+        files: of safetensors, or a pickle of tensors; no two hold the same one.
         path: of the checkpoint, for messages.
         shapes: name and shape of every tensor that there has to be; a dimension of -1 is any size.
         optional: names out of `shapes` that may be missing.
@@ -44,17 +82,7 @@ def read_tensors(
     """
     dtypes = dtypes or {}
     with ExitStack() as stack:
-        found: dict[str, Any] = {}
-        for file in files:
-            try:
-                opened = stack.enter_context(safe_open(file, framework="pt"))
-                slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
-            except (SafetensorError, OSError) as error:
-                raise _damaged(path, error) from error
-            if twice := found.keys() & slices.keys():
-                raise ValueError(f"The weights in {path} hold {min(twice)} twice; fetch them again.")
-            found |= slices
-        found = {name: tensor for name, tensor in found.items() if name not in ignored}
+        found = {name: tensor for name, tensor in _headers(files, path, stack).items() if name not in ignored}
         if strange := found.keys() - shapes.keys():
             raise ValueError(
                 f"The weights in {path} hold {min(strange)}, which a checkpoint of this kind does not have; give one "
@@ -67,8 +95,8 @@ def read_tensors(
         for name, tensor in found.items():
             _check(path, name, tensor, shapes[name], dtypes.get(name))
         try:
-            return {name: tensor[...] for name, tensor in found.items()}
-        except (SafetensorError, OSError) as error:
+            return {name: tensor.read() for name, tensor in found.items()}
+        except (SafetensorError, OSError, RuntimeError) as error:
             raise _damaged(path, error) from error
 
 
@@ -76,28 +104,90 @@ def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int
     """Name and shape of all tensors of a checkpoint, from the headers of its files.
 
     Args:
-        files: of safetensors.
+        files: of safetensors, or a pickle of tensors.
         path: of the checkpoint, for messages.
 
     Raises:
         ValueError: a file is damaged.
     """
-    shapes: dict[str, tuple[int, ...]] = {}
+    with ExitStack() as stack:
+        return {name: tensor.shape for name, tensor in _headers(files, path, stack).items()}
+
+
+def _headers(files: Iterable[str | Path], path: str, stack: ExitStack) -> dict[str, StoredTensor]:
+    """The tensors of all files, which `stack` closes."""
+    found: dict[str, StoredTensor] = {}
     for file in files:
-        try:
-            with safe_open(file, framework="pt") as opened:
-                shapes |= {name: tuple(opened.get_slice(name).get_shape()) for name in opened.keys()}  # noqa: SIM118
-        except (SafetensorError, OSError) as error:
-            raise _damaged(path, error) from error
-    return shapes
+        here = _pickled(Path(file), path) if str(file).endswith(".bin") else _in_safetensors(file, path, stack)
+        if twice := found.keys() & here.keys():
+            raise ValueError(f"The weights in {path} hold {min(twice)} twice; fetch them again.")
+        found |= here
+    return found
+
+
+def _in_safetensors(file: str | Path, path: str, stack: ExitStack) -> dict[str, StoredTensor]:
+    try:
+        opened = stack.enter_context(safe_open(file, framework="pt"))
+        slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+        return {
+            name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), lambda part=part: part[...])
+            for name, part in slices.items()
+        }
+    except (SafetensorError, OSError) as error:
+        raise _damaged(path, error) from error
+
+
+def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
+    """The tensors of a `pytorch_model.bin`, mapped into memory: their numbers are read when they are asked for."""
+    remedy = "convert it to safetensors with the code that wrote it, or fetch it again"
+    try:
+        with ZipFile(file) as archive:
+            entries = archive.infolist()
+            names = [entry for entry in entries if entry.filename.rpartition("/")[2] == "data.pkl"]
+            # Compressed, a small file could fill the memory.
+            if len(names) != 1 or any(entry.compress_type != ZIP_STORED for entry in entries):
+                raise ValueError(f"{file.name} in {path} is no archive of tensors as torch.save writes it; {remedy}.")
+            if names[0].file_size > _LARGEST_PICKLE:
+                raise ValueError(f"{file.name} in {path} names its tensors in {names[0].file_size} bytes; {remedy}.")
+            pickle = archive.read(names[0])
+        for operation, argument, _ in pickletools.genops(pickle):
+            if operation.name == "GLOBAL" and argument in _CALLED:
+                continue
+            if operation.name in ("GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
+                raise ValueError(
+                    f"{file.name} in {path} calls {str(argument or operation.name)[:80]!r} when it is read, as plain "
+                    f"tensors do not; it is not opened, so {remedy}."
+                )
+        content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
+    except (BadZipFile, OSError, RuntimeError, EOFError, IndexError, KeyError, TypeError, AttributeError) as error:
+        raise _damaged(path, error) from error
+    except ValueError as error:
+        raise error if str(error).endswith(".") else _damaged(path, error) from error
+    except Exception as error:  # pickle's own, whatever they are
+        raise _damaged(path, error) from error
+    if not isinstance(content, dict) or not all(
+        isinstance(name, str) and _plain(one) for name, one in content.items()
+    ):
+        raise ValueError(f"{file.name} in {path} holds other things than tensors by their names; {remedy}.")
+    return {
+        name: StoredTensor(tuple(one.shape), _DTYPES[one.dtype], lambda one=one: one.detach().clone().contiguous())
+        for name, one in content.items()
+    }
+
+
+def _plain(value: Any) -> bool:
+    """Is it a tensor that takes no more memory than its numbers take in the file?"""
+    known = type(value) in (Tensor, torch.nn.Parameter) and value.dtype in _DTYPES and value.is_cpu
+    return known and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
 
 
 def _damaged(path: str, error: Exception) -> ValueError:
-    return ValueError(f"The weights in {path} are truncated or damaged ({error}); fetch them again.")
+    words = " ".join(str(error).split())[:300]
+    return ValueError(f"The weights in {path} are truncated or damaged ({words}); fetch them again.")
 
 
-def _check(path: str, name: str, tensor: Any, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
-    shape, kind = tuple(tensor.get_shape()), tensor.get_dtype()
+def _check(path: str, name: str, tensor: StoredTensor, wanted: tuple[int, ...], dtype: torch.dtype | None) -> None:
+    shape, kind = tensor.shape, tensor.dtype
     if len(shape) != len(wanted) or any(size not in (-1, given) for size, given in zip(wanted, shape, strict=True)):
         raise ValueError(
             f"{name} in {path} has shape {list(shape)}, where its config.json asks for {list(wanted)}; give files that "
@@ -144,7 +234,7 @@ class Fields:
     """
 
     def __init__(self, content: dict[str, Any], kind: str) -> None:
-        self._content, self._kind, self._asked = content, kind, set[str]()
+        self._content, self.kind, self._asked = content, kind, set[str]()
 
     def __contains__(self, name: str) -> bool:
         return self.given(name) is not None
@@ -197,23 +287,49 @@ class Fields:
         value = self.given(name)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(name, value, "an object")
-        return Fields(value or {}, f"{self._kind}'s {name}")
+        return Fields(value or {}, f"{self.kind}'s {name}")
 
     def finish(self, harmless: Collection[str] = ()) -> None:
         """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""
         if unknown := self._content.keys() - self._asked - set(harmless):
             raise ValueError(
-                f"The config.json of this {self._kind} has the field {min(unknown)}, which this version of hf_dart "
+                f"The config.json of this {self.kind} has the field {min(unknown)}, which this version of hf_dart "
                 "does not know; it may change what is computed, so use a newer version or another checkpoint."
             )
 
     def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
         """What to raise where a field holds `value` and has to be `wanted`."""
         if value is None:
-            return ValueError(f"The config.json of this {self._kind} lacks {name}; it has to be {wanted}.")
+            return ValueError(f"The config.json of this {self.kind} lacks {name}; it has to be {wanted}.")
         shown = json.dumps(value)[:80]
-        return ValueError(f"The config.json of this {self._kind} says {name}: {shown}; it has to be {wanted}.")
+        return ValueError(f"The config.json of this {self.kind} says {name}: {shown}; it has to be {wanted}.")
 
     def _value(self, name: str, default: Any) -> Any:
         value = self.given(name)
         return default if value is None else value
+
+
+def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
+    """Which of two places a field stands at; both is fine while they agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    one_of(outer, inner, (name,))
+    return inner if name in inner else outer
+
+
+def one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
+    """The one value that these names have at both places; None if they are nowhere.
+
+    Raises:
+        ValueError: they have several.
+    """
+    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
+    other = next((value for value in values if value != values[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"The config.json of this {outer.kind} contradicts itself: {' and '.join(names)} are {values[0]!r} at one "
+            f"place and {other!r} at another."
+        )
+    return values[0] if values else None

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_dart.interop.checkpoint import Fields, read_tensors
+from hf_dart.interop.eagle3 import draft_tokens
 from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
 from hf_dart.target.features import default_feature_layers
 from hf_dart.trees.config import checked_tree
@@ -46,9 +47,10 @@ _NAMES = {
 _KEPT = ("tree", "tokenizer_hash", "chat_template_hash", "enable_thinking", "target_name", "target_revision")
 
 
-def is_original(content: dict[str, Any]) -> bool:
-    """Is this the config.json of a head in the format of DART's code?"""
-    return content.get("model_type") == "llama" and "draft_length" in content
+def original_format(content: dict[str, Any]) -> str | None:
+    """What a config.json describes, if it is that of a head in the format of DART's code."""
+    ours = content.get("model_type") == "llama" and "draft_length" in content
+    return "a DART head in the format of DART's code" if ours else None
 
 
 def read_weights(
@@ -97,7 +99,7 @@ def read_weights(
     weights = {name: tensors[theirs] for name, theirs in _NAMES.items()}
     weights["mask_slot.weight"] = weights["mask_slot.weight"][None]
     if config.draft_vocab_size is not None:
-        tokens, rows = _vocabulary(path, tensors["d2t"], tensors["t2d"])
+        tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], vocabulary)
         weights["draft_vocabulary"], weights["lm_head.weight"] = tokens, weights["lm_head.weight"][rows]
     elif "d2t" in tensors and bool(tensors["d2t"].any()):
         raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
@@ -165,19 +167,6 @@ def _read_kept(kept: Fields) -> dict[str, Any]:
     except (TypeError, AttributeError) as error:
         raise kept.wrong("tree", known["tree"], "the fields of a TreeConfig") from error
     return known
-
-
-def _vocabulary(path: str, d2t: Tensor, t2d: Tensor) -> tuple[Tensor, Tensor]:
-    """Ids of the tokens that are scored [M], ascending, and the rows of the LM head in that order."""
-    tokens = torch.arange(len(d2t)) + d2t
-    inside = (tokens >= 0) & (tokens < len(t2d))
-    if not bool(inside.all()) or len(tokens.unique()) < len(tokens):
-        raise ValueError(f"The d2t of {path} names tokens twice or beyond the vocabulary; fetch it again.")
-    marked = torch.zeros_like(t2d)
-    marked[tokens] = True
-    if not torch.equal(marked, t2d):
-        raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
-    return tokens.sort()
 
 
 def _share_lm_head(weights: dict[str, Tensor], norm: Tensor | None, lm_head: nn.Module) -> bool:

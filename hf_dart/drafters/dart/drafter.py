@@ -28,7 +28,7 @@ from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields, weight_files
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
-from hf_dart.interop.original_dart import is_original, read_fields, read_weights
+from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.target.devices import as_dtype, host_by_default
 from hf_dart.target.features import layer_count
 from hf_dart.trees.config import TreeConfig
@@ -77,7 +77,7 @@ _CARD = CardTexts(
     config=DartConfig,
     trainer="hf_dart.training.trainers.dart:DartTrainer",
     variants={"edit": "hf_dart.training.trainers.edit:EditTrainer"},
-    reads=is_original,
+    reads=original_format,
     card=_CARD,
 )
 class DartHead(PretrainedDrafter, DartModel):
@@ -138,7 +138,7 @@ class DartHead(PretrainedDrafter, DartModel):
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
     ) -> Self:
         """Load a head in the format of DART's code, whose config.json holds `content`."""
-        if not is_original(content):
+        if original_format(content) is None:
             return super()._from_published(path, content, target, tokenizer, **kwargs)
         if target is None:
             raise ValueError(

@@ -20,7 +20,6 @@ from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, rotation_at
 from hf_dart.drafters.network import DraftNetwork
-from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.target.devices import device_of
 
 
@@ -102,7 +101,7 @@ class DartModel(DraftNetwork):
         self.editor = Editor(config) if config.editor else None
         size = config.draft_vocab_size
         self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
-        self._head_rows, self._low_rank = LMHeadRows(), LowRankHead()
+        self._low_rank = LowRankHead()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -116,20 +115,6 @@ class DartModel(DraftNetwork):
             nn.init.ones_(module.weight)
 
     # ---- tokens -------------------------------------------------------------------------------------
-
-    @property
-    def lm_head_weights(self) -> int:
-        return super().lm_head_weights if self.lm_head is None else 0
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] to logits of the LM head: [..., V], or [..., M] of `draft_vocabulary`."""
-        if self.lm_head is not None:
-            return self.lm_head(hidden)
-        if self.draft_vocabulary is None:
-            return super().logits(hidden)
-        lm_head = self.shared.lm_head
-        dtype = lm_head.weight.dtype
-        return self._head_rows(lm_head, hidden.to(dtype) if dtype.is_floating_point else hidden, self.draft_vocabulary)
 
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of a draft [B, d, H] to logits [B, d, V or M], by `draft_rank` where there is one."""

@@ -11,7 +11,8 @@ from typing import Any
 
 from transformers import Qwen3Config
 
-from hf_dart.interop.checkpoint import Fields
+from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, place_of
+from hf_dart.interop.rope import read_rope
 
 _KIND = "DFlash drafter"
 _MANY = 2**31 - 1
@@ -23,19 +24,6 @@ _INNER = (
     "block_size", "mask_token_id", "target_layer_ids", "num_target_layers", "causal", "input_embedding_scale",
     "output_multiplier", "final_logit_softcapping",
 )  # fmt: skip
-# Said of every transformers model, and without a bearing on the forward pass of a drafter that is not trained.
-_HARMLESS = (
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
-    "use_cache",
-)  # fmt: skip
-_ROPE = {
-    "default": (),
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
-    "yarn": ("factor", "original_max_position_embeddings"),
-}
-_ROPE_OPTIONAL = {"yarn": ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim")}
 
 
 @dataclass(frozen=True)
@@ -114,17 +102,19 @@ class DFlashConfig:
         )
 
 
-def is_dflash(content: dict[str, Any]) -> bool:
-    """Is this the config.json of a DFlash drafter, of whatever version?"""
+def dflash_format(content: dict[str, Any]) -> str | None:
+    """What a config.json describes, if it is that of a DFlash drafter, of whatever version."""
     architectures = content.get("architectures")
     names = architectures if isinstance(architectures, list) else []
-    return content.get("model_type") == "muse_glimmer_assistant" or any("DFlash" in str(name) for name in names)
+    if content.get("model_type") == "muse_glimmer_assistant":
+        return "a DFlash drafter in the format of transformers' assistants"
+    return "a DFlash drafter in z-lab's format" if any("DFlash" in str(name) for name in names) else None
 
 
 def _read_zlab(fields: Fields) -> DFlashConfig:
     fields.choice("model_type", ("qwen3",))
     inner = fields.part("dflash_config")
-    at = {name: _place(fields, inner, name) for name in _INNER}
+    at = {name: place_of(fields, inner, name) for name in _INNER}
     inner.choice("attention_mode", ("gqa",), "gqa")
     inner.choice("projector_type", ("dflash",), "dflash")
     backbone = _backbone(fields)
@@ -138,7 +128,7 @@ def _read_zlab(fields: Fields) -> DFlashConfig:
         sliding = [window is not None and index >= first_sliding for index in range(layers)]
     if any(sliding) and window is None:
         raise fields.wrong("sliding_window with use_sliding_window", None, "a window, as layer_types has sliding ones")
-    causal = _one_of(fields, inner, ("is_causal", "causal"))
+    causal = one_of(fields, inner, ("is_causal", "causal"))
     if causal is not None and not isinstance(causal, bool):
         raise fields.wrong("causal", causal, "true or false")
     depth = at["num_target_layers"]
@@ -158,7 +148,7 @@ def _read_zlab(fields: Fields) -> DFlashConfig:
         **_common(at["block_size"], at["mask_token_id"], at["target_layer_ids"], backbone, target_layers),
     )
     inner.finish()
-    fields.finish(_HARMLESS)
+    fields.finish(HARMLESS)
     return config
 
 
@@ -178,7 +168,7 @@ def _read_assistant(fields: Fields) -> DFlashConfig:
         names={"fc": "encoder.fc", "hidden_norm": "encoder.output_norm_enc"},
         **_common(fields, fields, fields, backbone, None),
     )
-    fields.finish(_HARMLESS)
+    fields.finish(HARMLESS)
     return config
 
 
@@ -217,36 +207,8 @@ def _backbone(fields: Fields) -> Qwen3Config:
         rms_norm_eps=fields.number("rms_norm_eps"),
         attention_bias=fields.flag("attention_bias", False),
         max_position_embeddings=fields.integer("max_position_embeddings", 1, _MANY),
-        rope_parameters=_rope(fields),
+        rope_parameters=read_rope(fields),
     )
-
-
-def _rope(fields: Fields) -> dict[str, Any]:
-    """`rope_parameters`; older files have `rope_theta` and `rope_scaling` instead."""
-    new, old = fields.part("rope_parameters"), fields.part("rope_scaling")
-    theta = _one_of(fields, new, ("rope_theta",))
-    if theta is None:
-        raise fields.wrong("rope_theta", None, "a number above 0")
-    if "rope_scaling" in fields and "rope_parameters" in fields:
-        raise ValueError(
-            f"The config.json of this {_KIND} has both rope_scaling and rope_parameters; leave the older one out."
-        )
-    scaling = old if "rope_scaling" in fields else new
-    kind = _one_of(scaling, scaling, ("rope_type", "type"))
-    if kind is None:
-        kind = "default"
-    if not isinstance(kind, str) or kind not in _ROPE:
-        raise scaling.wrong("rope_type", kind, " or ".join(_ROPE))
-    optional = [name for name in _ROPE_OPTIONAL.get(kind, ()) if name in scaling]
-    parameters = {name: scaling.number(name) for name in (*_ROPE[kind], *optional)}
-    if "original_max_position_embeddings" in parameters:
-        parameters["original_max_position_embeddings"] = scaling.integer("original_max_position_embeddings", 1, _MANY)
-    if "truncate" in scaling:
-        parameters["truncate"] = scaling.flag("truncate")
-    new.finish()
-    old.finish()
-    numbers = fields if "rope_theta" in fields else new
-    return {"rope_type": kind, "rope_theta": numbers.number("rope_theta"), **parameters}
 
 
 def _sliding(fields: Fields, layers: int) -> list[bool]:
@@ -255,20 +217,3 @@ def _sliding(fields: Fields, layers: int) -> list[bool]:
     if not isinstance(types, list) or len(types) != layers or any(kind not in known for kind in types):
         raise fields.wrong("layer_types", types, f"a list of {layers} of {' and '.join(known)}")
     return [kind == "sliding_attention" for kind in types]
-
-
-def _place(outer: Fields, inner: Fields, name: str) -> Fields:
-    """Where a field stands; both is fine while they agree."""
-    _one_of(outer, inner, (name,))
-    return inner if name in inner else outer
-
-
-def _one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
-    """The one value that these names have at both places; None if they are nowhere."""
-    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
-    if any(value != values[0] for value in values):
-        raise ValueError(
-            f"The config.json of this {_KIND} contradicts itself: {' and '.join(names)} are {values[0]!r} at one place "
-            f"and {next(value for value in values if value != values[0])!r} at another."
-        )
-    return values[0] if values else None

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.bound import BoundDrafter, attach_to
-from hf_dart.drafters.dflash.configuration import DFlashConfig, is_dflash
+from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
 from hf_dart.drafters.dflash.modeling import DFlashModel
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
@@ -34,7 +34,7 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
-@register("dflash", reads=is_dflash)
+@register("dflash", reads=dflash_format)
 class DFlashDrafter(BoundDrafter, DFlashModel):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 

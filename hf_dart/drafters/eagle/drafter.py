@@ -8,27 +8,31 @@ goes the same way, `hf_dart.training.trainers.eagle`.
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.eagle.modeling import EagleModel
-from hf_dart.drafters.layers import KeyValueWriter, rotation_at
+from hf_dart.drafters.eagle.modeling import EagleModel, Memory
+from hf_dart.drafters.layers import KeyValueWriter
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
+from hf_dart.interop.eagle3 import eagle3_format, is_peagle
+from hf_dart.trees.vocabulary import spread
 
 
 def _rows(config: EagleConfig) -> dict[str, str]:
     """What a config says, for the table of a card."""
     beam = "" if config.beam == 1 else f", the {config.beam} best of each depth drafted on from"
     return {
-        "layers": describe_layers(config, 1),
+        "layers": describe_layers(config, config.num_layers),
         "reads": describe_features(config),
         "drafts": f"{config.draft_length} tokens, one pass each{beam}",
     }
@@ -49,11 +53,17 @@ _CARD = CardTexts(
 )
 
 
+def _reads(content: dict[str, Any]) -> str | None:
+    """P-EAGLE heads draft in one pass, as DART heads do."""
+    return None if is_peagle(content) else eagle3_format(content)
+
+
 @register(
     "eagle",
     config=EagleConfig,
     trainer="hf_dart.training.trainers.eagle:EagleTrainer",
     card=_CARD,
+    reads=_reads,
 )
 class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
     """An autoregressive draft head, as `assistant=`.
@@ -69,6 +79,15 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         super().__init__(config)
         self.beam = config.beam
 
+    @classmethod
+    def _from_published(
+        cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+    ) -> Self:
+        """Load an EAGLE-3 head of another project (`hf_dart.interop.eagle3`)."""
+        if _reads(content) is None:
+            return super()._from_published(path, content, target, tokenizer, **kwargs)
+        return load_published(cls, path, target, tokenizer, fields_of=dict, layers=eagle_layers, **kwargs)
+
     def passes(self, depth: int) -> int:
         return depth
 
@@ -79,7 +98,8 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
 
     def begin(self, batch_size: int, capacity: int) -> SlotState:
-        return SlotState.begin(self.slot_spec, 2, batch_size, capacity + self.beam * self.config.draft_length)
+        drafted = self.beam * self.config.draft_length
+        return SlotState.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._read(state, features, next_tokens)
@@ -95,19 +115,20 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         return self._draft(state, self.embed(tokens), previous, level, sees)
 
     def log_chances(self, states: Tensor) -> Tensor:
-        return self.logits(self.norm(states)).float().log_softmax(-1)
+        logits = self.logits(self.final(states)).float()
+        # Tokens outside the draft vocabulary have next to none.
+        return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
     def _read(self, state: SlotState, features: Tensor, next_tokens: Tensor) -> Tensor:
         """States [B, A, H] of verified positions, whose keys and values are written after those of `state`."""
-        fused = self.fc(features.to(device=self.device, dtype=self.dtype))
+        fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
         entries = torch.arange(next_tokens.shape[1], device=self.device)
         positions = state.lengths[:, None] + entries
         end = state.longest + len(entries)
         state.store.reserve(end)
-        mask = torch.arange(end, device=self.device) <= positions[..., None]
-        remember = _writer(state, positions, end)
-        rotation = rotation_at(positions, self.config, self.dtype)
-        return self.step(self.embed(next_tokens), fused, rotation, mask[:, None], remember)
+        ages = (positions[..., None] - torch.arange(end, device=self.device))[:, None]
+        memory = _memory(state, positions, end)
+        return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, memory)
 
     def _draft(self, state: SlotState, embeddings: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         """One pass over W drafted tokens of depth `level`: states [B, W, H].
@@ -121,18 +142,22 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
         end = state.longest + entries
         state.store.reserve(end)
-        mask = (torch.arange(end, device=self.device) < state.lengths[:, None])[:, None].repeat(1, width, 1)
+        ages = (state.lengths[:, None] - 1 - torch.arange(end, device=self.device))[:, None]  # [B, 1, end]
+        mask = (ages >= 0).repeat(1, width, 1)
         mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
         positions = (state.lengths + level - 1)[:, None].expand(-1, width)
-        rotation = rotation_at(positions, self.config, self.dtype)
-        return self.step(embeddings, previous, rotation, mask[:, None], _writer(state, slots[:, -width:], end))
+        memory = _memory(state, slots[:, -width:], end)
+        return self.step(embeddings, previous, self.rotation(positions), mask[:, None], ages[:, None], memory)
 
 
-def _writer(state: SlotState, slots: Tensor, end: int) -> KeyValueWriter:
+def _memory(state: SlotState, slots: Tensor, end: int) -> Memory:
     """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
 
-    def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
-        keys, values = state.store.write(0, key, slots), state.store.write(1, value, slots)
-        return keys[:, :, :end], values[:, :, :end]
+    def of_layer(number: int) -> KeyValueWriter:
+        def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+            keys, values = state.store.write(2 * number, key, slots), state.store.write(2 * number + 1, value, slots)
+            return keys[:, :, :end], values[:, :, :end]
 
-    return remember
+        return remember
+
+    return of_layer

@@ -1,13 +1,19 @@
-"""The network of an EAGLE head: one decoder layer over tokens and what stands in front of each."""
+"""The network of an EAGLE head: decoder layers over tokens and what stands in front of each."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.layers import DartLayer, KeyValueWriter, rotation_at
 from hf_dart.drafters.network import DraftNetwork
+
+Memory = Callable[[int], KeyValueWriter]
+"""Of the number of a layer: what keeps its keys and values."""
 
 
 class EagleModel(DraftNetwork):
@@ -20,30 +26,78 @@ class EagleModel(DraftNetwork):
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
-        self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
-        self.feature_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.layer = DartLayer(config, pairs=True)
-        self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        self.fusion_norm: nn.Module | None = None
+        if config.fusion_norm == "joint":
+            self.fusion_norm = nn.RMSNorm(config.features_width, eps)
+        elif config.fusion_norm == "each":
+            self.fusion_norm = nn.ModuleList(nn.RMSNorm(config.feature_size, eps) for _ in config.feature_layers)
+        self.fc = nn.Linear(config.features_width, hidden, bias=config.fusion_bias)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, eps)
+        self.feature_norm = nn.RMSNorm(hidden, eps)
+        parts = {
+            "bias": config.attention_bias,
+            "output_bias": config.output_bias,
+            "mlp_bias": config.mlp_bias,
+            "qk_norm": config.qk_norm,
+        }
+        self.layer = DartLayer(config, pairs=True, **parts)
+        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, **parts) for _ in range(config.num_layers - 1))
+        self.norm = nn.RMSNorm(hidden, eps)
+        scored = config.draft_vocab_size or config.vocab_size
+        self.lm_head = nn.Linear(hidden, scored, bias=False) if config.own_lm_head else None
+        own = config.embeddings == "own"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
+        self.reads_rows = config.embeddings == "table"
+        size = config.draft_vocab_size
+        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, nn.Linear):
+        if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
+    def fuse(self, features: Tensor) -> Tensor:
+        """Hidden states of the target [..., F] to features [..., H]."""
+        if isinstance(self.fusion_norm, nn.ModuleList):
+            parts = features.chunk(len(self.fusion_norm), dim=-1)
+            features = torch.cat([norm(part) for norm, part in zip(self.fusion_norm, parts, strict=True)], dim=-1)
+        elif self.fusion_norm is not None:
+            features = self.fusion_norm(features)
+        return self.fc(features)
+
+    def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        cos, sin = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        scale = self.config.rope_scale
+        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+
     def step(
         self,
-        embeddings: Tensor,
-        features: Tensor,
+        embeddings: Tensor,  # [B, Q, E]
+        features: Tensor,  # [B, Q, H] what stands in front of each token
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor,
-        remember: KeyValueWriter,
+        mask: Tensor,  # [B, 1, Q, S] bool
+        ages: Tensor,  # [B, 1, Q, S] how far back in the text a key lies; drafted ones have none, 0
+        memory: Memory,
     ) -> Tensor:
-        """The layer over embeddings [B, Q, E] and what stands in front of each token, [B, Q, H]: states [B, Q, H]."""
-        pairs = torch.cat([self.embedding_norm(embeddings), self.feature_norm(features)], dim=-1)
-        return self.layer(pairs, features, rotation, mask, remember, None)
+        """The layers over tokens and features: states [B, Q, H], which stand in for the next features."""
+        known = self.feature_norm(features)
+        pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
+        residual = known if self.config.norm_before_residual else features
+        masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
+        x = self.layer(pairs, residual, rotation, masks[0], memory(0), None)
+        for number, layer in enumerate(self.deeper, start=1):
+            x = layer(x, x, rotation, masks[number % len(masks)], memory(number), None)
+        return self.norm(x) if self.config.norm_output else x
+
+    def final(self, states: Tensor) -> Tensor:
+        """States [..., H] of `step`, normed for the LM head."""
+        return states if self.config.norm_output else self.norm(states)
 
     def forward(
         self,
@@ -63,20 +117,27 @@ class EagleModel(DraftNetwork):
         """
         real = features.shape[1]
         count, steps = drafted_embeddings.shape[1:3]
-        rotation = rotation_at(positions, self.config, self.dtype)
-        keys: list[Tensor] = []
-        values: list[Tensor] = []
+        rotation = self.rotation(positions)
+        keys: list[list[Tensor]] = [[] for _ in range(self.config.num_layers)]
+        values: list[list[Tensor]] = [[] for _ in range(self.config.num_layers)]
 
-        def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
-            keys.append(key)
-            values.append(value)
-            return torch.cat(keys, dim=2), torch.cat(values, dim=2)
+        def memory(number: int) -> KeyValueWriter:
+            def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+                keys[number].append(key)
+                values[number].append(value)
+                return torch.cat(keys[number], dim=2), torch.cat(values[number], dim=2)
+
+            return remember
 
         known = (rotation[0][:, :, :real], rotation[1][:, :, :real])
-        states = self.step(next_embeddings, self.fc(features), known, attention_mask[:, :, :real, :real], remember)
+        place = torch.arange(real, device=features.device)
+        ages = (place[:, None] - place)[None, None]
+        text = attention_mask[:, :, :real, :real]
+        states = self.step(next_embeddings, self.fuse(features), known, text, ages, memory)
         last = states.gather(1, anchors.clamp(min=0)[..., None].expand(-1, -1, states.shape[-1]))
         places = [part[:, :, real:].unflatten(2, (count, steps)) for part in rotation]
         sees = attention_mask[:, :, real:].unflatten(2, (count, steps))  # [B, 1, K, d - 1, T + K (d - 1)]
+        ages = F.pad((anchors[..., None] - place)[:, None], (0, count * steps))
         drafted = [last]
         for step in range(steps):
             mask = sees[:, :, :, step]
@@ -84,6 +145,7 @@ class EagleModel(DraftNetwork):
             own = mask[..., real:].unflatten(-1, (count, steps)).transpose(-1, -2)[..., : step + 1, :].flatten(-2)
             at = (places[0][:, :, :, step], places[1][:, :, :, step])
             mask = torch.cat([mask[..., :real], own], dim=-1)
-            last = self.step(drafted_embeddings[:, :, step], last, at, mask, remember)
+            known_keys = ages[..., : mask.shape[-1]]
+            last = self.step(drafted_embeddings[:, :, step], last, at, mask, known_keys, memory)
             drafted.append(last)
-        return self.norm(torch.stack(drafted, dim=2))
+        return self.final(torch.stack(drafted, dim=2))

@@ -1,0 +1,92 @@
+"""Loading EAGLE-3 and P-EAGLE heads that other projects published (`hf_dart.interop.eagle3`) as drafters of ours."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dart.drafters.bound import attach_to
+from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.hub.download import checkpoint_config, published_license, weight_files
+from hf_dart.interop.checkpoint import weight_shapes
+from hf_dart.interop.eagle3 import eagle3_format, read_published, read_weights
+from hf_dart.target.devices import as_dtype, weight_of
+from hf_dart.target.features import layer_count
+from hf_dart.trees.vocabulary import vocabulary_hash
+
+
+def load_published(
+    drafter_class: Any,
+    path: str,
+    target: PreTrainedModel | None,
+    tokenizer: Any,
+    *,
+    fields_of: Callable[[dict[str, Any]], dict[str, Any]],
+    layers: Callable[[str], str],
+    dtype: torch.dtype | str | None = None,
+    **where: Any,
+) -> Any:
+    """A drafter of ours with the weights of a published head, bound to its target.
+
+    Args:
+        drafter_class: an `EagleDrafter` or a `DartHead`.
+        path: a folder or a Hub repository.
+        target, tokenizer, dtype, where: as for `PretrainedDrafter.from_pretrained`.
+        fields_of: from the fields of an `EagleConfig` to those of the drafter's config.
+        layers: from the name of a weight of the drafter to that in a network with `layers.N`.
+
+    Raises:
+        ValueError: the head does not fit the target, or the files are not those of one; the message says what differs.
+        OSError: there are no such files, or the Hub does not give them.
+    """
+    content = checkpoint_config(path, **where)
+    if target is None:
+        raise ValueError(
+            f"{path} is {eagle3_format(content)}, which does not say what its target is like; pass target=, and "
+            "save_pretrained it to load it without."
+        )
+    files = weight_files(path, pickled=True, **where)
+    published = read_published(content, weight_shapes(files, path), layer_count(target), path)
+    fields = fields_of(published.fields)
+    if tokenizer is not None:
+        fields["tokenizer_hash"] = vocabulary_hash(tokenizer)
+    config = drafter_class.config_class.for_target(target, **fields)
+    own_name, config.target_name = config.target_name, fields.get("target_name")
+    check_compatible(config, target, tokenizer)
+    with torch.device("meta"):  # nothing is allocated by what a config says alone
+        drafter = drafter_class(config)
+    names = {name: layers(name) for name in drafter.state_dict()}
+    shapes = {names[name]: tuple(weight.shape) for name, weight in drafter.state_dict().items()}
+    weights = read_weights(published, shapes, files, path)
+    if _same_rows(weights.get("embed_tokens.weight"), target):
+        del weights["embed_tokens.weight"], names["embed_tokens.weight"]
+        drafter.embed_tokens, drafter.reads_rows, config.embeddings = None, True, "table"
+    drafter.load_state_dict({name: weights[there] for name, there in names.items()}, assign=True)
+    saved = weights["fc.weight"].dtype
+    config.target_name = own_name or config.target_name
+    config.origin = path if not Path(path).is_dir() else Path(path).resolve().name
+    config.origin_license = published_license(path, **where)
+    drafter.name_or_path = path
+    wanted = as_dtype(dtype)
+    return attach_to(drafter.to(saved), target, tokenizer, dtype=saved if wanted == "auto" else wanted)
+
+
+def _same_rows(table: Tensor | None, target: PreTrainedModel) -> bool:
+    """Are these rows [V, E] those of the target's own table, in the dtype that has fewer digits?"""
+    own = weight_of(target.get_input_embeddings())
+    if table is None or table.shape != own.shape or not own.dtype.is_floating_point:
+        return False
+    dtype = min(table.dtype, own.dtype, key=lambda one: (one.itemsize, torch.finfo(one).bits))
+    return torch.equal(table.to(dtype), own.detach().cpu().to(dtype))
+
+
+def eagle_layers(name: str) -> str:
+    """The name of a weight of an EAGLE head as that in a network with `layers.N`."""
+    name = re.sub(r"^layer\.", "layers.0.", name)
+    return re.sub(r"^deeper\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)

@@ -1,0 +1,388 @@
+"""EAGLE-3 and P-EAGLE heads as other projects publish them: what their config.json and weights say.
+
+Two formats. The *original* one (SafeAILab's code; also AngelSlim, SpecForge, SGLang, NVIDIA's ModelOpt) is a flat
+config.json whose first layer is called `midlayer` or `layers.0`. That of *speculators* (vLLM, Red Hat) has the layer's
+shape in `transformer_layer_config`. The tensors have the same names in both, and the network is the same: a fusion of
+hidden states, a first layer over pairs of token and feature, further layers, a norm, an LM head of its own over a
+vocabulary that is mapped to the target's by offsets: token i of the draft is i + d2t[i] of the target.
+
+Layers of the target are counted in three ways. Where no config names them, they are `hidden_states` 2, L // 2 and
+L - 3; speculators and vLLM name indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang counts the outputs of
+layers from 0, one less.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
+
+from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, read_tensors
+from hf_dart.interop.rope import read_rope, rope_frequencies
+from hf_dart.target.features import default_feature_layers
+
+_MANY = 2**31 - 1
+_SPECULATORS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
+_TAPS = "eagle_aux_hidden_state_layer_ids"
+# Said by training code about itself, and of no matter to the forward pass.
+_REMARKS = (
+    "max_position_embeddings", "max_window_layers", "pretraining_tp", "sep_token_id", "target_model_type",
+    "embed_requires_grad", "has_no_defaults_at_init", "speculators_version", "id2label", "label2id", "return_dict",
+    "chunk_size_feed_forward", "is_encoder_decoder", "output_attentions", "output_hidden_states", "problem_type",
+    "name_or_path", "attn_implementation", "_attn_implementation_autoset", "num_aux_hidden_states",
+)  # fmt: skip
+_AUX_NORMS = ("aux_norm_low", "aux_norm_mid", "aux_norm_high")
+# Ours to theirs, but for what depends on the layer.
+_PARTS = {
+    "fc.weight": "fc.weight",
+    "fc.bias": "fc.bias",
+    "fusion_norm.weight": "input_norm.weight",
+    "norm.weight": "norm.weight",
+    "lm_head.weight": "lm_head.weight",
+    "embed_tokens.weight": "embed_tokens.weight",
+    "mask_slot.weight": "mask_hidden",
+}
+_LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
+_LAYER_FIELDS = (
+    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+    "max_position_embeddings", "mlp_bias", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
+    "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "sliding_window", "use_sliding_window",
+    "vocab_size",
+)  # fmt: skip
+_IGNORED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_freq")
+
+
+def eagle3_format(content: Mapping[str, Any]) -> str | None:
+    """What a config.json describes, such as "an EAGLE-3 head in the original format"; None if it is neither format."""
+    kind = content.get("speculators_model_type")
+    if isinstance(kind, str) and kind in _SPECULATORS:
+        return f"{'a' if kind == 'peagle' else 'an'} {_SPECULATORS[kind]} head in the format of speculators"
+    architectures = content.get("architectures")
+    named = isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures)
+    scored = "draft_vocab_size" in content and content.get("model_type") == "llama" and "draft_length" not in content
+    return "an EAGLE-3 head in the original format" if named or scored else None
+
+
+def is_peagle(content: Mapping[str, Any]) -> bool:
+    """Does `eagle3_format` describe a P-EAGLE head?"""
+    return content.get("speculators_model_type") == "peagle"
+
+
+@dataclass(frozen=True)
+class Published:
+    """A published head, by its config.json and the headers of its weights.
+
+    Attributes:
+        found: what it is, with its format.
+        fields: of an `EagleConfig`; `mask_token_id` too for P-EAGLE.
+        taps: the layers of the target in the order in which they are fused.
+        first: what names of tensors of the first layer begin with.
+        deeper_norm: what the norm before the attention of the other layers is called.
+        legacy_norms: the norms of the fused layers are called after low, mid and high.
+        stored: names of the tensors that are used.
+        ignored: names of others.
+    """
+
+    found: str
+    fields: dict[str, Any]
+    taps: list[int]
+    first: str
+    deeper_norm: str
+    legacy_norms: bool
+    stored: frozenset[str]
+    ignored: frozenset[str]
+
+    def name(self, ours: str) -> str:
+        """What the weight `ours` of a network with `layers.N` is called in the file."""
+        if ours in _PARTS:
+            return _PARTS[ours]
+        if ours in ("embedding_norm.weight", "feature_norm.weight"):
+            return f"{self.first}.{'input_layernorm' if ours.startswith('embedding') else 'hidden_norm'}.weight"
+        if norm := re.fullmatch(r"fusion_norm\.(\d+)\.weight", ours):
+            place = int(norm[1])
+            return f"{_AUX_NORMS[place] if self.legacy_norms else f'fc_norm.{place}'}.weight"
+        _, number, rest = ours.split(".", 2)
+        rest = rest.replace("mlp_norm", "post_attention_layernorm").replace("input_norm", self.deeper_norm)
+        return f"{self.first}.{rest}" if number == "0" else f"layers.{number}.{rest}"
+
+
+def read_published(
+    content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
+) -> Published:
+    """What a config.json and the shapes of its tensors say.
+
+    Args:
+        content: of the config.json, of which `eagle3_format` is not None.
+        shapes: of the tensors by their names, as `weight_shapes` gives them.
+        num_layers: of the target.
+        path: of the checkpoint, for messages.
+
+    Raises:
+        ValueError: a field is missing, out of range, unknown or contradicts another one or the weights.
+    """
+    found = eagle3_format(content)
+    assert found is not None
+    fields = Fields(content, f"{found.split(' ')[1]} head")
+    speculators = "speculators_model_type" in content
+    layer = _speculators_layer(fields) if speculators else fields
+    nested = Fields({}, fields.kind) if speculators else fields.part("eagle_config")
+    fields.given("speculators_model_type")
+
+    ignored = frozenset(name for name in shapes if _IGNORED.fullmatch(name))
+    stored = frozenset(shapes) - ignored
+    first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
+    deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
+    layers = layer.integer("num_hidden_layers", 1, 8, 1)
+    if first == "midlayer" and not deeper:
+        layers = 1  # that code has one, whatever its config.json says
+    taps = _taps(fields, nested, num_layers, speculators)
+    hidden = layer.integer("hidden_size", 2, 2**20)
+    heads = layer.integer("num_attention_heads", 1, 4096)
+    vocab_size = layer.integer("vocab_size", 2, _MANY)
+    scored = fields.integer("draft_vocab_size", 1, vocab_size, vocab_size)
+    head_dim = _head_dim(layer, shapes.get(f"{first}.self_attn.q_proj.weight"), heads, hidden, path)
+    joint = _flag(fields, nested, "norm_before_fc")
+    each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
+    if joint and each:
+        raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
+    layer.choice("hidden_act", ("silu",), "silu")
+    rotation = read_rope(layer, theta=10000.0, more=("dynamic", "mrope"))
+    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, _MANY, 2048))
+    plain = rotation["rope_type"] == "default"
+    if not speculators:
+        _refuse_nested(nested)
+    deeper_norms = {name for name in ("input_layernorm", "hidden_norm") if f"layers.1.{name}.weight" in stored}
+    if len(deeper_norms) > 1:
+        raise ValueError(
+            f"The second layer of {path} has an input_layernorm and a hidden_norm, of which each engine uses another; "
+            "take one of them out."
+        )
+    for name, tensor in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.gate_proj.bias")):
+        if layer.flag(name, False) and f"{first}.{tensor}" not in stored:
+            raise ValueError(f"The config.json of {path} says {name}: true, and its weights lack {first}.{tensor}.")
+    for name in ("qkv_bias", "bias"):
+        layer.given(name)  # the tensors tell
+    described: dict[str, Any] = {
+        "num_layers": layers,
+        "feature_layers": taps,
+        "hidden_size": hidden,
+        "embedding_size": hidden,
+        "embeddings": "own" if "embed_tokens.weight" in stored else "table",
+        "feature_size": fields.integer("target_hidden_size", 2, 2**20, hidden),
+        "num_attention_heads": heads,
+        "num_key_value_heads": layer.integer("num_key_value_heads", 1, heads, heads),
+        "head_dim": head_dim,
+        "intermediate_size": layer.integer("intermediate_size", 1, 2**24),
+        "rms_norm_eps": layer.number("rms_norm_eps", 1e-6),
+        "rope_theta": rotation["rope_theta"],
+        "rope_frequencies": None if plain else frequencies.tolist(),
+        "rope_scale": scale,
+        "vocab_size": vocab_size,
+        "draft_vocab_size": None if scored == vocab_size else scored,
+        "own_lm_head": "lm_head.weight" in stored,
+        "fusion_norm": "joint" if joint else "each" if each else "none",
+        "norm_before_residual": fields.flag("norm_before_residual", False),
+        "norm_output": fields.flag("norm_output", False),
+        "fusion_bias": "fc.bias" in stored,
+        "attention_bias": f"{first}.self_attn.q_proj.bias" in stored,
+        "output_bias": f"{first}.self_attn.o_proj.bias" in stored,
+        "mlp_bias": f"{first}.mlp.gate_proj.bias" in stored,
+        "qk_norm": f"{first}.self_attn.q_norm.weight" in stored,
+        "windows": _windows(layer, layers),
+    }
+    described |= _from_speculators(fields) if speculators else {"draft_length": 7}
+    if is_peagle(content):
+        described["mask_token_id"] = fields.integer("mask_token_id", 0, vocab_size - 1)
+    fields.finish((*HARMLESS, *_REMARKS))
+    return Published(
+        found,
+        described,
+        taps,
+        first,
+        next(iter(deeper_norms), "input_layernorm"),
+        f"{_AUX_NORMS[0]}.weight" in stored,
+        stored,
+        ignored,
+    )
+
+
+def read_weights(
+    published: Published, shapes: Mapping[str, tuple[int, ...]], files: Iterable[str | Path], path: str
+) -> dict[str, Tensor]:
+    """The weights of a published head under our names, its taps ascending, and `draft_vocabulary` [M] where it has one.
+
+    Args:
+        shapes: of the weights of the network with `layers.N` by our names.
+        files, path: of the checkpoint.
+
+    Raises:
+        ValueError: they are damaged, contradict themselves or the config.
+    """
+    scored, vocab_size = published.fields["draft_vocab_size"], published.fields["vocab_size"]
+    names = {ours: published.name(ours) for ours in shapes if ours != "draft_vocabulary"}
+    wanted = {names[ours]: shape for ours, shape in shapes.items() if ours in names}
+    if "mask_hidden" in wanted:
+        wanted["mask_hidden"] = (1, *wanted["mask_hidden"])
+    wanted |= {"d2t": (scored or vocab_size,), "t2d": (vocab_size,)}
+    tensors = read_tensors(
+        files,
+        path,
+        wanted,
+        optional=("t2d",) if scored else ("d2t", "t2d"),
+        ignored=published.ignored,
+        dtypes={"d2t": torch.int64, "t2d": torch.bool},
+    )
+    weights = {ours: tensors[theirs] for ours, theirs in names.items()}
+    if "mask_slot.weight" in weights:
+        weights["mask_slot.weight"] = weights["mask_slot.weight"][0]
+    if scored:
+        tokens, rows = draft_tokens(path, tensors["d2t"], tensors.get("t2d"), vocab_size)
+        weights["draft_vocabulary"] = tokens
+        if "lm_head.weight" in weights:
+            weights["lm_head.weight"] = weights["lm_head.weight"][rows]
+    elif "d2t" in tensors and bool(tensors["d2t"].any()):
+        raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
+    return _with_ascending_taps(weights, published.taps)
+
+
+def _speculators_layer(fields: Fields) -> Fields:
+    """The fields of the layer. That format leaves out what its kind of layer has by default in transformers."""
+    given = fields.part("transformer_layer_config")
+    kind = given.choice("model_type", tuple(_LAYERS), "qwen3")
+    known = {name: value for name in _LAYER_FIELDS if (value := given.given(name)) is not None}
+    given.finish((*HARMLESS, *_REMARKS))
+    try:
+        whole = _LAYERS[kind](**known).to_dict()
+    except Exception as error:  # transformers raises errors of many kinds for a field of another type
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(
+            f"The transformer_layer_config of this {fields.kind} describes no layer ({words}); fetch it again."
+        ) from error
+    return Fields({name: whole[name] for name in _LAYER_FIELDS if whole.get(name) is not None}, given.kind)
+
+
+def _from_speculators(fields: Fields) -> dict[str, Any]:
+    """The draft length, and the target's name."""
+    about = fields.part("speculators_config")
+    about.choice("algorithm", tuple(_SPECULATORS))
+    about.given("default_proposal_method")
+    verifier = about.part("verifier")
+    name = verifier.given("name_or_path")
+    verifier.given("architectures")
+    verifier.finish()
+    proposals = about.given("proposal_methods")
+    one = proposals[0] if isinstance(proposals, list) and proposals and isinstance(proposals[0], dict) else {}
+    proposal = Fields(one, f"{fields.kind}'s proposal method")
+    length = proposal.integer("speculative_tokens", 1, 31, 7)
+    about.finish()
+    return {"draft_length": length, "target_name": name if isinstance(name, str) else None}
+
+
+def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) -> list[int]:
+    """Indices of the target's `hidden_states`, in the order in which they are fused."""
+    default = default_feature_layers(num_layers)
+    given: list[list[int]] = []
+    # The last hidden state of transformers is normed, and theirs is not.
+    if fields.given(_TAPS):
+        given.append(list(fields.integers(_TAPS, 0, num_layers - 1)))
+    if nested.given(_TAPS):
+        given.append([tap + 1 for tap in nested.integers(_TAPS, 0, num_layers - 2)])
+    if not given:
+        if len(default) != 3:
+            raise ValueError(
+                "EAGLE-3 heads read three different layers of their target, and this one is too small to have them; "
+                "give the target that the head was made for."
+            )
+        return default
+    if given[0] != given[-1]:
+        raise ValueError(
+            f"The config.json of this {fields.kind} contradicts itself: {_TAPS} is {given[0]} at one place and, when "
+            f"it is counted in the same way, {given[-1]} in eagle_config."
+        )
+    return given[0]
+
+
+def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, hidden: int, path: str) -> int:
+    """By the shape of the queries' projection, as some configs leave it out or say another one."""
+    layer.given("head_dim")
+    rows = query[0] if query else 0
+    if not query or rows % heads or rows // heads % 2:
+        raise ValueError(
+            f"The weights in {path} have queries of {rows} rows, which are no num_attention_heads ({heads}) of an even "
+            "width; fetch them again, together with their config.json."
+        )
+    return rows // heads
+
+
+def _flag(fields: Fields, nested: Fields, name: str) -> bool:
+    one_of(fields, nested, (name,))
+    return fields.flag(name, False) or nested.flag(name, False)
+
+
+def _refuse_nested(nested: Fields) -> None:
+    """What `eagle_config` may say: that the head is an EAGLE-3 head."""
+    nested.choice("use_aux_hidden_state", (True,), True)
+    nested.choice("use_input_layernorm_in_first_layer", (True,), True)
+    nested.choice("use_last_layernorm", (True,), True)
+    nested.choice("use_mtp_layernorm", (False,), False)
+    nested.choice("next_layer_regular", (True,), True)
+    nested.choice("parallel_draft_step", (0, 1), 1)
+    nested.choice("parallel_draft_heads_num_layers", (0, 1), 1)
+    nested.finish()
+
+
+def _windows(layer: Fields, layers: int) -> list[int]:
+    kinds = layer.given("layer_types")
+    window = layer.integer("sliding_window", 1, _MANY) if "sliding_window" in layer else None
+    used = layer.flag("use_sliding_window", True)
+    if kinds is None:
+        kinds = ["full_attention"] * layers
+    known = ("full_attention", "sliding_attention")
+    if not isinstance(kinds, list) or len(kinds) < layers or any(kind not in known for kind in kinds):
+        raise layer.wrong("layer_types", kinds, f"a list of {layers} of {' and '.join(known)}")
+    slides = [kind == known[1] for kind in kinds[:layers]]
+    if any(slides) and (window is None or not used):
+        raise layer.wrong("sliding_window with use_sliding_window", None, "a window, as layer_types has sliding ones")
+    return [(window or 0) * one for one in slides] if any(slides) else []
+
+
+def draft_tokens(path: str, d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> tuple[Tensor, Tensor]:
+    """Ids of the tokens that are scored [M], ascending, and the rows of the LM head in that order.
+
+    Args:
+        d2t: [M] what is to be added to a draft token to get the target's.
+        t2d: [V] bool, which tokens are scored; None if the file does not say it again.
+
+    Raises:
+        ValueError: they are no different tokens of the vocabulary.
+    """
+    tokens = torch.arange(len(d2t)) + d2t
+    inside = (tokens >= 0) & (tokens < vocab_size)
+    if not bool(inside.all()) or len(tokens.unique()) < len(tokens):
+        raise ValueError(f"The d2t of {path} names tokens twice or beyond the vocabulary; fetch it again.")
+    if t2d is not None:
+        marked = torch.zeros_like(t2d)
+        marked[tokens] = True
+        if not torch.equal(marked, t2d):
+            raise ValueError(f"The d2t and t2d of {path} name different tokens; fetch it again.")
+    return tokens.sort()
+
+
+def _with_ascending_taps(weights: dict[str, Tensor], taps: list[int]) -> dict[str, Tensor]:
+    """Weights that read the target's layers in ascending order, from those that read them in the order of `taps`."""
+    order = sorted(range(len(taps)), key=taps.__getitem__)
+    if order == list(range(len(taps))):
+        return weights
+    each = {f"fusion_norm.{new}.weight": weights[f"fusion_norm.{old}.weight"] for new, old in enumerate(order)
+            if f"fusion_norm.{old}.weight" in weights}  # fmt: skip
+    for name in ("fc.weight", "fusion_norm.weight", "mask_slot.weight"):
+        if name in weights:
+            parts = weights[name].chunk(len(taps), dim=-1)
+            each[name] = torch.cat([parts[old] for old in order], dim=-1)
+    return {**weights, **each}
