@@ -62,7 +62,12 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
     torch.testing.assert_close(proposal.logits[0, 0, columns].double(), known[0][0], rtol=0, atol=2e-6)
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK = ("original, draft vocabulary", "modelopt", "speculators, 0.9's defaults", "speculators, own table")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in VARIANTS]
+)
 def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
     drafter = load_drafter(variant(tmp_path, target, name), target=target)
     drafter.tree_config = TreeConfig(nodes=8)
@@ -70,10 +75,16 @@ def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
         assert_identical(target, drafter, batch(4, "sdpa"), into=EXACT, **mode)
 
 
+LAYERS: dict[str, dict[str, Any]] = {
+    "gemma3": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
+    "gpt2": {"n_layer": 6},
+}
+
+
 @pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.matrix) for mode in MODES])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
 def test_every_mode_on_other_families(tmp_path: Path, family: str, mode: str) -> None:
-    target = tiny_target(family, num_hidden_layers=6) if family != "gpt2" else tiny_target(family, n_layer=6)
+    target = tiny_target(family, **LAYERS.get(family, {"num_hidden_layers": 6}))
     drafter = load_drafter(variant(tmp_path, target, "speculators, 0.9's defaults"), target=target)
     drafter.tree_config = TreeConfig(nodes=8)
     for size in (1, 4):
@@ -95,7 +106,8 @@ def test_saved_in_our_format_it_is_the_same_head(target: Any, tmp_path: Path, na
     assert first.config.origin_license == "mit"
     first.save_pretrained(tmp_path / "ours")
     again = load_drafter(str(tmp_path / "ours"), target=target)
-    assert again.config.to_dict() == {**first.config.to_dict(), "_name_or_path": again.config.to_dict().get("_name_or_path")}
+    before, after = first.config.to_dict(), again.config.to_dict()
+    assert {**after, "_name_or_path": None} == {**before, "_name_or_path": None}
     state, features = first.state_dict(), torch.randn(1, 6, first.config.features_width, dtype=torch.float64)
     assert all(torch.equal(weight, state[key]) for key, weight in again.state_dict().items())
     tokens = prompts([6])["input_ids"]

@@ -216,11 +216,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Everything that is published, and differs in the pass: format, changes of the config, and of the tensors."""
 
 
-def variant(folder: Path, target: Any, name: str) -> str:
+def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64) -> str:
     """A checkpoint of one of `VARIANTS`."""
-    style, changes, tensors = VARIANTS[name]
+    style, changes, options = VARIANTS[name]
     config = eagle3_config(target, style, **changes)
-    made = eagle3_tensors(config, **tensors)
+    tensors = eagle3_tensors(config, **options)
+    made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if name == "original, head_dim from the shapes":
         config["head_dim"] = 16
     return save_eagle3(folder, config, made, pickled=name == "original")
