@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         "--to",
         required=True,
         choices=(*_HEADS, *_NGRAMS),
-        help="dart: our format; original-dart: that of DART's released code; vllm: that of speculators (P-EAGLE); "
+        help="dart: our format, of every kind of head; original-dart: that of DART's released code; vllm: that of speculators (P-EAGLE); "
         "ngram: our table of n-grams; trie: DART's",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
@@ -52,14 +52,16 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dart.export import write_original, write_vllm
+    from hf_dart.drafters.pretrained import PretrainedDrafter
 
-    if not isinstance(head, DartHead):
-        raise UserError(f"{arguments.source!r} is a {type(head).__name__}, and only DART heads are converted.")
-    if head.adapted and arguments.to != "dart":
-        head.merge_adapter()
-    if arguments.to == "dart":
+    if arguments.to == "dart" and isinstance(head, PretrainedDrafter):
         head.save_pretrained(arguments.out)
-    elif arguments.to == "original-dart":
+        return
+    if not isinstance(head, DartHead):
+        raise UserError(f"{arguments.source!r} is a {type(head).__name__}, which that format has no place for.")
+    if head.adapted:
+        head.merge_adapter()
+    if arguments.to == "original-dart":
         write_original(head, arguments.out)
     else:
         verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)

@@ -41,6 +41,8 @@ class DrafterConfig(PreTrainedConfig):
         tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
         chat_template_hash, enable_thinking: `hf_dart.target.tokenizers.template_hash` of the chat template of the
             conversations that the drafter was trained on, and the thinking flag that was handed to it; None without.
+        origin, origin_license: the Hub repository (or the name of the folder) of another project that the drafter came
+            from, and the licence that it was published under there, as the Hub spells it; None for one of our own.
 
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.
@@ -73,6 +75,8 @@ class DrafterConfig(PreTrainedConfig):
     tokenizer_hash: str | None = None
     chat_template_hash: str | None = None
     enable_thinking: bool | None = None
+    origin: str | None = None
+    origin_license: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)

@@ -127,6 +127,7 @@ def _about(facts: HeadFacts) -> str:
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; {lent}",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
         "chat template": f"`{config.chat_template_hash}`{thinking}" if config.chat_template_hash else "",
+        "published as": f"`{config.origin}`, in another format" if config.origin else "",
         "tree": ", ".join(f"{name} {value}" for name, value in config.tree.items()),
     }
     table = [f"| {name} | {value} |" for name, value in rows.items() if value]

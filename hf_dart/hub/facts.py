@@ -73,6 +73,7 @@ class HeadFacts:
         bench: str | Path | None = None,
         training: str | Path | None = None,
         base_model: str | None = None,
+        license: str | None = None,
         **known: Any,
     ) -> HeadFacts:
         """The facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
@@ -82,6 +83,7 @@ class HeadFacts:
             bench: the file that `hf-dart bench --json` wrote.
             training: the training record, if it does not lie in `folder`.
             base_model: the target's id on the Hub; left out, it is the target's name in the config if that is one.
+            license: left out, it is the one that the drafter was published under by another project, if it was.
             known: the other attributes, as they are.
 
         Raises:
@@ -109,6 +111,7 @@ class HeadFacts:
             size,
             dtype,
             base_model=base_model or _hub_id(config),
+            license=license or config.origin_license,
             training=record,
             bench=report,
             **known,

@@ -13,10 +13,12 @@ from safetensors.torch import load_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
 from support.eagle3 import VARIANTS, forward, variant
+from support.letters import letters
 from support.tiny import prompts, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig
-from hf_dart.drafters.eagle.drafter import BeamProposal
+from hf_dart.cli import main
+from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.features import features_request, gather_features
 
@@ -70,7 +72,7 @@ QUICK = ("original, draft vocabulary", "modelopt", "speculators, 0.9's defaults"
 )
 def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
     drafter = load_drafter(variant(tmp_path, target, name), target=target)
-    drafter.tree_config = TreeConfig(nodes=8)
+    drafter.tree_config = TreeConfig(nodes=16)
     for mode in (GREEDY, SAMPLED):
         assert_identical(target, drafter, batch(4, "sdpa"), into=EXACT, **mode)
 
@@ -128,6 +130,25 @@ def test_the_targets_own_table_is_not_kept(target: Any, tmp_path: Path) -> None:
     assert drafter.embed_tokens is None
     assert drafter.config.embeddings == "table"
     assert "embed_tokens.weight" not in drafter.state_dict()
+
+
+def test_on_the_command_line(target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    single = tiny_target("llama", num_hidden_layers=8, dtype=torch.float32)
+    single.save_pretrained(tmp_path / "target")
+    letters("abcdefgh").save_pretrained(tmp_path / "target")
+    head = variant(tmp_path / "head", target, "original, draft vocabulary")
+    pair = ("--target", str(tmp_path / "target"))
+    (tmp_path / "head" / "README.md").write_text("---\nlicense: mit\n---\n")
+    short = ("--temperature", "0", "--max-new-tokens", "6", "abc")
+    assert main(["generate", *pair, "--head", head, "--stats", *short]) == 0
+    assert "drafts accepted" in capsys.readouterr().err
+    assert main(["convert", head, str(tmp_path / "ours"), "--to", "dart", *pair]) == 0
+    assert main(["generate", *pair, "--head", str(tmp_path / "ours"), *short]) == 0
+    assert main(["view", *pair, "--head", head, "--output", str(tmp_path / "page.html"), *short]) == 0
+    assert main(["push", str(tmp_path / "ours"), "me/eagle", "--dry-run", str(tmp_path / "pushed")]) == 0
+    card = (tmp_path / "pushed" / "README.md").read_text()
+    assert "license: mit" in card
+    assert "| published as | `head`, in another format |" in card
 
 
 def test_the_runs_accepted_drafts() -> None:

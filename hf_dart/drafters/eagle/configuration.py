@@ -34,8 +34,6 @@ class EagleConfig(DrafterConfig):
             last one of the text); 0 is all, and an empty list is all in every layer.
         rope_frequencies: rotary frequencies [head_dim / 2]; None are those of rope_theta.
         rope_scale: factor on rotary cosines and sines.
-        origin: the Hub repository or the file of another project that the head came from; None for one of our own.
-        origin_license: the licence that it was published under there, as the Hub spells it.
 
     The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`.
 
@@ -62,8 +60,6 @@ class EagleConfig(DrafterConfig):
     windows: list[int] | tuple[int, ...] = ()
     rope_frequencies: list[float] | tuple[float, ...] | None = None
     rope_scale: float = 1.0
-    origin: str | None = None
-    origin_license: str | None = None
 
     def __post_init__(self, **kwargs: Any) -> None:
         for name, default in _FORMER.items():

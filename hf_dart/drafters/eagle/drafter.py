@@ -35,6 +35,7 @@ def _rows(config: EagleConfig) -> dict[str, str]:
         "layers": describe_layers(config, config.num_layers),
         "reads": describe_features(config),
         "drafts": f"{config.draft_length} tokens, one pass each{beam}",
+        "vocabulary": f"{config.draft_vocab_size} of the target's tokens" if config.draft_vocab_size else "",
     }
 
 
@@ -112,7 +113,17 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         return read.gather(1, ends)
 
     def draft_level(self, state: SlotState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
-        return self._draft(state, self.embed(tokens), previous, level, sees)
+        width, entries = sees.shape[1:]
+        slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
+        end = state.longest + entries
+        state.store.reserve(end)
+        ages = (state.lengths[:, None] - 1 - torch.arange(end, device=self.device))[:, None]  # [B, 1, end]
+        mask = (ages >= 0).repeat(1, width, 1)
+        mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
+        positions = (state.lengths + level - 1)[:, None].expand(-1, width)
+        memory = _memory(state, slots[:, -width:], end)
+        embeddings, rotation = self.embed(tokens), self.rotation(positions)
+        return self.step(embeddings, previous, rotation, mask[:, None], ages[:, None], memory)
 
     def log_chances(self, states: Tensor) -> Tensor:
         logits = self.logits(self.final(states)).float()
@@ -129,25 +140,6 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         ages = (positions[..., None] - torch.arange(end, device=self.device))[:, None]
         memory = _memory(state, positions, end)
         return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, memory)
-
-    def _draft(self, state: SlotState, embeddings: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
-        """One pass over W drafted tokens of depth `level`: states [B, W, H].
-
-        Args:
-            embeddings: [B, W, E].
-            previous: [B, W, H] the states that drafted them.
-            sees: [B, W, level W] which entries of this draft lie on the path to each, itself included.
-        """
-        width, entries = sees.shape[1:]
-        slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
-        end = state.longest + entries
-        state.store.reserve(end)
-        ages = (state.lengths[:, None] - 1 - torch.arange(end, device=self.device))[:, None]  # [B, 1, end]
-        mask = (ages >= 0).repeat(1, width, 1)
-        mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
-        positions = (state.lengths + level - 1)[:, None].expand(-1, width)
-        memory = _memory(state, slots[:, -width:], end)
-        return self.step(embeddings, previous, self.rotation(positions), mask[:, None], ages[:, None], memory)
 
 
 def _memory(state: SlotState, slots: Tensor, end: int) -> Memory:
