@@ -24,8 +24,8 @@ def add(commands: Any) -> None:
         "--to",
         required=True,
         choices=(*_HEADS, *_NGRAMS),
-        help="dart: our format, of every kind of head; original-dart: that of DART's released code; vllm: that of speculators (P-EAGLE); "
-        "ngram: our table of n-grams; trie: DART's",
+        help="dart: our format, of every kind of head; original-dart: that of DART's released code; vllm: that of "
+        "speculators (P-EAGLE); ngram: our table of n-grams; trie: DART's",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as the head was saved")
