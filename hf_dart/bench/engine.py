@@ -18,8 +18,9 @@ from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward
 from hf_dart.bench.speed import in_turn
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.attention import packed
-from hf_dart.engine.compiled import EngineConfig, compile
+from hf_dart.engine.compiled import compile
 from hf_dart.engine.compiling import compiled
+from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier

@@ -14,13 +14,13 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
-from hf_dart.decoding.admit import Request
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.proposal import Verified
 from hf_dart.decoding.proposer import Proposer
+from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.session import HiddenStates, Noise, Session
 from hf_dart.decoding.stats import DraftStats

@@ -10,12 +10,12 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
-from hf_dart.decoding.admit import Request
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.pace import CHAIN, Pace, shares
 from hf_dart.decoding.proposal import Proposal, Verified
+from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker

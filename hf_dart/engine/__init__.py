@@ -34,6 +34,6 @@ looked up too, as deep as the head drafts (`trees.copies.BatchLookup`).
 What only the host can do (other processors, stopping criteria, edit passes, other drafters) is done in eager rounds
 around a captured forward of the target (`forward.Forward`) and a captured pass of the head (`draft`).
 
-`compile` turns it on for a pair of target and head; `compiled.Engine` says what each call takes, and leaves it to the
+`compile` turns it on for a pair of target and head; `engine.Engine` says what each call takes, and leaves it to the
 eager round where the target cannot run on fixed shapes, or a round fails. All give the same tokens.
 """

@@ -23,7 +23,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import admit
-from hf_dart.engine import compiled as module
+from hf_dart.engine import engine as module
 from hf_dart.engine.attention import packed
 from hf_dart.target.attention import PACKED
 from hf_dart.target.devices import matmul_precision

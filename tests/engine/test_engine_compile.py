@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine.compiled import Engine
+from hf_dart.engine.engine import Engine
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs the eager round")
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=8)}

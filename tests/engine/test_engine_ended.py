@@ -13,9 +13,9 @@ from support.engines import engine as uncaptured
 from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.engine import compiled as module
+from hf_dart.engine import engine as module
 from hf_dart.engine.budget import batch_sizes
-from hf_dart.engine.compiled import Engine
+from hf_dart.engine.engine import Engine
 from hf_dart.engine.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -18,7 +18,7 @@ from support.users import TOKENIZER
 from transformers import DynamicCache, TextStreamer
 
 from hf_dart import TreeConfig
-from hf_dart.engine.compiled import Engine
+from hf_dart.engine.engine import Engine
 from hf_dart.engine.state import Shape
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")

@@ -16,7 +16,7 @@ from support.engines import engine as uncaptured
 from support.tiny import tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.engine import compiled as module
+from hf_dart.engine import engine as module
 from hf_dart.engine.graphs import Launch
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}

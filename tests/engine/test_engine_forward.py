@@ -17,8 +17,8 @@ from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
-from hf_dart.engine.compiled import Engine
 from hf_dart.engine.draft_pass import CapturedDraftPass
+from hf_dart.engine.engine import Engine
 from hf_dart.engine.forward import Forward, _Sized
 
 FORWARDS = tally("float64, captured forwards")

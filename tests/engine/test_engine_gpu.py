@@ -14,8 +14,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine import compiled
-from hf_dart.engine.compiled import Engine
+from hf_dart.engine import engine as module
+from hf_dart.engine.engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,
@@ -167,7 +167,7 @@ def test_a_captured_forward(backend: str | None) -> None:
 @pytest.mark.parametrize("sampled", [False, True])
 def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds of fewer rows, once they are there; nothing is read back in them."""
-    monkeypatch.setattr(compiled, "_WORTH_A_MOVE", 1)
+    monkeypatch.setattr(module, "_WORTH_A_MOVE", 1)
     target, head, made = on_gpu("qwen3", None)
     ids = {name: part.to("cuda") for name, part in prompts([9, 3, 7, 13, 5], seed=2).items()}
     options = {"do_sample": sampled, "max_new_tokens": 60, **ENDS}

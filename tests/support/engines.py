@@ -8,7 +8,7 @@ import torch
 
 import hf_dart
 from hf_dart.bench.simulated import SimulatedHead, build_target
-from hf_dart.engine.compiled import Engine
+from hf_dart.engine.engine import Engine
 
 
 def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:

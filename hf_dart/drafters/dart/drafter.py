@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -14,6 +13,7 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.bound import attach_to
+from hf_dart.drafters.dart.adaptable import AdaptableHead
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.editor import Editor
@@ -21,22 +21,15 @@ from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
-from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields, weight_files
+from hf_dart.hub.download import weight_files
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
-from hf_dart.target.devices import as_dtype, host_by_default
+from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import layer_count
-from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import columns_of, vocabulary_hash
-
-# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
-_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -80,17 +73,13 @@ _CARD = CardTexts(
     reads=original_format,
     card=_CARD,
 )
-class DartHead(PretrainedDrafter, DartModel):
+class DartHead(AdaptableHead, DartModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
     loads a trained one, also as DART's own code published it (`hf_dart.interop.original_dart`); both check the fit and
     let `model.generate(..., assistant=head)` work.
     """
-
-    _base_fingerprint: list[float] | None = None
-    """Of the weights under its adapters."""
-    name_or_path: str
 
     def __init__(self, config: DartConfig) -> None:
         super().__init__(config)
@@ -158,112 +147,6 @@ class DartHead(PretrainedDrafter, DartModel):
             head = cls(config)
         head.to(weights["fc.weight"].dtype).load_state_dict(weights)
         return attach_to(head, target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
-
-    @classmethod
-    def from_pretrained(
-        cls,
-        path: str,
-        *,
-        target: PreTrainedModel | None = None,
-        tokenizer: Any = None,
-        ngram: NgramTable | str | Path | None = None,
-        base: str | None = None,
-        **kwargs: Any,
-    ) -> Self:
-        """Load a head; `path` may also be that of an adapter, which brings its head with it.
-
-        Args:
-            path: what `save_pretrained` wrote, of a head or of its adapter.
-            target, tokenizer, ngram, kwargs: as for heads.
-            base: the head that the adapter stands on, where it lies elsewhere than in training.
-
-        Raises:
-            ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
-            OSError: there are no such files, or the Hub does not give them.
-        """
-        where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
-        adapter = None if missing_folder(path) else optional_json(path, ADAPTER_CONFIG, **where)
-        if adapter is None:
-            if base is not None:
-                raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
-            head = super().from_pretrained(path, target=target, tokenizer=tokenizer, ngram=ngram, **kwargs)
-            head._place = {name: where.get(name) for name in ("revision", "subfolder")}
-            return head
-
-        head = cls._base_of_adapter(path, base, adapter, target, tokenizer, **kwargs)
-        head.load_adapter(path, **where)
-        head._take_settings(path, **where)
-        return head.eval()._with_table(ngram)
-
-    @classmethod
-    def _base_of_adapter(
-        cls,
-        path: str,
-        base: str | None,
-        adapter: dict[str, Any],
-        target: PreTrainedModel | None,
-        tokenizer: Any,
-        **kwargs: Any,
-    ) -> Self:
-        """The head that the adapter in `path` stands on: in `base`, else where its adapter_config.json says."""
-        where = {name: kwargs.pop(name) for name in HUB_OPTIONS if name in kwargs}
-        content = optional_json(path, "config.json", **where) or {}
-        refuse_fields(path, content, cls.config_class)
-        if content.get("copied_layer") is not None:
-            if target is None:
-                raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
-            with torch.random.fork_rng(devices=[]):
-                head = cls(cls.config_class.from_dict(content))
-            dtype = as_dtype(kwargs.get("dtype"))
-            attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
-            initialise(head, target)
-            return head
-        base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
-        if not base or not isinstance(base, str):
-            raise ValueError(
-                f"The adapter in {path} does not say which head it stands on; pass base=, the head's path."
-            )
-        where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
-        if missing_folder(base):
-            raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
-        where |= {"revision": revision} if isinstance(revision, str) else {}
-        if optional_file(base, ADAPTER_CONFIG, **where) is not None:
-            raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
-        return cls.from_pretrained(base, target=target, tokenizer=tokenizer, **where, **kwargs)
-
-    def _take_settings(self, path: str, **where: Any) -> None:
-        """Draft what the adapter in `path` was trained to draft, and as its config.json says.
-
-        Raises:
-            ValueError: the file is none of a self.
-        """
-        from hf_dart.drafters import adapters
-
-        content = optional_json(path, "config.json", **where)
-        if content is None:
-            return  # PEFT alone wrote the adapter
-        refuse_fields(path, content, type(self.config))
-        try:
-            config = type(self.config).from_dict({**self.config.to_dict(), **content})
-            self.tree_config = TreeConfig(**config.tree)
-        except (ValueError, *adapters.NO_ADAPTER) as error:
-            words = " ".join(str(error).split()).rstrip(".")
-            raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
-        for name in _SETTINGS:
-            setattr(self.config, name, getattr(config, name))
-        if config.draft_vocab_size is not None:
-            self.reduce_vocabulary(adapters.read_state(path, adapters.VOCABULARY, **where)["draft_vocabulary"])
-
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
-        """Write weights and config.json to a folder; of a head with adapters, the active one alone is saved."""
-        super().save_pretrained(save_directory, **kwargs)
-        if self.adapted:
-            from hf_dart.drafters import adapters
-
-            if kwargs.get("is_main_process", True):
-                adapters.save(self, Path(save_directory))
-        else:
-            self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
 
     def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.
@@ -413,92 +296,6 @@ class DartHead(PretrainedDrafter, DartModel):
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < block_end)
             mask = mask | (inside & ~before & (keys_at < block_end))
         return (torch.cat([mask, seen & before], dim=-1) if self.config.inject_features else mask)[:, None]
-
-    # ---- adapters -----------------------------------------------------------------------------------
-
-    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None, seed: int = 0) -> None:
-        """Put a new adapter on the head, which alone is trained and saved from then on.
-
-        Args:
-            adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it stands on all projections of the
-                layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
-                also train all their new parts, and the norms.
-            adapter_name: "default" if left out.
-            seed: of its initial weights; the global generators are not moved.
-
-        Raises:
-            ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
-                are named.
-        """
-        from hf_dart.drafters import adapters
-
-        adapters.add(self, adapter_config, adapter_name or "default", seed)
-
-    def load_adapter(
-        self, path: str, adapter_name: str = "default", **where: Any
-    ) -> None:
-        """Put a trained adapter on the head beside those that it has, and let it work.
-
-        Args:
-            path: a folder or a Hub repository.
-            adapter_name: what `set_adapter` will call it.
-            where: revision, token, ... as for `from_pretrained`.
-
-        Raises:
-            ValueError: there is no adapter, it is damaged, or it was trained on another head; the head is as it was.
-        """
-        from hf_dart.drafters import adapters
-
-        adapters.load(self, path, adapter_name, **where)
-
-    def reload_adapter(self, folder: str) -> None:
-        """Give the active adapter the weights of one of its checkpoints.
-
-        Raises:
-            ValueError: they are damaged, or those of an adapter of another shape.
-        """
-        from hf_dart.drafters import adapters
-
-        adapters.reread(self, folder)
-
-    def set_adapter(self, adapter_name: str) -> None:
-        """Let this adapter work, at any time, between calls and between turns.
-
-        A draft cache that another adapter left stays in use: its keys are nearly right, and nothing but the number of
-        accepted drafts depends on them.
-
-        Raises:
-            ValueError: the head has no such adapter.
-        """
-        from hf_dart.drafters import adapters
-
-        adapters.activate(self, adapter_name)
-
-    def disable_adapters(self) -> None:
-        """Draft as the head without adapters."""
-        from hf_dart.drafters import adapters
-
-        adapters.enable(self, False)
-
-    def enable_adapters(self) -> None:
-        """Undo `disable_adapters`."""
-        from hf_dart.drafters import adapters
-
-        adapters.enable(self, True)
-
-    def merge_adapter(self) -> Self:
-        """Fold the active adapter into the weights and drop the others: a head as if trained whole.
-
-        Raises:
-            ValueError: there is none.
-        """
-        from hf_dart.drafters import adapters
-
-        if not self.adapted:
-            raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
-        adapters.unwrap(self, self.active_adapters()[0])
-        self.name_or_path = ""  # it is no longer the head that lies there
-        return self.adopt_layers()
 
     # ---- other parts --------------------------------------------------------------------------------
 
