@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
     from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
     from hf_dart.drafters.eagle.drafter import EagleDrafter
+    from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.registry import load_drafter, load_once
     from hf_dart.engine.compiled import compile
@@ -25,6 +26,7 @@ __all__ = [
     "DartHead",
     "DiffusionDrafter",
     "EagleDrafter",
+    "LanguageModelDrafter",
     "LookupDrafter",
     "NgramTable",
     "TreeConfig",
@@ -45,6 +47,7 @@ _HOMES = {
     "DFlashDrafter": "drafters.dflash.drafter",
     "DiffusionDrafter": "drafters.diffusion.drafter",
     "EagleDrafter": "drafters.eagle.drafter",
+    "LanguageModelDrafter": "drafters.language_model.drafter",
     "LookupDrafter": "drafters.lookup",
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",

@@ -221,8 +221,8 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
 def _refuse_other(drafter: Any) -> None:
     if not isinstance(drafter, Proposer):
         raise TypeError(
-            f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; a small language "
-            "model goes to assistant_model=."
+            f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; wrap a small language "
+            "model in LanguageModelDrafter(small, model), or hand it to assistant_model=."
         )
 
 

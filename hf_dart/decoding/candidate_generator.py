@@ -109,6 +109,8 @@ class DartCandidateGenerator(CandidateGenerator):
         if self._state is None:
             refuse_cache(model_kwargs["past_key_values"])  # some layers show their kind only when they are used
             self._state = self._drafter.begin(1, self._max_length)
+            first = ids[:, self._pads : self._pads + 1]
+            self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
             kept = positions = ids.shape[1] - 1
             skipped = self._pads
         features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions))

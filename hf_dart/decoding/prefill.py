@@ -190,9 +190,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             drafter_state = resume_state(
                 request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads
             )
-            drafter_state = drafter_state or DrafterState(
-                request.drafter.begin(batch, request.total + min(rows.room(0), _HEADROOM)), request.cached, request.pads
-            )
+            drafter_state = drafter_state or _begun(request, rows)
             ran = _run(request, rows, drafter_state)
         hidden_states = None
         if request.collects("output_hidden_states"):
@@ -270,6 +268,19 @@ class _Prefilled(NamedTuple):
     kinds: list[MaskKind]
     stock: Cache
     cache: TreeCache
+
+
+def _begun(request: Request, rows: Rows) -> DrafterState:
+    """A new state of the drafter, which has read what comes before the first position that will be run."""
+    state = request.drafter.begin(len(rows), request.total + min(rows.room(0), _HEADROOM))
+    # Slots before those of the prompt are not known where a cache holds what was never handed in as ids.
+    known = request.total - request.prompt.shape[1]
+    last = [max(pad, request.cached) - known for pad in request.pads]  # of the prompt's own slots
+    first = torch.tensor([max(pad - known, 0) for pad in request.pads])
+    counts = torch.tensor(last) - first + 1
+    entries = (first[:, None] + torch.arange(int(counts.max()))).clamp(max=max(last))
+    request.drafter.read_first(state, _taken(request.prompt, entries), counts)
+    return DrafterState(state, request.cached, request.pads)
 
 
 def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefilled:

@@ -77,6 +77,16 @@ class Proposer(ABC, Generic[State]):
     def begin(self, batch_size: int, capacity: int) -> State:
         """A state for one call: `batch_size` rows of about `capacity` positions."""
 
+    def read_first(self, state: State, tokens: Tensor, counts: Tensor) -> None:
+        """Take in the tokens that come before those which positions bring: a text's first one, or a cached prefix.
+
+        Called once, right after `begin`. By default they are not looked at: features say what came before.
+
+        Args:
+            tokens: [B, A] the tokens up to the one at the first position to come, or their embeddings [B, A, E].
+            counts: [B] how many of the A entries of a row are real, at least one; the rest is padding.
+        """
+
     @abstractmethod
     def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         """Take in verified positions without drafting.

@@ -62,8 +62,8 @@ class BeamDrafter(Drafter[State]):
     beam: int
 
     @abstractmethod
-    def read_last(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
-        """Take in verified positions, as `extend`; states [B, 1, H] of each row's last one."""
+    def read_last(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor | None:
+        """Take in verified positions, as `extend`; states [B, 1, H] of each row's last one; None drafts nothing."""
 
     @abstractmethod
     def draft_level(self, state: State, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
@@ -81,14 +81,16 @@ class BeamDrafter(Drafter[State]):
 
     def propose(
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
-    ) -> Proposal:
+    ) -> Proposal | None:
         return self.propose_ranked(state, features, next_tokens, counts, depth, lambda _, logits: logits)
 
     def propose_ranked(
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
-    ) -> Proposal:
+    ) -> Proposal | None:
         """Take in verified positions and draft a beam: what is drafted on from are the tokens that `score` best."""
         states = self.read_last(state, features, next_tokens, counts)  # [B, 1, H]
+        if states is None:
+            return None
         log_chances = self.log_chances(states)  # [B, 1, V]
         marginal, hidden = [log_chances[:, 0]], [states[:, 0]]
         branches, conditional = [], []

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.bound import BoundDrafter, attach_to
+from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import registered
 from hf_dart.errors import missing_folder
@@ -22,17 +23,10 @@ from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.target.devices import as_dtype, device_of, host_by_default
+from hf_dart.target.devices import as_dtype, host_by_default
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.costs import DRAFT_COST
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
-
-# What growing and walking a tree costs, relative to a forward of the target over one token.
-_GROWTH = 0.1
-
-# What an operation takes besides reading its weight, in weights that could be read meanwhile: on a CPU and elsewhere.
-_CALL, _LAUNCH = 400_000, 100_000_000
 
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
@@ -58,13 +52,9 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         """Cost of a draft relative to a forward of the target, by the weights that both read and how many they are."""
-        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
-        call = _CALL if device_of(embeddings).type == "cpu" else _LAUNCH
-        read = sum(weight.numel() + call for weight in target.parameters())
-        if embeddings.weight is not lm_head.weight:  # a few rows of it are read
-            read -= embeddings.weight.numel()
-        own = sum(weight.numel() + call for weight in self.parameters()) + self.lm_head_weights + call
-        return max(DRAFT_COST, _GROWTH + self.passes(depth or self.draft_length) * own / read)
+        call = call_cost(target)
+        own = weights_read(self, call) + self.lm_head_weights + call
+        return relative_cost(self.passes(depth or self.draft_length), own, target)
 
     @classmethod
     @host_by_default

@@ -31,6 +31,7 @@ def run(code: str, names: dict[str, Any], folder: Path) -> None:
         '"Qwen/Qwen3-8B"': repr(str(PACKAGED_TARGET)),
         '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
         '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
+        '"Qwen/Qwen3-0.6B"': repr(str(PACKAGED_TARGET)),
         '"runs/': f'"{folder}/',
         '"all.ngram"': repr(str(folder / "all.ngram")),
         '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
@@ -70,9 +71,11 @@ def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
     hf_dart.detach(names["model"])
     given = {**names["inputs"], "max_new_tokens": 64}
     stock = names["model"].generate(**given)
-    diffusion, own = blocks(ROOT / "docs" / "drafters.md")
-    run(diffusion, names, tmp_path)
-    assert names["drafter"].last_stats.rounds > 0
+    *others, own = blocks(ROOT / "docs" / "drafters.md")
+    assert others
+    for code in others:
+        run(code, names, tmp_path)
+        assert names.pop("drafter").last_stats.rounds > 0
     run(own, names, tmp_path)
     drafter = names["BigramDrafter"](names["text"])
     assert names["model"].generate(**given, assistant=drafter).equal(stock)

@@ -1,0 +1,257 @@
+"""`LanguageModelDrafter`: a small language model drafts for a large one (Leviathan et al., arXiv 2211.17192).
+
+It reads the text with its own cache and drafts token by token, the best tokens of each depth side by side
+(`drafters.beams`). Stock's `assistant_model=` drafts chains, for one row, and samples another text than stock alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cached_property
+from math import inf
+from pathlib import Path
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from hf_dart.decoding.api import attached
+from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters.beams import BeamDrafter
+from hf_dart.drafters.cost import call_cost, model_read, relative_cost
+from hf_dart.drafters.registry import register
+from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds
+from hf_dart.hub.errors import hub_errors
+from hf_dart.target.devices import as_dtype, device_of, users_default
+from hf_dart.target.positions import position_limit
+from hf_dart.target.stock_steps import takes_positions
+from hf_dart.target.tokenizers import tokenizer_beside
+from hf_dart.target.trial import check_verification
+from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.ngram.table import NgramTable
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
+from hf_dart.trees.vocabulary import vocabulary_hash
+
+
+def _reads(content: dict[str, Any]) -> bool:
+    """A language model's config.json: no drafter's has one of these types and no field that a drafter needs."""
+    drafts = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
+    return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not drafts & content.keys()
+
+
+@register("language_model", reads=_reads)
+class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
+    """A causal language model with the target's vocabulary, as `assistant=`.
+
+    Args:
+        model: of transformers, of attention layers alone.
+        target: the causal LM to draft for; it is attached.
+        tokenizer: the target's, compared with the one beside the drafting model's weights; looked up beside the
+            target's own where left out.
+        draft_length: d, passes of the model per draft.
+        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain.
+        tree_config: what `drafter.tree_config` starts as.
+
+    Raises:
+        ValueError: the vocabularies differ, or one of the models cannot run trees.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        target: PreTrainedModel,
+        *,
+        tokenizer: Any = None,
+        draft_length: int = 5,
+        beam: int = 4,
+        tree_config: TreeConfig | None = None,
+    ) -> None:
+        if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
+            raise ValueError(
+                f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
+            )
+        self.tree_config, self.last_stats = tree_config or TreeConfig(), None
+        self.model, self.beam, self._draft_length = model.eval(), beam, draft_length
+        self._layers, self._kinds = attention_kinds(model)
+        check_verification(model)
+        text = model.config.get_text_config(decoder=True)
+        known = (text.pad_token_id, text.bos_token_id, text.eos_token_id, 0)
+        # Read in place of what the model has no embeddings of.
+        self._unknown = next(token for token in known if isinstance(token, int) and token >= 0)
+        self._rows = int(model.get_input_embeddings().num_embeddings)
+        self._last_position = position_limit(model)[0]
+        parameters = inspect.signature(type(model).forward).parameters
+        self._keeps, self._places = "logits_to_keep" in parameters, takes_positions(model)
+        check_vocabulary(model, target, tokenizer)
+        self._vocab_size = _logits_of(target)
+        self._targets: WeakSet[Any] = WeakSet([target])
+        attached(target)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        target: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | Path | None = None,
+        dtype: torch.dtype | str | None = None,
+        draft_length: int = 5,
+        beam: int = 4,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a language model with `AutoModelForCausalLM`, to where the target's LM head is.
+
+        Args:
+            path: a folder or a Hub repository.
+            target: the causal LM to draft for.
+            tokenizer: the target's, as for the class.
+            ngram: a table of n-grams or its path, as `drafter.ngram`.
+            dtype: of the weights; the target's where left out.
+            draft_length, beam: as for the class.
+            kwargs: as for `AutoModelForCausalLM.from_pretrained`; code of a repository is not run.
+
+        Raises:
+            ValueError: the models do not fit together, or the files are not those of a language model.
+            OSError: there are no such files, or the Hub does not give them.
+        """
+        if target is None:
+            raise ValueError(f"{path} is a language model, which drafts for another one; pass target=model.")
+        if kwargs.pop("trust_remote_code", False):
+            raise ValueError("Code of a repository is not run to draft; leave trust_remote_code= out.")
+        where = {name: kwargs.get(name) for name in ("token", "revision")}
+        with hub_errors(path, **where):
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=as_dtype(dtype) or target.dtype, **kwargs)
+        if "device_map" not in kwargs:
+            model.to(device_of(target.get_output_embeddings()))
+        drafter = cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
+        if ngram is not None:
+            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
+        return drafter
+
+    @property
+    def draft_length(self) -> int:
+        return self._draft_length
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return []
+
+    def check_target(self, target: PreTrainedModel) -> None:  # type: ignore[override]
+        """Refuse a target of another vocabulary."""
+        if target not in self._targets:
+            check_vocabulary(self.model, target, None)
+            if _logits_of(target) != self._vocab_size:
+                raise ValueError(
+                    f"This drafter was made for a target with {self._vocab_size} logits and this one has "
+                    f"{_logits_of(target)}; make a LanguageModelDrafter for it."
+                )
+            self._targets.add(target)
+
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:  # type: ignore[override]
+        return relative_cost(depth or self.draft_length, model_read(self.model, call_cost(target)), target)
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> SlotCacheState:
+        return SlotCacheState.begin(self._layers, batch_size, capacity + self.beam * self.draft_length)
+
+    def read_first(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> None:
+        self._read(state, tokens, counts)
+        state.first = counts.cpu()
+
+    def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._read(state, next_tokens, counts)
+
+    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.cache.writable(self._device, self.model.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
+
+    def read_last(
+        self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor
+    ) -> Tensor | None:
+        return self._read(state, next_tokens, counts)
+
+    def draft_level(
+        self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
+    ) -> Tensor:
+        return self._run(state, tokens, View.of_level(state.lengths, level, sees))
+
+    def log_chances(self, states: Tensor) -> Tensor:
+        more = self._vocab_size - states.shape[-1]
+        # Tables of one vocabulary may differ in padding rows.
+        return torch.nn.functional.pad(states.float().log_softmax(-1), (0, more), value=-inf)
+
+    def _read(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> Tensor | None:
+        """Take in tokens [B, A], of which `counts` [B] count, or what stands for them; logits [B, 1, V] after the last.
+
+        None where the text is longer than the model's positions.
+        """
+        if tokens.is_floating_point():  # a prompt given as the target's embeddings
+            tokens = tokens.new_full(tokens.shape[:2], self._unknown, dtype=torch.long)
+        counts = counts.cpu()
+        # What is drafted next must have positions as well.
+        state.full |= int((state.lengths + counts).max()) + self.draft_length > self._last_position
+        if state.full:
+            return None
+        ends = (counts - 1).clamp(min=0)
+        wanted, places = ends.unique(return_inverse=True)
+        logits = self._run(state, tokens, View.after(state.lengths, tokens.shape[1]), wanted)
+        state.lengths = state.lengths + counts
+        rows = torch.arange(len(counts))
+        return logits[rows, places.to(logits.device)][:, None]
+
+    def _run(self, state: SlotCacheState, tokens: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
+        """Logits [B, n, V] of the entries `wanted` [n], or all, of tokens [B, Q]."""
+        device = self._device
+        view.enter(state.cache, device)
+        tokens = tokens.to(device)
+        inputs: dict[str, Any] = {"input_ids": tokens.where(tokens < self._rows, self._unknown)}
+        if self._places:
+            # Entries that do not count may stand beyond a table.
+            inputs["position_ids"] = view.positions.clamp(max=self._last_position).to(device)
+        if wanted is not None and self._keeps:
+            inputs["logits_to_keep"] = wanted.to(device)
+        with users_default():
+            logits = self.model(
+                attention_mask=view.masks(self._kinds, self.model.dtype, device),
+                past_key_values=state.cache,
+                use_cache=True,
+                return_dict=True,
+                **inputs,
+            ).logits
+        return logits if wanted is None or self._keeps else logits[:, wanted.to(logits.device)]
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return device_of(self.model.get_input_embeddings())
+
+
+def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer: Any) -> None:
+    """Raise a ValueError if the tokens of two models are not the same, as far as that is known."""
+    ours, theirs = tokenizer_beside(model), tokenizer_beside(target) if tokenizer is None else tokenizer
+    tables = [int(one.get_input_embeddings().num_embeddings) for one in (model, target)]
+    rows = min(tables)
+    if ours is None or theirs is None:
+        same = tables[0] == tables[1]
+    else:
+        same = vocabulary_hash(ours, rows) == vocabulary_hash(theirs, rows)
+    if not same:
+        names = [one.config.name_or_path or type(one).__name__ for one in (model, target)]
+        raise ValueError(
+            f"{names[0]} has other tokens or ids than {names[1]}, and its drafts would mean other text; give a "
+            "language model with the target's tokenizer."
+        )
+
+
+def _logits_of(target: PreTrainedModel) -> int:
+    lm_head = target.get_output_embeddings()
+    if lm_head is None:
+        raise ValueError(f"{type(target).__name__} has no LM head to draft for; give a causal language model.")
+    return int(getattr(lm_head, "out_features", target.get_input_embeddings().num_embeddings))

@@ -1,0 +1,180 @@
+"""Modules of transformers that draft: whole language models, or layers of one, over keys and values in slots.
+
+What is verified lies at position p of a row in slot p, whatever the lengths of the other rows; what is drafted comes
+after it and is overwritten by the next round, so that nothing moves when a draft is verified.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+
+from hf_dart.cache.slots import SlotSpec, SlotStore
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.target.masks import MaskKind, mask_kinds
+
+
+class _SlotLayer(CacheLayerMixin):
+    """One attention layer of a `SlotCache`; its buffers are made by its first keys and values."""
+
+    is_compileable = False
+    is_sliding = False
+
+    def __init__(self, owner: SlotCache) -> None:
+        self._owner = owner
+        self.store: SlotStore | None = None
+        self.is_initialized = True
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        """`update` does it."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        owner, both = self._owner, (key_states, value_states)
+        if self.store is None:
+            specs = [SlotSpec(part.shape[1], part.shape[3], part.dtype, part.device) for part in both]
+            self.store = SlotStore(specs, len(key_states), max(owner.capacity, owner.end))
+        self.store.reserve(owner.end)
+        written = [self.store.write(index, part, owner.slots) for index, part in enumerate(both)]
+        return written[0][:, :, : owner.end], written[1][:, :, : owner.end]
+
+    def get_seq_length(self) -> int:
+        return self._owner.end
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._owner.end, 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+
+class SlotCache(Cache):
+    """Goes into a forward as `past_key_values`, which writes its new entries to `slots` and sees those before `end`.
+
+    Args:
+        layers: how many.
+        capacity: slots to make room for at first.
+
+    Attributes:
+        slots: [B, Q] of the entries of the next forward.
+        end: how many slots it sees.
+    """
+
+    def __init__(self, layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.slots = torch.zeros(0, 0, dtype=torch.long)
+        self.end = 0
+        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
+
+    def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
+        """Do all buffers take values of that kind?"""
+        stores = [layer.store for layer in self.layers if layer.store is not None]
+        return all(store.writable(device, dtype) for store in stores)
+
+
+@dataclass
+class SlotCacheState:
+    """The state of one call.
+
+    Attributes:
+        cache: keys and values.
+        lengths: [B] entries of each row that are verified, on the CPU.
+        first: [B] how many of them came before those that verified positions bring (`Proposer.read_first`).
+        full: the text is longer than the positions that the drafter knows: it drafts no more.
+    """
+
+    cache: SlotCache
+    lengths: Tensor
+    first: Tensor
+    full: bool = False
+
+    @classmethod
+    def begin(cls, layers: int, batch_size: int, capacity: int) -> SlotCacheState:
+        """An empty one."""
+        none = torch.zeros(batch_size, dtype=torch.long)
+        return cls(SlotCache(layers, capacity), none, none)
+
+    def cut(self, lengths: Tensor) -> bool:
+        """Drop what follows `lengths` [B], the entries that came first aside; False where there is less than that."""
+        lengths = lengths.cpu() + self.first
+        if self.full or bool((self.lengths < lengths).any()):
+            return False
+        self.lengths = lengths
+        return True
+
+
+@dataclass(frozen=True)
+class View:
+    """Where the entries of one forward stand and what they see.
+
+    Attributes:
+        positions: [B, Q].
+        slots: [B, Q] that they are written to.
+        seen: [B, Q, S] bool, which of the first S slots each sees.
+        at: [B, S] the positions of those.
+    """
+
+    positions: Tensor
+    slots: Tensor
+    seen: Tensor
+    at: Tensor
+
+    @classmethod
+    def after(cls, lengths: Tensor, entries: int) -> View:
+        """Of as many entries after the verified ones of each row, `lengths` [B], each seeing all up to itself."""
+        positions = lengths[:, None] + torch.arange(entries)
+        slots = torch.arange(int(lengths.max()) + entries)
+        return cls(positions, positions, slots <= positions[..., None], slots.expand(len(lengths), -1))
+
+    @classmethod
+    def of_level(cls, lengths: Tensor, level: int, sees: Tensor) -> View:
+        """Of W tokens drafted at depth `level`, which see the verified ones and those on their path.
+
+        Args:
+            lengths: [B] verified entries of each row; the drafted ones of each level follow them, W by W.
+            sees: [B, W, level W], as `BeamDrafter.draft_level` has it.
+        """
+        sees = sees.cpu()
+        batch, width, entries = sees.shape
+        drafted = torch.arange(entries)
+        slots = lengths[:, None] + drafted
+        every = torch.arange(int(lengths.max()) + entries).expand(batch, -1)
+        seen = (every < lengths[:, None])[:, None].repeat(1, width, 1)
+        seen.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
+        at = every.scatter(1, slots, lengths[:, None] + drafted // width)
+        positions = (lengths + level - 1)[:, None].expand(-1, width)
+        return cls(positions, slots[:, -width:], seen, at)
+
+    def masks(self, kinds: Sequence[MaskKind], dtype: torch.dtype, device: torch.device) -> Any:
+        """Additive masks [B, 1, Q, S]: one for models with one kind of layers, else a dict of them."""
+        masks = {}
+        for kind in kinds:
+            horizon = kind.horizon(self.positions)
+            seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(~seen, torch.finfo(dtype).min)
+            masks[kind.name] = mask[:, None].to(device)
+        return masks if len(masks) > 1 else next(iter(masks.values()))
+
+    def enter(self, cache: SlotCache, device: torch.device) -> None:
+        """Let the next forward with `cache` write to these slots."""
+        cache.slots, cache.end = self.slots.to(device), self.seen.shape[-1]
+
+
+def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:
+    """How many layers a language model has, and their kinds.
+
+    Raises:
+        ValueError: some keep more than keys and values.
+    """
+    empty = DynamicCache(config=model.config.get_text_config(decoder=True))
+    if not empty.layers or any(type(layer) not in SIMPLE_LAYERS for layer in empty.layers):
+        raise ValueError(
+            f"{type(model).__name__} keeps more of a text than keys and values, or nothing, and cannot draft; give a "
+            "language model of attention layers."
+        )
+    return len(empty.layers), mask_kinds(model, empty)

@@ -1,0 +1,216 @@
+"""Small language models as drafters: exact like every drafter, and what they draft is what they say of the text."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.compare import assert_identical, run, tally
+from support.letters import letters
+from support.sentences import one_sentence
+from support.tiny import VOCABULARY, WINDOW, prompts, tiny_target
+from support.turns import taken_up as taken_up
+from support.turns import two_turns
+from torch import Tensor
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig, MambaForCausalLM
+
+from hf_dart import DartCandidateGenerator, LanguageModelDrafter, TreeConfig, attach, load_drafter
+from hf_dart.cli import main
+from hf_dart.drafters.beams import BeamProposal
+
+EXACT = tally("float64, language models as drafters")
+MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in ("mistral", "gpt2", "qwen3_moe", "deepseek_v3")]
+
+
+def nearly(target: Any, noise: float = 0.02, seed: int = 0) -> Any:
+    """A copy of a model whose weights are a little off."""
+    other = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    return other
+
+
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, LanguageModelDrafter]:
+    target = tiny_target("llama")
+    return target, LanguageModelDrafter(nearly(target), target)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("family", ["gemma3", *MATRIX])
+def test_modes(family: str, mode: str) -> None:
+    """Of a model like the target, and of one of another family."""
+    target = tiny_target(family)
+    for model in (nearly(target), tiny_target("qwen3", num_hidden_layers=1)):
+        drafter = LanguageModelDrafter(model, target)
+        for size in (1, 4):
+            assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **MODES[mode])
+            assert drafter.last_stats is not None
+
+
+@pytest.mark.parametrize(("beam", "size", "tree"), [(1, 4, TreeConfig.chain(5)), (3, 1, TreeConfig(nodes=20, depth=3))])
+def test_every_beam_and_tree(
+    llama: tuple[Any, LanguageModelDrafter], beam: int, size: int, tree: TreeConfig
+) -> None:
+    target, first = llama
+    drafter = LanguageModelDrafter(first.model, target, beam=beam)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree, into=EXACT)
+        assert drafter.last_stats is not None
+        assert drafter.last_stats.tau > 1.3
+
+
+def said(model: Any, text: Tensor) -> Tensor:
+    """Log-probabilities [V] of what follows a text [T]."""
+    return model(text[None], use_cache=False).logits[0, -1].float().log_softmax(-1)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
+def test_a_branch_is_what_the_model_says(family: str) -> None:
+    """Caches, masks and positions of ragged rows against plain forwards over each path; some cross a window."""
+    target = tiny_target(family)
+    drafter = LanguageModelDrafter(nearly(target), target, draft_length=4, beam=3)
+    lengths = [WINDOW + 4, 3, WINDOW - 1]
+    texts = [prompts([length], seed=length)["input_ids"][0] for length in lengths]
+    state = drafter.begin(3, 4)
+    nothing = torch.zeros(3, 0, 0)
+    # The first row has read more than its first token before the first position.
+    firsts = [3, 1, 1]
+    drafter.read_first(state, padded([text[:n] for text, n in zip(texts, firsts, strict=True)]), torch.tensor(firsts))
+    rest = [text[n:] for text, n in zip(texts, firsts, strict=True)]
+    halves = [len(part) // 2 for part in rest]
+    drafter.extend(
+        state, nothing, padded([part[:n] for part, n in zip(rest, halves, strict=True)]), torch.tensor(halves)
+    )
+    left = [part[n:] for part, n in zip(rest, halves, strict=True)]
+    proposal = drafter.propose(state, nothing, padded(left), torch.tensor([len(part) for part in left]))
+    again = drafter.propose(state, nothing, padded([text[-1:] for text in texts]), torch.zeros(3, dtype=torch.long))
+    assert isinstance(proposal, BeamProposal)
+    assert isinstance(again, BeamProposal)
+    for row, text in enumerate(texts):
+        first = said(drafter.model, text)
+        assert torch.allclose(first, proposal.logits[row, 0], atol=1e-5)
+        tokens = first.topk(3).indices
+        assert proposal.branches[row, 0].tolist() == tokens.tolist()
+        paths = [([int(token)], float(first[token])) for token in tokens]
+        for level in range(3):
+            found: dict[int, tuple[list[int], float]] = {}
+            for place, (path, score) in enumerate(paths):
+                expected = said(drafter.model, torch.cat([text, torch.tensor(path)]))
+                assert torch.allclose(expected, proposal.conditional[row, level, place], atol=1e-5)
+                for token, chance in enumerate((score + expected).tolist()):
+                    if token not in found or chance > found[token][1]:
+                        found[token] = ([*path, token], chance)
+            paths = sorted(found.values(), key=lambda path: -path[1])[:3]
+
+
+def padded(rows: list[Tensor]) -> Tensor:
+    """Rows of different lengths with their last token repeated, as the loop pads them."""
+    longest = max(map(len, rows))
+    return torch.stack([torch.cat([row, row.new_zeros(longest - len(row))]) for row in rows])
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_turns_go_on_with_what_was_read(family: str, taken_up: list[bool]) -> None:
+    """And after a turn of stock's the model reads the cached text, too."""
+    target = tiny_target(family)
+    drafter = LanguageModelDrafter(nearly(target, noise=0), target, beam=1)
+    kind = lambda model: DynamicCache(config=model.config)  # noqa: E731
+    want = two_turns(target, kind, [9, 3, 7], (None, None), GREEDY)[1:]
+    for drafting in ((drafter, drafter), (None, drafter)):
+        ours = two_turns(target, kind, [9, 3, 7], drafting, {**GREEDY, "tree_config": TreeConfig.chain(5)})[1:]
+        for turn, stock in zip(ours, want, strict=True):
+            assert torch.equal(turn.sequences, stock.sequences)
+        assert drafter.last_stats is not None
+        assert drafter.last_stats.tau > 4, "it knows all of the text, and says what the target says"
+    assert taken_up == [False, True, False]
+
+
+def test_a_text_longer_than_the_models_positions(llama: tuple[Any, LanguageModelDrafter]) -> None:
+    target, _ = llama
+    short = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=24, n_embd=16, n_layer=1, n_head=2))
+    drafter = LanguageModelDrafter(short.double(), target)
+    for lengths in ([9, 3, 7], [30]):
+        assert_identical(target, drafter, prompts(lengths), **GREEDY, into=EXACT)
+
+
+def test_a_prompt_of_embeddings(llama: tuple[Any, LanguageModelDrafter]) -> None:
+    """Tokens that are not known are read as another one; what is generated is read as it is."""
+    target, drafter = llama
+    inputs = prompts([9, 3])
+    embeddings = target.get_input_embeddings()(inputs["input_ids"])
+    given = {"inputs_embeds": embeddings, "attention_mask": inputs["attention_mask"]}
+    assert_identical(target, drafter, given, **SAMPLED, into=EXACT)
+
+
+def test_the_stock_loop(llama: tuple[Any, LanguageModelDrafter]) -> None:
+    target, drafter = llama
+    inputs = prompts([9])
+    loop = DartCandidateGenerator.stock_loop(drafter)
+    drafted = run(target, inputs, 0, **GREEDY, custom_generate=loop).sequences
+    assert torch.equal(drafted, run(target, inputs, 0, **GREEDY).sequences)
+
+
+def test_what_is_refused(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path) -> None:
+    target, drafter = llama
+    other = tiny_target("qwen3", num_hidden_layers=1, vocab_size=VOCABULARY + 1)
+    with pytest.raises(ValueError, match="other tokens or ids") as error:
+        LanguageModelDrafter(other, target)
+    one_sentence(error)
+    small = tiny_target("qwen3", num_hidden_layers=1)
+    small.save_pretrained(tmp_path)
+    letters("abcdefgh").save_pretrained(tmp_path)
+    loaded = LanguageModelDrafter.from_pretrained(str(tmp_path), target=target, tokenizer=letters("abcdefgh"))
+    with pytest.raises(ValueError, match="other tokens or ids"):
+        LanguageModelDrafter(loaded.model, target, tokenizer=letters("abcdefhg"))
+    recurrent = MambaForCausalLM(MambaConfig(vocab_size=VOCABULARY, hidden_size=16, state_size=4, num_hidden_layers=1))
+    with pytest.raises(ValueError, match="give a language model of attention layers") as error:
+        LanguageModelDrafter(recurrent.double(), target)
+    one_sentence(error)
+    for wrong in ({"draft_length": 0}, {"beam": 0}):
+        with pytest.raises(ValueError, match="give 1 to"):
+            LanguageModelDrafter(small, target, **wrong)
+    with pytest.raises(ValueError, match="pass target=model"):
+        load_drafter(str(tmp_path))
+    with pytest.raises(ValueError, match="is not run"):
+        load_drafter(str(tmp_path), target=target, trust_remote_code=True)
+    wider = attach(tiny_target("llama", vocab_size=VOCABULARY + 1))
+    with pytest.raises(ValueError, match="other tokens or ids"):
+        run(wider, prompts([3]), 0, **GREEDY, assistant=drafter)
+    assert_identical(target, drafter, prompts([3]), **GREEDY, into=EXACT)
+
+
+def test_tables_may_differ_in_padding_rows(tmp_path: Path) -> None:
+    """As those of a family's small and large models do."""
+    target, tokenizer = tiny_target("llama"), letters("".join(map(chr, range(97, 97 + 40))))
+    for rows in (VOCABULARY - 4, VOCABULARY + 4):
+        model = tiny_target("qwen3", num_hidden_layers=1, vocab_size=rows)
+        model.save_pretrained(tmp_path / str(rows))
+        tokenizer.save_pretrained(tmp_path / str(rows))
+        drafter = load_drafter(str(tmp_path / str(rows)), target=target, tokenizer=tokenizer)
+        assert isinstance(drafter, LanguageModelDrafter)
+        for mode in (GREEDY, SAMPLED):
+            assert_identical(target, drafter, prompts([9, 3]), **mode, into=EXACT)
+
+
+def test_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tiny_target("llama", dtype=torch.float32)
+    for name, model in (("target", target), ("small", nearly(target))):
+        model.save_pretrained(tmp_path / name)
+        letters("".join(map(chr, range(97, 97 + 40)))).save_pretrained(tmp_path / name)
+    given = ["--target", str(tmp_path / "target"), "--head", str(tmp_path / "small")]
+    assert main(["generate", *given, "abcabc", "--max-new-tokens", "8"]) == 0
+    text = tmp_path / "text.txt"
+    text.write_text("abcd" * 40)
+    assert main(["bench", *given, "--smoke", "--text", str(text), "--modes", "greedy"]) == 0
+    assert main(["audit", *given, "--new-tokens", "8", "abcdabc"]) == 0
+    assert main(["view", *given, "abcabc", "--max-new-tokens", "8", "--output", str(tmp_path / "page.html")]) == 0
+    assert main(["convert", str(tmp_path / "small"), str(tmp_path / "out"), "--to", "dart", *given[:2]]) == 2
+    assert "is a LanguageModelDrafter" in capsys.readouterr().err
