@@ -14,7 +14,7 @@ from hf_dart.decoding.drafter_runner import joined
 from hf_dart.decoding.pace import Pace, headway, shares
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.drafters.pretrained import _CALL
+from hf_dart.drafters.cost import _CALL
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
