@@ -13,8 +13,8 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.drafter_runner import joined
 from hf_dart.decoding.pace import Pace, headway, shares
 from hf_dart.decoding.proposal import Verified
-from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.cost import _CALL
+from hf_dart.drafters.lookup import LookupDrafter
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
