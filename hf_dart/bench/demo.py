@@ -13,20 +13,15 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.bench.exact import Run, compare, repeated_4grams, run
+from hf_dart.bench.exact import compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.target.features import features_request, gather_features
-from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.tree import DraftTree
 from hf_dart.view.tables import Verdict
 from hf_dart.view.terminal import (
     BOLD,
     DIM,
     GREEN,
     Pen,
-    accepted_path,
     bars,
     colored_text,
     drafted_tokens,
@@ -120,14 +115,12 @@ def demo(
         for drafting in ({}, {"assistant": head}):
             run(model, encoded[0], {**options, **drafting, "max_new_tokens": _WARMUP_TOKENS})
     sums = {}
-    first: Run | None = None
     for mode, options in MODES.items():
         total = sums[mode] = _Sums()
         options = {**options, "max_new_tokens": new_tokens}
         for number, (prompt, inputs) in enumerate(zip(prompts, encoded, strict=True), start=1):
             stock = run(model, inputs, options, seed)
             drafted = run(model, inputs, {**options, "assistant": head}, seed)
-            first = first or stock
             verdict = compare(model, inputs, options, seed, stock, drafted)
             stats = drafted.stats or DraftStats()
             ids = drafted.sequences[0, inputs["input_ids"].shape[1] :].tolist()
@@ -145,9 +138,8 @@ def demo(
             total.verdict += verdict
             total.stats.merge(stats)
 
-    assert first is not None
     show("")
-    for line in _one_tree(pen, pair, encoded[0], first.sequences, new_tokens):
+    for line in _one_tree(pen, pair, encoded[0], new_tokens):
         show(line)
     show("")
     for line in _summary(pen, sums):
@@ -202,41 +194,29 @@ def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, Tens
     return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
 
 
-def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], sequences: Tensor, new_tokens: int) -> list[str]:
-    """Draw the tree of one typical round of the first prompt, and the way the target took through it."""
-    prompt = inputs["input_ids"].shape[1]
+def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], new_tokens: int) -> list[str]:
+    """Draw the tree of one typical round of a prompt, and the way the target took through it."""
     # Without copies of earlier text: those depend on the whole call, this tree on the head alone.
     config = replace(pair.head.tree_config, nodes=16, lookup=0)
     options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head, "tree_config": config}
-    stats = run(pair.model, inputs, options).stats
-    if stats is None or not stats.rounds:
+    done = run(pair.model, inputs, {**options, "trace": True})
+    stats = done.stats
+    if stats is None or stats.trace is None or not stats.rounds:
         return []
-    committed = [row[0] for row in stats.committed]
+    committed = [len(one.paths[0]) for one in stats.trace.rounds]
     typical = min(range(len(committed)), key=lambda i: (abs(committed[i] - stats.tau - 0.5), i))
-    written = prompt + 1 + sum(committed[:typical])
-    tree = tree_after(pair, sequences[:, :written], config)
-    target = sequences[0, written:].tolist()
-    length = accepted_path(tree, target)
-    before = pair.tokenizer.decode(sequences[0, :written].tolist()).rsplit("\n", 1)[-1]
-    bonus = repr(pair.tokenizer.decode([target[length]])) if length < len(target) else "the end"
+    text = done.sequences[0].tolist()
+    written = inputs["input_ids"].shape[1] + 1 + sum(committed[:typical])
+    accepted = committed[typical] - 1
+    before = pair.tokenizer.decode(text[:written]).rsplit("\n", 1)[-1]
+    bonus = repr(pair.tokenizer.decode(text[written + accepted : written + accepted + 1]))
+    tree = stats.trace.rounds[typical]
+    nodes = 1 + sum(parent >= 0 for parent in tree.parents[0])
     return [
-        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {tree.size} nodes, after {before!r}"),
-        *tree_lines(pen, pair.tokenizer, tree, target),
-        f"the target accepts {length} ({pen(GREEN, '●')}) and adds {bonus}: {length + 1} tokens in one pass",
+        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {nodes} nodes, after {before!r}"),
+        *tree_lines(pen, pair.tokenizer, tree),
+        f"the target accepts {accepted} ({pen(GREEN, '●')}) and adds {bonus}: {accepted + 1} tokens in one pass",
     ]
-
-
-@torch.no_grad()
-def tree_after(pair: Pair, tokens: Tensor, config: TreeConfig) -> DraftTree:
-    """The greedy tree that the head grows after `tokens` [1, T], the last of which is the root."""
-    model, head = pair.model, pair.head
-    context = tokens[:, :-1]
-    outputs = model(input_ids=context, use_cache=False, **features_request(head.feature_layers))
-    features = gather_features(outputs, head.feature_layers, context)
-    state = head.begin(1, context.shape[1])
-    grow = TreeGrower(head, config, transformers.LogitsProcessorList(), tokens.tolist(), tokens.device)
-    proposal = head.propose(state, features, tokens[:, 1:], torch.tensor([context.shape[1]]), grow.depth)
-    return grow(proposal, None, [grow.depth])
 
 
 def _summary(pen: Pen, sums: dict[str, _Sums]) -> list[str]:

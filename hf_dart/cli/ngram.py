@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from hf_dart.cli.common import positive, say, sizes
-from hf_dart.errors import INSTALLED_FROM, UserError, as_user_error, read_text
+from hf_dart.errors import UserError, as_user_error, read_text
 from hf_dart.target.loading import PACKAGED_TARGET, read_tokenizer
 
 if TYPE_CHECKING:
@@ -28,11 +28,8 @@ def add(commands: Any) -> None:
     corpus = build.add_mutually_exclusive_group(required=True)
     corpus.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="one document per file")
     corpus.add_argument("--tokens", type=Path, metavar="FILE", help="token ids one after the other: .npy, or raw")
-    corpus.add_argument("--dataset", metavar="NAME", help="as for datasets.load_dataset; read as a stream")
+    corpus.add_argument("--dataset", metavar="NAME", help="files, a folder, or NAME[:CONFIG[:SPLIT]] of the Hub")
     build.add_argument("--token-type", choices=_TOKEN_TYPES, help="of raw ids (default: uint16)")
-    build.add_argument("--data-files", nargs="+", metavar="FILE", help="as for datasets.load_dataset")
-    build.add_argument("--subset", metavar="NAME", help="configuration of the data set")
-    build.add_argument("--split", default="train", help="of the data set (default: %(default)s)")
     build.add_argument("--column", default="text", help="of the data set: texts or token ids (default: %(default)s)")
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
@@ -143,32 +140,15 @@ def _documents(arguments: argparse.Namespace, vocabulary: int) -> Iterable[Any]:
                 f"{str(arguments.tokens)!r} holds."
             )
         return _ids(arguments.tokens, arguments.token_type or "uint16")
-    try:
-        from datasets import load_dataset
-    except ImportError as error:
-        wanted = f"pip install '{INSTALLED_FROM}[train]' (a clone)"
-        raise UserError(f"--dataset needs the datasets library: {wanted}.") from error
-    about = f"Cannot load the data set {arguments.dataset!r}"
-    with as_user_error(Exception, about=about):  # whatever pyarrow, pandas and datasets raise
-        found = load_dataset(
-            arguments.dataset,
-            arguments.subset,
-            data_files=arguments.data_files,
-            split=arguments.split,
-            streaming=True,
-        )
-        columns = found.column_names or [name for row in found.take(1) for name in row]
-    if arguments.column not in columns:
+    from hf_dart.training.data.documents import open_source
+
+    source = open_source([arguments.dataset], streaming=True)
+    if arguments.column not in source.columns:
         raise UserError(
-            f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(columns)}; name one "
-            "of them with --column."
+            f"The data set {arguments.dataset!r} has no column {arguments.column!r} but {', '.join(source.columns)}; "
+            "name one of them with --column."
         )
-    return _rows(found, arguments.dataset)
-
-
-def _rows(documents: Any, name: str) -> Iterator[Any]:
-    with as_user_error(Exception, about=f"Cannot read the data set {name!r}"):  # as above
-        yield from documents
+    return source.documents
 
 
 def _ids(path: Path, token_type: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from hf_dart.trees.tree import DraftTree
+from hf_dart.view.records import Round
 
 GREEN, DIM, BOLD, PLAIN = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
 
@@ -52,43 +52,26 @@ def colored_text(pen: Pen, tokenizer: Any, prompt: str, ids: list[int], drafted:
     return "".join(pieces)
 
 
-def tree_lines(pen: Pen, tokenizer: Any, tree: DraftTree, target: list[int]) -> list[str]:
-    """One line per node of row 0; nodes that the target's text `target` passes through are filled.
-
-    Args:
-        target: the target's tokens after the root.
-    """
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
+def tree_lines(pen: Pen, tokenizer: Any, one: Round) -> list[str]:
+    """One line per node of row 0 of a round; those that the target's text passes through are filled."""
+    tokens, parents, path = one.tokens[0], one.parents[0], set(one.paths[0])
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):
         if parent >= 0:
             children.setdefault(parent, []).append(node)
     lines = [f"● {tokenizer.decode([tokens[0]])!r}  (already written)"]
 
-    def draw(node: int, indent: str, accepted: bool, depth: int) -> None:
+    def draw(node: int, indent: str) -> None:
         below = children.get(node, [])
         for place, child in enumerate(below):
             last = place == len(below) - 1
-            taken = accepted and depth < len(target) and tokens[child] == target[depth]
             label = repr(tokenizer.decode([tokens[child]]))
-            mark = pen(GREEN, f"● {label}") if taken else f"○ {label}"
+            mark = pen(GREEN, f"● {label}") if child in path else f"○ {label}"
             lines.append(f"{indent}{'└─' if last else '├─'}{mark}")
-            draw(child, indent + ("  " if last else "│ "), taken, depth + 1)
+            draw(child, indent + ("  " if last else "│ "))
 
-    draw(0, "", True, 0)
+    draw(0, "")
     return lines
-
-
-def accepted_path(tree: DraftTree, target: list[int]) -> int:
-    """How many nodes below the root of row 0 the text `target` passes through."""
-    tokens, parents = tree.tokens[0].tolist(), tree.parents[0].tolist()
-    node = 0
-    for depth, token in enumerate(target):
-        below = [child for child, parent in enumerate(parents) if parent == node and tokens[child] == token]
-        if not below:
-            return depth
-        node = below[0]
-    return len(target)
 
 
 def bars(values: list[float], width: int = 40) -> list[str]:

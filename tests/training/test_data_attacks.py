@@ -206,7 +206,7 @@ def test_corpora_of_ngrams(
     else:
         write_rows(file, ROWS["text" if kind in ("text", "dataset") else "ids"])
     words = {"text": ["--text", str(file)], "npy": ["--tokens", str(file)], "raw": ["--tokens", str(file)]}
-    words["dataset"] = ["--dataset", "json", "--data-files", str(file)]
+    words["dataset"] = ["--dataset", str(file)]
     good = file.read_bytes()
     for seed in part:
         attacked(file, ROWS["text"], good, seed)

@@ -381,7 +381,7 @@ def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"body": text}) + "\n" for text in ("import os", "import sys")))
     out = str(tmp_path / "table")
-    words = ["ngram", "build", out, "--dataset", "json", "--data-files", str(rows), "--column", "body"]
+    words = ["ngram", "build", out, "--dataset", str(rows), "--column", "body"]
     assert main(words[:-2]) == 2
     assert "no column 'text' but body; name one of them with --column." in capsys.readouterr().err
     assert main(words) == 0
