@@ -1,4 +1,4 @@
-"""The command line `hf-dart`; one module of this package per command."""
+"""The command line `hf-dart`; one module of this package per command, whose `add` adds it to the others."""
 
 from __future__ import annotations
 

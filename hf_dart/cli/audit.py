@@ -25,7 +25,6 @@ _PROMPTS, _PROMPT_TOKENS = 8, 96
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "audit",
         parents=[pair_options(), tree_options()],

@@ -37,7 +37,6 @@ _PROMPT_TOKENS, _SMOKE_TOKENS = (96,), (24,)
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     options = [pair_options(), tree_options()]
     parser = commands.add_parser("bench", parents=options, help="speed against stock, in one interleaved run")
     texts = parser.add_mutually_exclusive_group()

@@ -16,7 +16,6 @@ _HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser("convert", help="to and from the formats of DART's own code; to vLLM's")
     parser.add_argument("source", help="a head (folder or Hub id); for --to ngram a .trie file, for --to trie a table")
     parser.add_argument("out", type=Path, help="the folder or file to write; there must be none yet")

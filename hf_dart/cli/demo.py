@@ -10,7 +10,6 @@ from hf_dart.cli.common import load, pair_options, positive, seed, set_threads
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser("demo", parents=[pair_options()], help="a tour on the packaged pair, offline")
     parser.add_argument("--new-tokens", type=positive, default=96, help="per prompt and run (default: %(default)s)")
     parser.add_argument("--seed", type=seed, default=0, help="of the sampled runs")

@@ -26,7 +26,6 @@ from hf_dart.errors import UserError, as_user_error
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "drafts", parents=[pair_options()], help="ways to make a draft tree of one head, side by side"
     )

@@ -20,7 +20,6 @@ _NUMBERS = {
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "engine", help="what a round costs on a device, beside what it has to: shapes of real targets, random weights"
     )

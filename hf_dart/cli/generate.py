@@ -12,7 +12,6 @@ from hf_dart.errors import as_user_error
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     options = [pair_options(), tree_options(), prompt_options()]
     parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
     parser.add_argument("--stock", action="store_true", help="without the head, to compare")

@@ -19,7 +19,6 @@ _TOKEN_TYPES = ("uint16", "uint32", "int32", "int64")
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser("ngram", help="count n-grams of a corpus, for trees that hang together")
     steps = parser.add_subparsers(required=True, metavar="STEP")
 

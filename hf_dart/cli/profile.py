@@ -12,7 +12,6 @@ from hf_dart.errors import UserError
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "profile", parents=[pair_options()], help="measure what drafting costs here, so that trees follow it"
     )

@@ -12,7 +12,6 @@ _FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "langua
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser("push", help="put a drafter on the Hub, with a card written from its files")
     parser.add_argument("folder", type=Path, help="what save_pretrained or a trainer wrote")
     parser.add_argument("repository", help="user/name on the Hub; it is made if there is none")

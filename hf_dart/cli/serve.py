@@ -11,7 +11,6 @@ from hf_dart.errors import UserError, sentence
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     parser = commands.add_parser(
         "serve", parents=[pair_options()], help="chat and completions over HTTP, as OpenAI's API, with drafts"
     )

@@ -12,7 +12,6 @@ from hf_dart.errors import UserError, sentence
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     # The options are read by transformers' HfArgumentParser, which has to be imported first: to this parser, no word
     # is an option.
     parser = commands.add_parser("train", help="train a draft head", add_help=False, prefix_chars="\0")

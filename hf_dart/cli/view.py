@@ -12,7 +12,6 @@ from hf_dart.errors import as_user_error
 
 
 def add(commands: Any) -> None:
-    """Add the command to those of `hf-dart`."""
     options = [pair_options(), tree_options(), prompt_options()]
     parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
     parser.add_argument(

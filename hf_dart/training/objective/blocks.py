@@ -46,6 +46,11 @@ class Blocks:
     keys: int
     flex: bool
 
+    def drafts(self, hidden: Tensor) -> Tensor:
+        """The hidden states [B, K, d, H] of the blocks, of those of all entries [B, S, H]."""
+        index = self.entries[..., None].expand(-1, -1, hidden.shape[-1])
+        return hidden.gather(1, index).unflatten(1, (self.anchors.shape[1], -1))
+
     @cached_property
     def mask(self) -> Tensor | BlockMask:
         """[B, 1, S, keys] bool, True where a query (dim 2) sees a key (dim 3); or the same as a `BlockMask`."""
@@ -197,25 +202,6 @@ def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device:
     # Uncompiled, it writes the whole mask down before it looks for empty tiles.
     create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
     return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)
-
-
-def gather_blocks(hidden: Tensor, anchors: Tensor, draft_length: int) -> Tensor:
-    """The d hidden states of each block, as `DartHead.propose` gives them.
-
-    Args:
-        hidden: [B, T - 1 + K (d - 1), H] of the prefix-shared pass.
-        anchors: [B, K]; the entries of absent blocks (-1) mean nothing.
-        draft_length: d.
-
-    Returns:
-        [B, K, d, H]: the anchor's own real position (shifted logits), then its d - 1 mask slots.
-    """
-    count = anchors.shape[1]
-    real = hidden.shape[1] - count * (draft_length - 1)
-    where = anchors.clamp(min=0)[..., None].expand(-1, -1, hidden.shape[-1])
-    first = hidden[:, :real].gather(1, where)
-    slots = hidden[:, real:].unflatten(1, (count, draft_length - 1))
-    return torch.cat([first[:, :, None], slots], dim=2)
 
 
 def target_positions(anchors: Tensor, draft_length: int) -> Tensor:

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.training.objective.blocks import build_blocks
+from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.base import DrafterTrainer, Drafts
@@ -39,26 +39,29 @@ class DartTrainer(DrafterTrainer[DartHead]):
             raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+        blocks = self.blocks(inputs)
+        states = model(
+            features=features[:, :-1],
+            next_embeddings=self.drafter.embed(inputs["input_ids"][:, 1:]),
+            positions=blocks.positions,
+            attention_mask=blocks.mask if self.drafter.config.num_layers > 1 else None,
+            wanted=blocks.entries,
+            wanted_mask=blocks.entries_mask,
+        )
+        return states.unflatten(1, (-1, self.drafter.draft_length))
+
+    def blocks(self, inputs: dict[str, Any]) -> Blocks:
+        """Positions and masks of a batch's blocks, as the head's config asks for them."""
         config = self.drafter.config
-        blocks = build_blocks(
-            documents,
-            anchors,
+        return build_blocks(
+            inputs["documents"],
+            inputs["anchors"],
             config.draft_length,
             config.block_attention == "bidirectional",
             self.flex,
             injected=config.inject_features,
             shifted=config.shift_logits,
         )
-        states = model(
-            features=features[:, :-1],
-            next_embeddings=self.drafter.embed(ids[:, 1:]),
-            positions=blocks.positions,
-            attention_mask=blocks.mask if config.num_layers > 1 else None,
-            wanted=blocks.entries,
-            wanted_mask=blocks.entries_mask,
-        )
-        return states.unflatten(1, (-1, self.drafter.draft_length))
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """The sum of the objective over the blocks, or that of the selector alone."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.diffusion.modeling import MASK
 from hf_dart.errors import check_fields
-from hf_dart.training.objective.blocks import build_blocks, gather_blocks, labels_after, target_positions
+from hf_dart.training.objective.blocks import build_blocks, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
 from hf_dart.training.options import option
@@ -127,7 +127,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         if self.reads_text:
             states = model(**entries, attention_mask=blocks.mask)
             inputs["text_states"] = states[:, : ids.shape[1] - 1]
-            return gather_blocks(states, anchors, length)
+            return blocks.drafts(states)
         mask = blocks.mask if self.drafter.config.num_layers > 1 else None
         states = model(**entries, attention_mask=mask, wanted=blocks.entries, wanted_mask=blocks.entries_mask)
         return states.unflatten(1, (-1, length))

@@ -21,7 +21,7 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.errors import check_fields
-from hf_dart.training.objective.blocks import build_blocks, gather_blocks, target_positions
+from hf_dart.training.objective.blocks import target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
@@ -108,34 +108,26 @@ class EditTrainer(DartTrainer):
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of each later pass."""
-        ids, anchors, config = inputs["input_ids"], inputs["anchors"], self.drafter.config
-        blocks = build_blocks(
-            inputs["documents"],
-            anchors,
-            config.draft_length,
-            config.block_attention == "bidirectional",
-            self.flex,
-            injected=config.inject_features,
-        )
+        """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of each later pass, and `blocks`."""
+        blocks = inputs["blocks"] = self.blocks(inputs)
         # The last pass of an evaluation sees the true tokens.
         passes = self.args.edit_passes + (self._quality is not None)
         first, *edited = model(
             features=features[:, :-1],
-            next_embeddings=self.drafter.embed(ids[:, 1:]),
+            next_embeddings=self.drafter.embed(inputs["input_ids"][:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
             edits=Edits(passes, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
         )
-        inputs["edited"] = [gather_blocks(states, anchors, config.draft_length) for states in edited]
-        return gather_blocks(first, anchors, config.draft_length)
+        inputs["edited"] = [blocks.drafts(states) for states in edited]
+        return blocks.drafts(first)
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], target_logits: Tensor, number: int, states: Tensor) -> Tensor:
         """The tokens that the slots hold in pass `number` [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
-            inputs: of `draw`.
+            inputs: of `block_states`.
             target_logits: [B T, V].
             states: [B, T - 1 + K (d - 1), H] of the pass before.
         """
@@ -147,7 +139,7 @@ class EditTrainer(DartTrainer):
         if number <= self.args.edit_passes:
             known = inputs["true"][present][:, None]
             if not bool(known.all()):
-                hidden = gather_blocks(states, anchors, length)[present][:, :-1]  # [N, d - 1, H]
+                hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
                 tokens = torch.where(known, truth, self._own_drafts(inputs, target_logits, hidden, goals, truth))
             shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
             tokens = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
