@@ -11,7 +11,7 @@ from typing import Any
 
 from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import check_folder, given, positive, seed, set_threads, share, target_options, temperature
-from hf_dart.errors import UserError, sentence
+from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import load_target, load_tokenizer
 
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
@@ -81,26 +81,13 @@ def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
     from hf_dart.trees.vocabulary import vocabulary_hash
 
-    try:
+    with as_user_error():
         datasets_library().disable_progress_bars()
-        settings = RegenerateSettings(
-            length=arguments.length,
-            new_tokens=arguments.new_tokens,
-            prefix=tuple(arguments.prefix),
-            mixture=_mixture(arguments),
-            batch_size=arguments.batch_size,
-            seed=arguments.seed,
-        )
-        data = DataArguments(
-            train_data=arguments.data,
-            text_field=arguments.text_field,
-            messages_field=arguments.messages_field,
-            streaming=arguments.streaming,
-            cache_dir=arguments.cache_dir,
-            chat_template=arguments.chat_template,
-            enable_thinking=arguments.thinking,
-            train_on="all",
-        )
+        shape = given(arguments, ("length", "new_tokens", "batch_size", "seed"))
+        settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=_mixture(arguments), **shape)
+        fields = given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
+        thinking = arguments.thinking
+        data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)
         writer, made_by = _writer(arguments, tokenizer, sources)
         text = {**made_by, "tokenizer": vocabulary_hash(tokenizer), "processes": processes}
@@ -121,8 +108,6 @@ def _run(arguments: argparse.Namespace) -> int:
             stop=lambda: arguments.minutes is not None and monotonic() - began > 60 * arguments.minutes,
             report=_Report(rank, began),
         )
-    except (ValueError, OSError) as error:
-        raise UserError(sentence(error)) from error
     return 0
 
 

@@ -9,13 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, default_data_collator
 
-from hf_dart import DartHead, DiffusionDrafter
-from hf_dart.training import (
-    DartTrainer,
-    DartTrainingArguments,
-    DiffusionTrainer,
-    DiffusionTrainingArguments,
-)
+from hf_dart import DartHead
+from hf_dart.training import DartTrainer
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.losses import NO_LABEL
 
@@ -51,13 +46,13 @@ def tiny_head(target: Any, **config: Any) -> DartHead:
 
 def tiny_trainer(
     folder: Path,
-    head: DartHead | DiffusionDrafter,
+    head: Any,
     target: Any,
     rows: Any,
     eval_rows: Any = None,
-    kind: type[DartTrainer] = DartTrainer,
+    kind: type[Any] = DartTrainer,
     **arguments: Any,
-) -> DartTrainer:
+) -> Any:
     fields: dict[str, Any] = {
         "output_dir": str(folder),
         "max_steps": 8,
@@ -70,10 +65,7 @@ def tiny_trainer(
         "save_strategy": "no",
         "seed": 5,
     }
-    if isinstance(head, DiffusionDrafter):
-        diffusion = DiffusionTrainingArguments(**{**fields, **arguments})
-        return DiffusionTrainer(head, target, diffusion, train_dataset=rows, eval_dataset=eval_rows)
-    settings = DartTrainingArguments(**{**fields, **arguments})
+    settings = kind.training_arguments(**{**fields, **arguments})
     return kind(head, target, settings, train_dataset=rows, eval_dataset=eval_rows)
 
 

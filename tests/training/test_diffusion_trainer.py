@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from support import tiny_training
 from support.diffusion import one_pass
-from support.tiny_training import LENGTHS, VOCABULARY, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, VOCABULARY, tiny_target, token_rows
 from torch import Tensor
 from transformers import default_data_collator
 
 from hf_dart import DiffusionDrafter
 from hf_dart.drafters.diffusion.modeling import MASK
-from hf_dart.training import DiffusionTrainingArguments
+from hf_dart.training import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, masked_cross_entropy
 from hf_dart.training.objective.objective import PRESETS
@@ -25,6 +27,9 @@ from hf_dart.training.trainers.diffusion import draw_times
 def tiny_drafter(target: Any, **config: Any) -> DiffusionDrafter:
     fields = {"draft_length": 4, "initializer_range": 0.2, "context_window": 24}
     return DiffusionDrafter.from_target(target, **{**fields, **config})
+
+
+tiny_trainer = partial(tiny_training.tiny_trainer, kind=DiffusionTrainer)
 
 
 def drawn_batch(trainer: Any, rows: list[dict[str, Tensor]], seed: int = 0) -> dict[str, Tensor]:

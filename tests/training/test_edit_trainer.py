@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, token_rows
+from support.tiny_training import LENGTHS, VOCABULARY, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 
 from hf_dart import DartHead
@@ -36,21 +36,8 @@ def editing_head(target: Any, **config: Any) -> DartHead:
 
 
 def trainer_of(folder: Path, head: DartHead, target: Any, rows: Any = None, **options: Any) -> EditTrainer:
-    fields: dict[str, Any] = {
-        "output_dir": str(folder),
-        "max_steps": 8,
-        "per_device_train_batch_size": 4,
-        "anchors_per_row": 6,
-        "learning_rate": 1e-2,
-        "use_cpu": True,
-        "report_to": "none",
-        "disable_tqdm": True,
-        "save_strategy": "no",
-        "seed": 5,
-    }
     rows = rows or token_rows(LENGTHS)
-    arguments = EditTrainingArguments(**{**fields, **options})
-    return EditTrainer(head, target, arguments, train_dataset=rows, eval_dataset=rows)
+    return tiny_trainer(folder, head, target, rows, eval_rows=rows, kind=EditTrainer, **options)
 
 
 def drawn(trainer: EditTrainer, seed: int = 0) -> dict[str, Any]:

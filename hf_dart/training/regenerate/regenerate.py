@@ -127,45 +127,35 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
     way = int(random.choice(len(shares), p=shares / shares.sum()))
     prefix = int(random.integers(settings.prefix[0], settings.prefix[1] + 1))
     seed = int(random.integers(2**31))
-    rows = [content for _, content in batch.rows]
     sampling = settings.mixture[way]
     if batch.encoder.kind == "messages":
-        records = _rewrite(rows, batch.encoder, writer, sampling, settings, seed)
+        records = _rewrite(batch, writer, sampling, settings, seed)
     else:
-        records = _continue(rows, batch.encoder, writer, sampling, settings, prefix, seed)
+        records = _continue(batch, writer, sampling, settings, prefix, seed)
     numbered = zip(batch.rows, records, strict=True)
     return [{**record, "row": number, "sampling": way} for (number, _), record in numbered if record is not None]
 
 
 def _continue(
-    pieces: list[list[int]],
-    encoder: Encoder,
-    writer: Writer,
-    sampling: Sampling,
-    settings: RegenerateSettings,
-    prefix: int,
-    seed: int,
+    batch: Batch, writer: Writer, sampling: Sampling, settings: RegenerateSettings, prefix: int, seed: int
 ) -> list[dict[str, Any] | None]:
     # One prefix length per batch: nothing is padded but prefixes of shorter documents.
-    prompts = [piece[:prefix] for piece in pieces]
+    prompts = [piece[:prefix] for _, piece in batch.rows]
     new_tokens = min(settings.length - prefix, settings.new_tokens)
     records: list[dict[str, Any] | None] = []
     for prompt, new in zip(prompts, writer.continue_texts(prompts, new_tokens, sampling, seed), strict=True):
         ids = [*prompt, *new]
-        text = encoder.tokenizer.decode(ids, skip_special_tokens=True)
+        text = batch.encoder.tokenizer.decode(ids, skip_special_tokens=True)
         records.append({"text": text, "input_ids": ids, "prompt_tokens": len(prompt)})
     return records
 
 
 def _rewrite(
-    conversations: list[Conversation],
-    encoder: Encoder,
-    writer: Writer,
-    sampling: Sampling,
-    settings: RegenerateSettings,
-    seed: int,
+    batch: Batch, writer: Writer, sampling: Sampling, settings: RegenerateSettings, seed: int
 ) -> list[dict[str, Any] | None]:
     """A new message in place of every assistant's, after the new ones before it; one that does not end is the last."""
+    conversations: list[Conversation] = [content for _, content in batch.rows]
+    encoder = batch.encoder
     assert encoder.chat is not None
     histories: list[list[Message]] = [[] for _ in conversations]
     rest = [list(messages) for messages, _ in conversations]
