@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from hf_dart.bench.exact import compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.view.records import origins
 from hf_dart.view.tables import Verdict
 from hf_dart.view.terminal import (
     BOLD,
@@ -24,7 +25,6 @@ from hf_dart.view.terminal import (
     Pen,
     bars,
     colored_text,
-    drafted_tokens,
     tree_lines,
 )
 
@@ -130,8 +130,8 @@ def demo(
                 f"τ {stats.tau:.2f}, same text: {verdict}"
             )
             show(pen(BOLD, line))
-            flags = drafted_tokens(len(ids), [row[0] for row in stats.committed])
-            show(colored_text(pen, tokenizer, prompt, ids, flags))
+            drafts = [one for _, one in origins(len(ids), [row[0] for row in stats.committed])]
+            show(colored_text(pen, tokenizer, prompt, ids, drafts))
             total.stock_seconds += stock.seconds
             total.seconds += drafted.seconds
             total.texts.append(ids)

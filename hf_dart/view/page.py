@@ -9,7 +9,7 @@ from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
-from hf_dart.view.records import Figures, Round
+from hf_dart.view.records import Figures, Round, origins
 from hf_dart.view.statistics import summary
 from hf_dart.view.trees import ACCEPTED, BONUS, tree_picture
 
@@ -118,19 +118,12 @@ Per cent: the drafter's own estimate of the path.</p>
 </html>
 """
 
-    def _owners(self) -> list[tuple[int, bool]]:
-        """Of each token, its round (from 0; -1 for the prefill) and whether it was drafted."""
-        owners = [(-1, False)]
-        for number, one in enumerate(self.rounds):
-            count = len(one.paths[self.row])
-            owners += [(number, True)] * (count - 1) + [(number, False)] * min(count, 1)
-        return owners[: len(self.tokens)]
-
     def _text(self) -> str:
         prompt = _clean(self.tokenizer.decode(self.prompt))
         found = [f'<span class="prompt">{prompt}</span>'] if self.prompt else []
         pieces = token_texts(self.tokenizer, self.prompt[-8:], self.tokens)
-        for (number, drafted), piece in zip(self._owners(), pieces, strict=True):
+        owners = origins(len(self.tokens), [len(one.paths[self.row]) for one in self.rounds])
+        for (number, drafted), piece in zip(owners, pieces, strict=True):
             kind = "draft" if drafted else "bonus"
             if number < 0:
                 found.append(f'<span class="{kind}" title="of the prefill">{_clean(piece)}</span>')

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Protocol
 
 
@@ -70,3 +70,18 @@ class Figures(Protocol):
     def seconds(self) -> Mapping[str, float]: ...
     @property
     def trace(self) -> Rounds | None: ...
+
+
+def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
+    """Of each of a row's generated tokens, its round (from 0; -1 for the prefill) and whether it was drafted.
+
+    The prefill gives the first token; of every round all but the last (the bonus token) were drafted.
+
+    Args:
+        tokens: how many the row has.
+        committed: tokens per round.
+    """
+    found = [(-1, False)]
+    for number, count in enumerate(committed):
+        found += [(number, True)] * (count - 1) + [(number, False)] * min(count, 1)
+    return found[:tokens]

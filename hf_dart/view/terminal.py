@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from hf_dart.view.records import Round
@@ -21,21 +20,6 @@ class Pen:
             return text
         # A reset at each line's end keeps pagers and copies clean.
         return "\n".join(f"{code}{line}{PLAIN}" if line else line for line in text.split("\n"))
-
-
-def drafted_tokens(tokens: int, committed: Iterable[int]) -> list[bool]:
-    """Which of a row's generated tokens were accepted drafts.
-
-    The prefill gives the first token; of every round all but the last (the bonus token) were drafted.
-
-    Args:
-        tokens: how many the row has.
-        committed: tokens per round.
-    """
-    drafted = [False]
-    for count in committed:
-        drafted += [True] * (count - 1) + [False] * min(count, 1)
-    return drafted[:tokens]
 
 
 def colored_text(pen: Pen, tokenizer: Any, prompt: str, ids: list[int], drafted: list[bool]) -> str:

@@ -21,7 +21,7 @@ from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.errors import UserError
 from hf_dart.target.loading import PACKAGED_TARGET
-from hf_dart.view.terminal import drafted_tokens
+from hf_dart.view.records import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["bench", "train"], ["bench", "engine"], ["audit"], ["profile"], ["drafts"]]
@@ -81,8 +81,9 @@ def test_near_ties_are_a_matter_of_dtype() -> None:
 
 
 def test_drafted_tokens_of_rounds() -> None:
-    assert drafted_tokens(7, [3, 1, 2]) == [False, True, True, False, False, True, False]
-    assert drafted_tokens(3, [3]) == [False, True, True]
+    drafted = [(-1, False), (0, True), (0, True), (0, False), (1, False), (2, True), (2, False)]
+    assert origins(7, [3, 1, 2]) == drafted
+    assert origins(3, [3]) == drafted[:3]
 
 
 @pytest.mark.parametrize(

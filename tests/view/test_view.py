@@ -26,7 +26,7 @@ from hf_dart import attach
 from hf_dart.cli import main
 from hf_dart.view import View
 from hf_dart.view.page import token_texts
-from hf_dart.view.terminal import drafted_tokens
+from hf_dart.view.records import origins
 from hf_dart.view.trees import ACCEPTED, BONUS, LEFT, ROOT
 
 HOSTILE = [
@@ -66,7 +66,7 @@ def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row
     shown = "".join(c if c.isprintable() or c.isspace() else "\N{REPLACEMENT CHARACTER}" for c in whole_text(view))
     assert text.text == shown
     marks = ["draft" in one.attributes["class"] for one in text.parts[1:] if isinstance(one, pages.Element)]
-    assert marks == drafted_tokens(written, committed)
+    assert marks == [drafted for _, drafted in origins(written, committed)]
 
     rounds = [(number, count) for number, count in enumerate(committed) if count]
     drawn = page.find("details")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -122,14 +122,19 @@ def _check_config(folder: Path, drafter: Any, same_target: bool) -> None:
             known, own = type(made).from_dict(content).to_dict(), made.to_dict()
     names -= _NAMES if same_target else set()
     names -= {"fingerprint"} if drafter.adapted else set()  # compared where the adapter is read
-    for name in sorted(own.keys() & names):
-        theirs, ours = known.get(name), own[name]
+    _compare(str(folder), known, own, sorted(own.keys() & names))
+
+
+def _compare(what: str, known: dict[str, Any], own: dict[str, Any], names: Iterable[str]) -> None:
+    """Raises a `ValueError` that names the first of the fields that is another one in this run."""
+    for name in names:
+        theirs, ours = known.get(name), own.get(name)
         if name == "fingerprint" and theirs and ours:
             same = same_fingerprint(theirs, ours)
         else:
             same = json.dumps(theirs, sort_keys=True) == json.dumps(ours, sort_keys=True)  # tuples come back as lists
         if not same:
-            raise ValueError(f"{folder} has {name}={theirs!r} and this run {ours!r}; {_BEGUN_WITH}.")
+            raise ValueError(f"{what} has {name}={theirs!r} and this run {ours!r}; {_BEGUN_WITH}.")
 
 
 def _check_weights(folder: Path, drafter: Any) -> None:
@@ -148,9 +153,7 @@ def _check_adapter(folder: Path, drafter: Any) -> None:
     with readable(folder, ADAPTER_SAFE_WEIGHTS_NAME), safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as weights:
         weights.keys()
     made = drafter.peft_config[drafter.active_adapters()[0]].to_dict()
-    for name in _ADAPTER:
-        theirs, ours = saved.get(name), made.get(name)
-        if isinstance(theirs, list) and isinstance(ours, (set, list)):
-            theirs, ours = sorted(map(str, theirs)), sorted(ours)
-        if theirs != ours:
-            raise ValueError(f"The adapter in {folder} has {name}={theirs!r} and this run {ours!r}; {_BEGUN_WITH}.")
+    for one in (saved, made):  # PEFT keeps a set, which has no order
+        if isinstance(one.get("target_modules"), (set, list)):
+            one["target_modules"] = sorted(map(str, one["target_modules"]))
+    _compare(f"The adapter in {folder}", saved, made, _ADAPTER)
