@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.cases import replay
 from support.compare import assert_identical, run
 from support.interruptions import (
     GREEDY,
@@ -144,6 +145,19 @@ def test_out_of_memory_between_the_layers_of_a_commit(call: int) -> None:
     assert listener.tokens > 1
     assert cache.get_seq_length() == inputs["input_ids"].shape[1]
     assert_goes_on(target, cache, inputs, text, listener.tokens, **SAMPLED, assistant=head)
+    assert_identical(target, head, inputs, **SAMPLED)
+
+
+def test_a_call_without_a_listener(pair: tuple[Any, DartHead]) -> None:
+    """The generator is at the token that every row has reached."""
+    target, head = pair
+    inputs = prompts(RAGGED)
+    states = states_by_token(len(RAGGED), target.config.vocab_size, 0)
+    drafter = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5], **SAMPLED)
+    with out_of_memory(type(drafter), "propose", 3), pytest.raises(torch.OutOfMemoryError):
+        run(target, inputs, 0, assistant=drafter, **SAMPLED)
+    reached = [index for index, state in enumerate(states) if torch.equal(state, torch.get_rng_state())]
+    assert reached[0] > 1
     assert_identical(target, head, inputs, **SAMPLED)
 
 
