@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import inf
+from textwrap import fill
 from time import perf_counter
 from typing import Any
 
@@ -68,6 +69,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled at T = 0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},
 }
+_WIDTH = 79  # columns of what the demo says; the model's text runs as it will
 _WARMUP_TOKENS = 12
 _TRIAL_FORWARDS = 20
 
@@ -104,7 +106,7 @@ def demo(
     """
     pen = Pen(color)
     model, head, tokenizer = pair.model, pair.head, pair.tokenizer
-    show(_headline(pair))
+    show(fill(_headline(pair), _WIDTH))
     if color:
         show(f"{pen(DIM, 'prompt')} · {pen(GREEN, 'accepted draft tokens')} · the target's own tokens")
     else:
@@ -129,7 +131,7 @@ def demo(
                 f"{mode}, prompt {number}: stock {stock.seconds:.2f} s, drafted {drafted.seconds:.2f} s, "
                 f"τ {stats.tau:.2f}, same text: {verdict}"
             )
-            show(pen(BOLD, line))
+            show(pen(BOLD, fill(line, _WIDTH)))
             drafts = [one for _, one in origins(len(ids), [row[0] for row in stats.committed])]
             show(colored_text(pen, tokenizer, prompt, ids, drafts))
             total.stock_seconds += stock.seconds
@@ -145,11 +147,12 @@ def demo(
     for line in _summary(pen, sums):
         show(line)
     verdict = sum((total.verdict for total in sums.values()), Verdict())
-    show(
+    compared = (
         f"compared: {verdict.rows} outputs token for token, {verdict.near_ties} near-ties, "
         f"{verdict.differences} differences; generator left as stock leaves it: "
         f"{'yes' if verdict.generator else 'no'}"
     )
+    show(fill(compared, _WIDTH))
     show(pen(BOLD, f"identical: {verdict}"))
     return verdict.identical
 
@@ -181,10 +184,10 @@ def fastest_threads(model: PreTrainedModel) -> int:
 
 def _headline(pair: Pair) -> str:
     sizes = [sum(p.numel() for p in module.parameters()) / 1e6 for module in (pair.model, pair.head)]
-    dtype = str(pair.model.dtype).removeprefix("torch.")
+    dtype, threads = str(pair.model.dtype).removeprefix("torch."), torch.get_num_threads()
     return (
         f"{pair.target_name} ({sizes[0]:.1f} M parameters) with {pair.head_name} ({sizes[1]:.1f} M), {dtype} "
-        f"on {pair.model.device.type}, {torch.get_num_threads()} threads, torch {torch.__version__}, "
+        f"on {pair.model.device.type}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}"
     )
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from hf_dart import __version__
 from hf_dart.cli import (
@@ -22,7 +24,7 @@ from hf_dart.cli import (
     train,
     view,
 )
-from hf_dart.errors import UserError
+from hf_dart.errors import UserError, did_you_mean
 
 # In the order of --help.
 _COMMANDS = (demo, generate, view, serve, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)
@@ -45,8 +47,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
 
 
+class _Parser(argparse.ArgumentParser):
+    """Names the option or word that was most likely meant, as argparse does by itself from Python 3.14 on."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        space, rest = super().parse_known_args(args, namespace)
+        unknown = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
+        if unknown is not None:
+            remedy = did_you_mean(unknown, self._option_string_actions, otherwise="--help lists all.")
+            self.error(f"there is no option {unknown}; {remedy}")
+        return space, rest
+
+    def error(self, message: str) -> NoReturn:
+        choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
+        if choice is not None:
+            remedy = did_you_mean(choice[1], [word.strip("' ") for word in choice[2].split(",")], otherwise="")
+            message = f"{message}; {remedy}" if remedy else message
+        super().error(message)
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="hf-dart",
         description="Faster model.generate() with draft heads and token trees, token for token the same.",
     )

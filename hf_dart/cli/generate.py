@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import sys
+from time import perf_counter
 from typing import Any
 
-from hf_dart.cli.common import load, pair_options, set_threads, tree_config, tree_options
+from hf_dart.cli.common import load, pair_options, say, set_threads, tree_config, tree_options
 from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
 from hf_dart.errors import as_user_error
 
@@ -15,7 +15,7 @@ def add(commands: Any) -> None:
     options = [pair_options(), tree_options(), prompt_options()]
     parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
     parser.add_argument("--stock", action="store_true", help="without the head, to compare")
-    parser.add_argument("--stats", action="store_true", help="what the drafts did, on standard error")
+    parser.add_argument("--stats", action="store_true", help="speed and what the drafts did, on standard error")
     parser.set_defaults(command=_run)
 
 
@@ -31,16 +31,19 @@ def _run(arguments: argparse.Namespace) -> int:
     tree = tree_config(arguments, pair.head.tree_config)
     drafting = {} if arguments.stock else {"assistant": pair.head, "tree_config": tree}
     torch.manual_seed(arguments.seed)
+    begun = perf_counter()
     with as_user_error(ValueError):
-        model.generate(
+        ids = model.generate(
             **inputs,
             max_new_tokens=arguments.max_new_tokens,
             streamer=TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True),
             **options,
             **drafting,
         )
-    if arguments.stats and not arguments.stock:
-        print(_stats_line(pair.head.last_stats), file=sys.stderr)
+    if arguments.stats:
+        tokens = ids.shape[1] - inputs["input_ids"].shape[1]
+        rate = f"{tokens / (perf_counter() - begun):.1f} tokens/s"
+        say(rate if arguments.stock else f"{rate}; {_stats_line(pair.head.last_stats)}")
     return 0
 
 

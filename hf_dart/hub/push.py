@@ -74,6 +74,12 @@ def push_folder(
     """
     api = HfApi(library_name="hf-dart", library_version=versions(()).get("hf-dart"), token=token)
     facts = _facts(folder, repository, **known)  # what is wrong here is said before anything is made
+    if facts.base_model is None:
+        _LOGGER.warning(
+            "It is not known which model of the Hub %s drafts for, so its card cannot say how to use it; name it "
+            "with --base-model (base_model=).",
+            repository,
+        )
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):

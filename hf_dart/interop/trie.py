@@ -104,7 +104,7 @@ def write_trie(
     with TemporaryDirectory(dir=folder_of(path), prefix=".trie-") as folder:
         whole = Path(folder) / "whole"
         with open(whole, "wb") as file:
-            np.array([(spec.order, starts[-1])], dtype=_HEADER).tofile(file)
+            file.write(np.array([(spec.order, starts[-1])], dtype=_HEADER).tobytes())
             for depth in range(spec.order + 1):
                 for heads, entries in _level(table, levels, starts, depth, chunk):
                     file.write(_packed(heads, entries).data)

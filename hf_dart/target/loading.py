@@ -24,18 +24,21 @@ def load_tokenizer(target: str | None = None) -> Any:
     return read_tokenizer(path)
 
 
-def read_tokenizer(path: str) -> Any:
-    """Load the tokenizer in a folder or on the Hub, with a model beside it or without.
+def read_tokenizer(path: str, **options: Any) -> Any:
+    """Load the tokenizer in a folder or on the Hub, with a model beside it or without; options as `from_pretrained`'s.
 
     Raises:
-        UserError: it cannot be loaded.
+        UserError: it cannot be loaded, or there is none.
     """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, **options)
     except Exception as error:  # as in load_target
         raise UserError(f"Cannot load the tokenizer of {path!r}: {sentence(error)}") from error
+    if tokenizer.get_vocab().keys() <= set(tokenizer.all_special_tokens):  # made up for a model without files of one
+        raise UserError(f"{path!r} holds no tokenizer; save the model's own there with tokenizer.save_pretrained.")
+    return tokenizer
 
 
 def load_target(
@@ -58,7 +61,7 @@ def load_target(
     Raises:
         UserError: one of them cannot be loaded.
     """
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoModelForCausalLM
 
     packaged = target is None or target == PACKAGED
     path = str(PACKAGED_TARGET) if packaged else target
@@ -70,12 +73,10 @@ def load_target(
         options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
     try:
-        return (
-            AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options),
-            AutoTokenizer.from_pretrained(tokenizer or path, **revision),
-        )
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
         raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
+    return model, read_tokenizer(tokenizer or path, **revision)
 
 
 def check_path(what: str, path: str) -> None:

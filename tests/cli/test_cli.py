@@ -103,8 +103,10 @@ def test_generate_streams_what_stock_streams(options: list[str], capsys: pytest.
     stock = capsys.readouterr()
     assert drafted.out == stock.out
     assert len(drafted.out) > 24
-    assert re.search(r"tokens in \d+ rounds, tau \d", drafted.err)
+    assert re.search(r"\d tokens/s; \d+ tokens in \d+ rounds, tau \d", drafted.err)
     assert not stock.err
+    assert main([*words, "--stock", "--stats"]) == 0
+    assert re.fullmatch(r"\d+\.\d tokens/s\n", capsys.readouterr().err)
 
 
 def test_generate_reads_standard_input(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,6 +207,30 @@ def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFi
         main(words)
     assert stop.value.code == 2
     assert "hf-dart" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["generat", "x"], "did you mean 'generate'?"),
+        (["bench", "trian"], "did you mean 'train'?"),
+        (["generate", "x", "--max-newtokens", "4"], "no option --max-newtokens; did you mean '--max-new-tokens'?"),
+        (["bench", "train", "--lengh=4"], "no option --lengh; did you mean '--length'?"),
+        (["generate", "x", "--zzz"], "no option --zzz; --help lists all."),
+    ],
+)
+def test_what_was_meant_is_named(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        main(words)
+    assert stop.value.code == 2
+    assert says in capsys.readouterr().err
+
+
+def test_a_target_without_a_tokenizer_is_told_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((PACKAGED_TARGET / name).read_bytes())
+    assert main(["generate", "x", "--target", str(tmp_path), "--head", HEAD]) == 2
+    assert "holds no tokenizer" in capsys.readouterr().err
 
 
 def test_truncated_head_gets_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

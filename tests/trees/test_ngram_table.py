@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import re
+import resource
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -386,3 +387,15 @@ def test_a_data_set_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "no column 'text' but body; name one of them with --column." in capsys.readouterr().err
     assert main(words) == 0
     assert NgramTable.load(out).tokens >= 6
+
+
+def test_a_full_disk_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No file may grow: writing fails as it does on a full disk, which NumPy's own `tofile` does not say."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        assert main(["ngram", "build", str(tmp_path / "table"), "--text", __file__]) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert "File too large" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())

@@ -354,11 +354,11 @@ class TableWriter:
             ("counts", np.minimum(counts, MOST_COUNTED).astype("<u4")),
         ):
             with open(self._folder / f"{what}.{order}", "ab") as file:
-                array.tofile(file)
+                file.write(array.data)  # unlike array.tofile, it says that a disk is full
 
     def finish(self, path: Path, tokens: int, min_counts: tuple[int, ...]) -> None:
         """Put the pieces together; the file appears at once and whole."""
-        self.unigrams.astype("<i8").tofile(self._folder / "counts.1")
+        (self._folder / "counts.1").write_bytes(self.unigrams.astype("<i8").data)
         header: dict[str, Any] = {"__metadata__": write_metadata(self._spec, tokens, min_counts)}
         end = 0
         names = ["counts.1", *self._names()]
