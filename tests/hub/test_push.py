@@ -98,7 +98,7 @@ def test_a_head_goes_up_and_comes_back(alice: Hub, head: DartHead, target: Any) 
 def test_a_target_that_is_not_known_is_asked_for(alice: Hub, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         head.push_to_hub("alice/head")
-    assert "name it with --base-model" in caplog.text
+    assert "with --base-model" in caplog.text
     caplog.clear()
     with caplog.at_level(logging.WARNING):
         head.push_to_hub("alice/head", base_model="them/tiny")
