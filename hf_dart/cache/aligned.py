@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer, StaticLayer
 
-from hf_dart.cache.base import TreeCache
+from hf_dart.cache.base import EntryCache
 from hf_dart.cache.stock_layers import (
     ENTRIES,
     DynamicIndexedLayer,
@@ -47,7 +47,7 @@ def _growing(layer: Any, slots: int) -> Any:
     return kept
 
 
-class RightAlignedCache(TreeCache):
+class RightAlignedCache(EntryCache):
     """A copy of a stock cache, of layers that grow.
 
     It is compacted after each round; rows that accept less gain left padding.

@@ -18,11 +18,6 @@ from hf_dart.cache.stock_layers import DynamicIndexedLayer, attention_layers, un
 class TreeCache(ABC):
     """What the round needs of a cache.
 
-    Args:
-        prefilled: the stock cache after prefill.
-        pads: left padding per row.
-        keep: the stock cache will be needed again (`write_back`); otherwise its memory may be freed.
-
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
         prompt_lengths: [B] entries per row after prefill, on the CPU.
@@ -30,14 +25,8 @@ class TreeCache(ABC):
     """
 
     cache: Cache
-
-    def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
-        self._stock = prefilled
-        self._keep_stock = keep
-        self._written_back = False
-        self._prompt_slots = int(prefilled.get_seq_length())
-        self.prompt_lengths = torch.tensor([self._prompt_slots - pad for pad in pads])
-        self.lengths = self.prompt_lengths
+    prompt_lengths: Tensor
+    lengths: Tensor
 
     @abstractmethod
     def past_positions(self, layer: int, nodes: int) -> Tensor:
@@ -53,8 +42,9 @@ class TreeCache(ABC):
 
     @abstractmethod
     def truncate(self, lengths: Tensor) -> None:
-        """Drop the last entries of rows that are longer than `lengths` [B]."""
+        """Drop the last entries of rows that are longer than `lengths` [B], or more of them (see `lengths` then)."""
 
+    @abstractmethod
     def write_back(self, grown: int) -> None:
         """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
 
@@ -63,6 +53,26 @@ class TreeCache(ABC):
         Raises:
             RuntimeError: a commit was broken off, and what it left cannot be read.
         """
+
+
+class EntryCache(TreeCache):
+    """A tree cache of keys and values, and of what else layers keep per position.
+
+    Args:
+        prefilled: the stock cache after prefill.
+        pads: left padding per row.
+        keep: the stock cache will be needed again (`write_back`); otherwise its memory may be freed.
+    """
+
+    def __init__(self, prefilled: Cache, pads: list[int], keep: bool) -> None:
+        self._stock = prefilled
+        self._keep_stock = keep
+        self._written_back = False
+        self._prompt_slots = int(prefilled.get_seq_length())
+        self.prompt_lengths = torch.tensor([self._prompt_slots - pad for pad in pads])
+        self.lengths = self.prompt_lengths
+
+    def write_back(self, grown: int) -> None:
         if self._written_back:
             return
         self.truncate(self.prompt_lengths + grown)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicSlidingWindowLayer
 
-from hf_dart.cache.base import TreeCache
+from hf_dart.cache.base import EntryCache
 from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import attention_layers, attention_places, held_by
 from hf_dart.cache.windows import LayerBuffers, outgrows
@@ -58,7 +58,7 @@ class _RaggedLayer(CacheLayerMixin):
         return -1
 
 
-class RaggedCache(TreeCache):
+class RaggedCache(EntryCache):
     """Buffers in which rows of different lengths need no padding; tree nodes follow the longest row.
 
     Args:
@@ -100,7 +100,7 @@ class RaggedCache(TreeCache):
         if window is None or not outgrows(window, most):
             return None
         # What is given back to stock's other sliding layers is the whole text.
-        ends_in_window = type(layer) is DynamicSlidingWindowLayer and not layer.record_past
+        ends_in_window = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
         return window if ends_in_window or not self._keep_stock else None
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
+    CacheLayerMixin,
     DynamicLayer,
     DynamicSlidingWindowLayer,
     StaticLayer,
@@ -26,8 +28,38 @@ except ImportError:  # pragma: no cover
     DynamicIndexedLayer = type("DynamicIndexedLayer", (), {})
     StaticIndexedLayer = type("StaticIndexedLayer", (), {})
 
-SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer)
-"""Layers of which keys and values are all there is."""
+try:
+    from transformers.cache_utils import (
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        LinearAttentionAndStaticSlidingWindowAttentionLayer,
+        LinearAttentionLayer,
+    )
+
+    MIXED_LAYERS: tuple[type, ...] = (
+        LinearAttentionAndFullAttentionLayer,
+        LinearAttentionAndSlidingWindowAttentionLayer,
+        LinearAttentionAndStaticFullAttentionLayer,
+        LinearAttentionAndStaticSlidingWindowAttentionLayer,
+    )
+    """Layers that keep keys and values, and running states beside them."""
+except ImportError:  # pragma: no cover
+    LinearAttentionLayer = type("LinearAttentionLayer", (), {})
+    MIXED_LAYERS = ()
+
+SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer, *MIXED_LAYERS)
+"""Layers of which keys and values are all that they keep per position."""
+
+
+def keeps_states(layer: Any) -> bool:
+    """Does a layer keep running states: of linear attention, Mamba, short convolutions?"""
+    return isinstance(layer, LinearAttentionLayer)
+
+
+def keeps_entries(layer: Any) -> bool:
+    """Is it a layer that keeps keys and values?"""
+    return isinstance(layer, CacheLayerMixin)
 
 ENTRIES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2)}
 """What layers keep of every slot, where they keep it: which axis is that of the rows, and which that of the slots."""
@@ -36,15 +68,22 @@ ENTRIES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1), "indexer_po
 def attention_places(cache: Cache) -> list[int]:
     """Indices of the layers that keep keys and values; in a cache that is still empty, of those that may.
 
-    The others read another layer's, or attend to an image or a sound where there is text alone.
+    The others read another layer's, attend to an image or a sound where there is text alone, or keep running states.
     """
-    able = [index for index, layer in enumerate(cache.layers) if not isinstance(layer, DummyLayer)]
+    able = [index for index, layer in enumerate(cache.layers) if keeps_entries(layer)]
     return [index for index in able if cache.layers[index].is_initialized] or able
 
 
 def attention_layers(cache: Cache) -> list[Any]:
     """The layers that keep keys and values."""
     return [cache.layers[index] for index in attention_places(cache)]
+
+
+def take_states(layer: Any, source: Any) -> None:
+    """Give a stock layer copies of the running states of another one of its kind."""
+    for name in vars(LinearAttentionLayer()):
+        value = vars(source)[name]
+        vars(layer)[name] = copy.deepcopy(value) if isinstance(value, dict) else value
 
 
 def window_of(layer: Any) -> int | None:
@@ -94,6 +133,7 @@ def _undo(layer: Any) -> Callable[[], None]:
     """What puts one layer back to its present state."""
     before = dict(vars(layer))
     cut = {}
+    states = [(value, dict(value)) for value in before.values() if isinstance(value, dict)] if keeps_states(layer) else []
     if isinstance(layer, StaticLayer):
         # Written in place. A full layer's new entries are hidden again by its old length; a sliding one shifts.
         kept = [
@@ -108,11 +148,15 @@ def _undo(layer: Any) -> Callable[[], None]:
             for name, (_, axis) in ENTRIES.items():
                 if before.get(name) is not None and before[name].numel():
                     cut[name] = (axis, before.pop(name).shape[axis])
+    kept += [(tensor, tensor.clone()) for _, of in states for tensor in of.values() if isinstance(tensor, Tensor)]
 
     def restore() -> None:
         whole = {name: vars(layer)[name].narrow(axis, 0, length) for name, (axis, length) in cut.items()}
         vars(layer).clear()
         vars(layer).update(before, **whole)
+        for now, of in states:
+            now.clear()
+            now.update(of)
         for tensor, values in kept:
             tensor.copy_(values)
 

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.aligned import RightAlignedCache
-from hf_dart.cache.base import TreeCache
+from hf_dart.cache.base import EntryCache, TreeCache
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers, keeps_states
 
 
-def keeps_only_states(cache: Cache) -> bool:
-    """Whether all layers keep keys and values and nothing else per position."""
+def keeps_only_entries(cache: Cache) -> bool:
+    """Whether all layers of the attention keep keys and values and nothing else per position."""
     return all(type(layer) in SIMPLE_LAYERS for layer in attention_layers(cache))
 
 
@@ -35,6 +36,9 @@ def tree_cache(
         most: positions that the call will need at most, if that is known.
         windows: as for `RaggedCache`.
     """
-    if keeps_only_states(prefilled):
-        return RaggedCache(prefilled, pads, capacity, keep, most, windows)
-    return RightAlignedCache(prefilled, pads, keep)
+    attention: EntryCache
+    if keeps_only_entries(prefilled):
+        attention = RaggedCache(prefilled, pads, capacity, keep, most, windows)
+    else:
+        attention = RightAlignedCache(prefilled, pads, keep)
+    return HybridCache(prefilled, attention) if any(map(keeps_states, prefilled.layers)) else attention

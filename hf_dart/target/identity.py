@@ -8,6 +8,7 @@ from torch import nn
 
 from hf_dart.target.attention import attention_of
 from hf_dart.target.support import parts_of
+from hf_dart.target.tree_forward import forward_before
 
 
 def identity(model: nn.Module) -> tuple[Any, ...]:
@@ -20,13 +21,14 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
     code = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
     for part in parts:
         members = part.__dict__
-        if part._forward_pre_hooks or part._forward_hooks or "forward" in members:
+        own_forward = forward_before(members.get("forward"))
+        if part._forward_pre_hooks or part._forward_hooks or own_forward is not None:
             hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
             # Those of transformers, which come with the first call that asks for hidden states, change nothing.
             own = [hook for hook in hooks if not str(getattr(hook, "__module__", "")).startswith("transformers.")]
             code += map(_code_of, own)
-            if "forward" in members:
-                code.append(_code_of(members["forward"]))
+            if own_forward is not None:
+                code.append(_code_of(own_forward))
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
     return attention_of(model), getattr(model, "dtype", None), kinds, tuple(code), adapters
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
 
-from hf_dart.cache.stock_layers import attention_places, window_of
+from hf_dart.cache.stock_layers import attention_places, keeps_states, window_of
 
 
 @dataclass(frozen=True)
@@ -49,9 +49,20 @@ def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]
 
 def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
     """The kinds of attention layer of a prefilled cache, each once."""
-    layer_types = getattr(target.config.get_text_config(decoder=True), "layer_types", None)
+    layer_types = _layer_types(target)
     kinds: dict[str, MaskKind] = {}
     for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):
-        name = layer_types[index] if layer_types else "full_attention" if window is None else "sliding_attention"
+        name = "full_attention" if window is None else "sliding_attention"
+        if layer_types and not keeps_states(prefilled.layers[index]):  # "hybrid" is no mask of any model
+            name = layer_types[index]
         kinds.setdefault(name, MaskKind(name, window, index))
     return list(kinds.values())
+
+
+def maskless_kinds(target: PreTrainedModel, kinds: list[MaskKind]) -> list[str]:
+    """Keys of the model's mask dict that are of no attention layer: of trees, layers with running states need none."""
+    return sorted({*_layer_types(target)} - {kind.name for kind in kinds})
+
+
+def _layer_types(target: PreTrainedModel) -> list[str]:
+    return getattr(target.config.get_text_config(decoder=True), "layer_types", None) or []

@@ -13,13 +13,14 @@ from hf_dart.cache.stock_layers import (
     SIMPLE_LAYERS,
     DummyLayer,
     DynamicIndexedLayer,
+    LinearAttentionLayer,
     StaticIndexedLayer,
     attention_layers,
     held_by,
 )
 from hf_dart.target.attention import attention_of
 
-_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer)
+_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer, LinearAttentionLayer)
 _ATTENTION = ("eager", "sdpa")
 # Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
 _INDEX_HEADS = 32
@@ -127,7 +128,7 @@ def refuse_cache(cache: Any) -> Cache:
     """Return the cache if it is one whose rounds can be undone, raise otherwise.
 
     Raises:
-        ValueError: quantised, offloaded or encoder-decoder caches; linear-attention or state layers.
+        ValueError: quantised, offloaded or encoder-decoder caches; layers of a model's own.
     """
     offloading = getattr(cache, "offloading", False)
     if type(cache) not in (DynamicCache, StaticCache) or offloading:

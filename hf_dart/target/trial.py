@@ -25,8 +25,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import attention_layers, held_by, window_of
-from hf_dart.cache.tree_cache import keeps_only_states, tree_cache
+from hf_dart.cache.states import states_of
+from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
+from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
 from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
 from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
@@ -236,12 +237,12 @@ class _Trial:
         return StockSteps(self._model, ids, pads, self._empty()).prefill()
 
     def _prefix(self, length: int) -> Any:
-        """A cache of `length` entries: those of a short prompt, repeated.
+        """A cache of `length` entries: those of a short prompt, repeated, and of random running states.
 
         Layers that keep more than keys and values are filled by a prompt of that length.
         """
-        if not keeps_only_states(self.short):
-            return self._prefill(length, self._pads).past_key_values
+        if not keeps_only_entries(self.short):
+            return _with_loud_states(self._prefill(length, self._pads).past_key_values)
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
@@ -250,6 +251,8 @@ class _Trial:
         slots = torch.arange(length)
         entries = torch.where(slots < pads, slots, pads + (slots - pads) % (_PROMPT - pads))  # [B, length]
         for layer, filled in zip(cache.layers, self.short.layers, strict=True):
+            if keeps_states(filled):
+                take_states(layer, filled)
             if filled not in attention_layers(self.short):
                 continue
             held = filled.keys.shape[2]  # a window may hold fewer
@@ -258,7 +261,7 @@ class _Trial:
             louder = loudness.to(filled.device, filled.dtype)[:, None]
             keys, values = (held_by(filled)[part].transpose(1, 2)[rows, which].transpose(1, 2) for part in range(2))
             layer.update(keys, values * louder)
-        return cache
+        return _with_loud_states(cache)
 
     def _steps(self, length: int) -> StockSteps:
         """Stock's loop after a prefix."""
@@ -341,6 +344,15 @@ class _Trial:
         except Exception:  # unknown code may fail in any way at all
             return False
         return whole.shape == steps.shape and _difference(steps, whole) > allowed
+
+
+def _with_loud_states(cache: Any) -> Any:
+    """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing."""
+    generator = torch.Generator().manual_seed(0)
+    for slot, state in states_of(cache).items():
+        if slot.kind == "recurrent_states" and state.is_floating_point():
+            state.copy_(torch.randn(state.shape, generator=generator))
+    return cache
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

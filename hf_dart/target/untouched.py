@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_dart.target.tree_forward import TreeForward
+
 
 @contextmanager
 def as_before(model: nn.Module) -> Iterator[None]:
@@ -39,7 +41,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 def _put_back(now: Any, before: dict[str, Any]) -> None:
     for name in {*now.keys()} - before.keys():
-        del now[name]
+        if not isinstance(now[name], TreeForward):  # of a call in another thread, which takes it away itself
+            del now[name]
     for name, value in before.items():
-        if name not in now or now[name] is not value:
+        if (name not in now or now[name] is not value) and not isinstance(value, TreeForward):
             now[name] = value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -9,11 +10,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from hf_dart.cache.states import StatefulCache
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import features_request, gather_features
-from hf_dart.target.masks import MaskKind
+from hf_dart.target.masks import MaskKind, maskless_kinds
+from hf_dart.target.mixers import mixers_of
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import takes_positions
+from hf_dart.target.tree_forward import tree_forwards
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 
@@ -62,7 +66,9 @@ class Verifier:
         self._last_position, self._hard = position_limit(target)
         # Eager attention adds its mask in any case.
         self._skips_masks = target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-        self._no_masks = dict.fromkeys(kind.name for kind in kinds) if len(kinds) > 1 else None
+        self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds))
+        self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
+        self._mixers = mixers_of(target) if isinstance(cache.cache, StatefulCache) else []
 
     def depth_room(self) -> list[int]:
         """How many positions after each row's root the target's position table still holds."""
@@ -128,7 +134,7 @@ class Verifier:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
-        with users_default():
+        with self._states(tree), users_default():
             outputs = self.target(
                 input_ids=tokens,
                 attention_mask=masks,
@@ -140,6 +146,11 @@ class Verifier:
         if keep:
             self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tokens)
+
+    def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
+        """Within it, modules with running states take a tree."""
+        cache = self.cache.cache
+        return tree_forwards(self._mixers, cache, tree) if isinstance(cache, StatefulCache) else nullcontext()
 
     def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
         """Keyword arguments for the target beside the usual ones."""
@@ -164,4 +175,4 @@ class Verifier:
                 seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
             masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
-        return masks if len(masks) > 1 else next(iter(masks.values()))
+        return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()))

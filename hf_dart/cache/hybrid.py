@@ -1,0 +1,70 @@
+"""`HybridCache`: entries of attention and running states side by side, committed together."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_dart.cache.base import EntryCache, TreeCache
+from hf_dart.cache.states import RunningStates, StatefulCache, states_of
+from hf_dart.cache.stock_layers import undone_on_failure
+
+
+class HybridCache(TreeCache):
+    """Takes over a prefilled cache that keeps running states.
+
+    A state cannot be shortened: a row that is truncated goes back to its prompt, in its attention layers too.
+
+    Args:
+        prefilled: the stock cache after prefill, whose states are not written to before `write_back`.
+        attention: has taken over its keys and values.
+    """
+
+    def __init__(self, prefilled: Cache, attention: EntryCache) -> None:
+        self._stock, self._attention = prefilled, attention
+        self.states = RunningStates(states_of(prefilled))
+        self.cache = StatefulCache(attention.cache.layers, prefilled, self.states)
+        self.prompt_lengths = attention.prompt_lengths
+        self._written_back = False
+        self._whole = True
+
+    @property
+    def lengths(self) -> Tensor:  # type: ignore[override]
+        """[B] committed tokens per row."""
+        return self._attention.lengths
+
+    def past_positions(self, layer: int, nodes: int) -> Tensor:
+        return self._attention.past_positions(layer, nodes)
+
+    def prepare(self, nodes: int) -> None:
+        self._attention.prepare(nodes)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        self._whole = False  # from here on the states are behind the entries
+        self._attention.commit(path, counts)
+        self.states.commit(path, counts)
+        self._whole = True
+
+    def truncate(self, lengths: Tensor) -> None:
+        too_long = self.lengths > lengths
+        if too_long.any():
+            self._whole = False
+            self._attention.truncate(torch.where(too_long, self.prompt_lengths, self.lengths))
+            self.states.back_to_prompt(too_long)
+            self._whole = True
+
+    def write_back(self, grown: int) -> None:
+        """As every tree cache; but nothing, should some row have more or fewer: its state is not that of the others.
+
+        The stock cache still holds the prompt then.
+        """
+        if not self._whole:
+            raise RuntimeError("A commit was broken off; what it left cannot be read.")
+        if self._written_back or bool((self.lengths != self.prompt_lengths + grown).any()):
+            return
+        with undone_on_failure(self._stock):
+            self._attention.write_back(grown)
+            for slot, state in states_of(self._stock).items():
+                state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
+            self._written_back = True

@@ -1,0 +1,167 @@
+"""Running states: what linear attention, Mamba and short convolutions keep of the text in place of its entries.
+
+A state holds the whole text before it, so that a rejected draft cannot be cut off it. Every node of a tree is
+therefore computed from a copy of its parent's state (`hf_dart.target.tree_forward`), and a commit takes the state of
+the last accepted node. Nothing is written into committed states: those after the prompt stay as stock's cache has
+them until it is written back, and are what a row goes back to that has gone too far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache
+
+from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states
+from hf_dart.trees.levels import TreeLevels
+
+
+class StateSlot(NamedTuple):
+    """Where a stock cache keeps one running state [B, ...].
+
+    Attributes:
+        layer: index of its layer.
+        kind: "conv_states" or "recurrent_states".
+        index: which of the layer's.
+    """
+
+    layer: int
+    kind: str
+    index: int
+
+    def of(self, layer: Any) -> Tensor | None:
+        """The state that a stock layer has there."""
+        return getattr(layer, self.kind)[self.index]
+
+
+States = dict[StateSlot, Tensor]
+
+
+def states_of(cache: Cache) -> States:
+    """All running states of a stock cache, the very tensors."""
+    found = {}
+    for place, layer in enumerate(cache.layers):
+        for kind in ("conv_states", "recurrent_states") if keeps_states(layer) else ():
+            for index, state in getattr(layer, kind).items():
+                if state is not None:
+                    found[StateSlot(place, kind, index)] = state
+    return found
+
+
+class NodeStates(Protocol):
+    """Some running states after every node of a tree."""
+
+    def after(self, path: Tensor, counts: list[int], before: States) -> States:
+        """The states [B, ...] after the first `counts[b]` nodes of `path[b]` [B, A]: `before`, where those are none."""
+
+
+class LevelStates:
+    """The states of nodes, level by level.
+
+    Args:
+        levels: of the tree.
+        states: of the nodes of each level, [M, ...] each.
+    """
+
+    def __init__(self, levels: TreeLevels, states: list[States]) -> None:
+        self._levels, self._states = levels, states
+
+    def after(self, path: Tensor, counts: list[int], before: States) -> States:
+        new = {slot: before[slot] for slot in self._states[0]}
+        for count in sorted(set(counts) - {0}):
+            rows = [row for row, its in enumerate(counts) if its == count]
+            places = self._levels.places[rows, path[rows, count - 1].cpu()]
+            for slot, nodes in self._states[count - 1].items():
+                accepted = nodes[places.to(nodes.device)]
+                if len(rows) < len(counts):
+                    accepted = new[slot].index_copy(0, torch.tensor(rows, device=nodes.device), accepted)
+                new[slot] = accepted
+        return new
+
+
+class RunningStates:
+    """The running states of B rows, and those of the nodes of the tree that was verified last.
+
+    Args:
+        prompt: states after the prompt; they are not written to.
+
+    Attributes:
+        committed: after the committed tokens of each row.
+        levels: of the tree that is being verified.
+    """
+
+    def __init__(self, prompt: States) -> None:
+        self.prompt = prompt
+        self.committed = dict(prompt)
+        self.levels: TreeLevels | None = None
+        self._nodes: list[NodeStates] = []
+
+    def begin(self, levels: TreeLevels) -> None:
+        """A tree is about to be verified; node states of the one before are dropped."""
+        self.levels, self._nodes = levels, []
+
+    def keep(self, nodes: NodeStates) -> None:
+        """Keep states of the nodes of this tree until one of them is committed."""
+        self._nodes.append(nodes)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Take the states after the first `counts[b]` nodes of `path[b]` [B, A]; all at once, or none."""
+        new = dict(self.committed)
+        for nodes in self._nodes:
+            new.update(nodes.after(path, counts, self.committed))
+        self.committed, self._nodes = new, []
+
+    def back_to_prompt(self, rows: Tensor) -> None:
+        """Take the states after the prompt again in some rows, [B] bool."""
+        self.committed = {
+            slot: torch.where(_like(rows, state), self.prompt[slot], state) for slot, state in self.committed.items()
+        }
+        self._nodes = []
+
+
+def _like(rows: Tensor, state: Tensor) -> Tensor:
+    """`rows` [B] in the shape [B, 1, ...] of a state."""
+    return rows.to(state.device).view(-1, *[1] * (state.ndim - 1))
+
+
+class StatefulCache(Cache):
+    """A cache for verifying trees: attention layers that take nodes, and running states that are lent, not written.
+
+    Args:
+        layers: those of the attention; where only states are kept, empty layers stand.
+        stock: the cache that was prefilled.
+        states: of its rows.
+    """
+
+    def __init__(self, layers: Iterable[Any], stock: Cache, states: RunningStates) -> None:
+        self.states = states
+        self._known: dict[int, dict[str, Any]] = {}
+        own = list(layers)
+        for place, layer in enumerate(stock.layers):
+            if keeps_states(layer):
+                names = vars(LinearAttentionLayer(number_of_states=layer.number_of_states))
+                self._known[place] = {name: vars(layer)[name] for name in names}
+                if not keeps_entries(own[place]):
+                    own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
+        super().__init__(layers=own)
+
+    def lend(self, states: States) -> Cache:
+        """A stock cache that holds these states, and may write into them."""
+        layers = list(self.layers)
+        for place in {slot.layer for slot in states}:
+            layers[place] = LinearAttentionLayer()
+            known = self._known[place]
+            vars(layers[place]).update({name: dict(its) if isinstance(its, dict) else its for name, its in known.items()})
+            layers[place].conv_states = dict.fromkeys(known["conv_states"])
+            layers[place].recurrent_states = dict.fromkeys(known["recurrent_states"])
+        for slot, state in states.items():
+            getattr(layers[slot.layer], slot.kind)[slot.index] = state
+        return Cache(layers=layers)
+
+    def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("A module that was not known to keep a running state asks for one.")
+
+    get_recurrent_state = update_conv_state = update_recurrent_state = get_conv_state

@@ -1,0 +1,112 @@
+"""Which modules of a target keep running states: found by one forward that is looked at, not by their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_dart.cache.states import StateSlot, states_of
+from hf_dart.target.devices import device_of
+from hf_dart.target.identity import identity
+from hf_dart.target.stock_steps import StockSteps
+from hf_dart.target.tree_forward import Mixer
+from hf_dart.target.untouched import as_before
+
+_TOKENS = 4
+
+
+@dataclass
+class _Seen:
+    """What a module asks of a cache."""
+
+    slots: set[StateSlot] = field(default_factory=set)
+    entries: bool = False
+
+
+# Of each model, as it was then: names of its mixers, and their slots.
+_found: WeakKeyDictionary[Any, tuple[Any, list[tuple[str, tuple[StateSlot, ...]]]]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def mixers_of(model: PreTrainedModel) -> list[Mixer]:
+    """The outermost modules that ask a cache for running states; a forward of a few tokens finds them, once.
+
+    Raises:
+        ValueError: one of them keeps keys and values, too.
+    """
+    now = identity(model)
+    if model not in _found or _found[model][0] != now:
+        _found[model] = now, _names_of(model)
+    return [Mixer(model.get_submodule(name), slots) for name, slots in _found[model][1]]
+
+
+def _names_of(model: PreTrainedModel) -> list[tuple[str, tuple[StateSlot, ...]]]:
+    cache = DynamicCache(config=model.config.get_text_config(decoder=True))
+    tokens = torch.arange(_TOKENS, device=device_of(model.get_input_embeddings()))[None]
+    with as_before(model), _noted(model, cache) as seen:
+        StockSteps(model, tokens, [0], cache).prefill()
+    found = []
+    for name, module in model.named_modules():
+        inside = {part: seen[part] for part in module.modules() if part in seen}
+        if module in seen and seen[module].slots and not any(name.startswith(f"{outer}.") for outer, _ in found):
+            if any(one.entries for one in inside.values()):
+                raise ValueError(
+                    f"A {type(module).__name__} keeps keys and values and a running state in one module, which cannot "
+                    "be run node by node; call generate without assistant=."
+                )
+            slots = {slot for one in inside.values() for slot in one.slots} & states_of(cache).keys()
+            found.append((name, tuple(sorted(slots))))
+    return found
+
+
+@contextmanager
+def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _Seen]]:
+    """Which module runs whenever the cache is asked for something."""
+    running: list[nn.Module] = []
+    seen: dict[nn.Module, _Seen] = {}
+    thread = get_ident()  # others may run the model at the same time
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if get_ident() == thread:
+            running.append(module)
+
+    def leave(*_: Any) -> None:
+        if get_ident() == thread:
+            running.pop()
+
+    def watched(name: str, method: Any) -> Any:
+        kind = "conv_states" if "conv" in name else "recurrent_states"
+        signature = inspect.signature(method)
+
+        def asked(*args: Any, **kwargs: Any) -> Any:
+            one = seen.setdefault(running[-1], _Seen())
+            if name == "update":
+                one.entries = True
+            else:
+                given = signature.bind(*args, **kwargs).arguments
+                one.slots.add(StateSlot(given["layer_idx"], kind, given.get("state_idx", 0)))
+            return method(*args, **kwargs)
+
+        return asked
+
+    hooks = []
+    names = ("update", "get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state")
+    for name in names:
+        setattr(cache, name, watched(name, getattr(cache, name)))
+    try:
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
+        yield seen
+    finally:
+        for hook in hooks:
+            hook.remove()
