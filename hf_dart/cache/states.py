@@ -153,10 +153,10 @@ class StatefulCache(Cache):
         layers = list(self.layers)
         for place in {slot.layer for slot in states}:
             layers[place] = LinearAttentionLayer()
-            known = self._known[place]
-            vars(layers[place]).update({name: dict(its) if isinstance(its, dict) else its for name, its in known.items()})
-            layers[place].conv_states = dict.fromkeys(known["conv_states"])
-            layers[place].recurrent_states = dict.fromkeys(known["recurrent_states"])
+            for name, its in self._known[place].items():
+                vars(layers[place])[name] = dict(its) if isinstance(its, dict) else its
+            layers[place].conv_states = dict.fromkeys(layers[place].conv_states)
+            layers[place].recurrent_states = dict.fromkeys(layers[place].recurrent_states)
         for slot, state in states.items():
             getattr(layers[slot.layer], slot.kind)[slot.index] = state
         return Cache(layers=layers)

@@ -61,6 +61,7 @@ def keeps_entries(layer: Any) -> bool:
     """Is it a layer that keeps keys and values?"""
     return isinstance(layer, CacheLayerMixin)
 
+
 ENTRIES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2)}
 """What layers keep of every slot, where they keep it: which axis is that of the rows, and which that of the slots."""
 
@@ -133,7 +134,7 @@ def _undo(layer: Any) -> Callable[[], None]:
     """What puts one layer back to its present state."""
     before = dict(vars(layer))
     cut = {}
-    states = [(value, dict(value)) for value in before.values() if isinstance(value, dict)] if keeps_states(layer) else []
+    states = [(its, dict(its)) for its in before.values() if isinstance(its, dict)]
     if isinstance(layer, StaticLayer):
         # Written in place. A full layer's new entries are hidden again by its old length; a sliding one shifts.
         kept = [

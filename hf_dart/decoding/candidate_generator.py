@@ -18,12 +18,13 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator
 
+from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.decoding.admit import left_padding, refuse_options
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.positions import position_limit
 from hf_dart.target.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
@@ -58,6 +59,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self._drafter, self._processors, self._pads = drafter, processors, pads
         self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
         self._last_position, self._hard = position_limit(target)
+        self._width = stream_width(target)
         self._max_length = int(generation_config.max_length)
         self._do_sample = bool(generation_config.do_sample)
         eos = generation_config._eos_token_tensor
@@ -113,7 +115,7 @@ class DartCandidateGenerator(CandidateGenerator):
             self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
             kept = positions = ids.shape[1] - 1
             skipped = self._pads
-        features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions))
+        features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions), self._width)
         features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
         counts = torch.tensor([kept - skipped])
         depth = min(self._depth, self._room(ids))
@@ -245,7 +247,8 @@ def _refuse(
         "runs one row at a time": len(input_ids) > 1,
         "needs token ids": kwargs.get("inputs_embeds") is not None,
         "cannot take back drafts from a running state or a static cache": model._is_stateful
-        or isinstance(cache, StaticCache),
+        or isinstance(cache, StaticCache)
+        or any(map(keeps_states, cache.layers)),
         "reads the whole prompt again after a cached prefix": cache.get_seq_length() > 0,
         "gives hidden states to the drafter only": bool(config.output_hidden_states),
         f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),

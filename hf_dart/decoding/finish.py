@@ -56,7 +56,8 @@ def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
     """
     prompt = s.own_cache.prompt_lengths
     wanted = prompt + s.rows.steps - 1
-    s.own_cache.truncate(wanted)
+    too_long = s.own_cache.lengths > wanted
+    s.own_cache.truncate(wanted)  # rows with running states go back to their prompt, and on from there
     while int((wanted - s.own_cache.lengths).max()) > 0:
         counts = (wanted - s.own_cache.lengths).clamp(max=FILL)
         nodes = torch.arange(int(counts.max()) + 1)
@@ -65,7 +66,7 @@ def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
         tokens = sequences.gather(1, columns)
         _, features = s.verify(DraftTree.chain(tokens[:, :-1], counts.to(tokens.device)), counts.tolist())
         s.own_cache.commit(nodes[:-1].expand(len(s.rows), -1), counts.tolist())
-        yield Verified(features, tokens[:, 1:], counts)
+        yield Verified(features, tokens[:, 1:], counts.masked_fill(too_long, 0))  # those were verified before
 
 
 def break_off(s: Session) -> None:

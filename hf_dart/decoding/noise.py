@@ -116,13 +116,14 @@ class NoiseStream:
                 del kept[old]
 
     def leave_as_stock(self, steps: int) -> None:
-        """Put the default generator where stock `generate` leaves it after `steps` output positions."""
-        try:
-            if self._leads:
-                self._draw_to(steps)
-                if steps:  # else it was not moved, unless by others
-                    _set_default_state(self._device, self._states[steps])
-        finally:  # whoever breaks it off, the next stream leads
+        """Put the default generator where stock `generate` leaves it after `steps` output positions, and end.
+
+        Should it be broken off, it is to be called again, or `end`.
+        """
+        if self._leads:
+            self._draw_to(steps)
+            if steps:  # else it was not moved, unless by others
+                _set_default_state(self._device, self._states[steps])
             self.end()
 
     def end(self) -> None:

@@ -28,7 +28,7 @@ from hf_dart.decoding.trace import Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.stock_steps import next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
@@ -134,7 +134,7 @@ class PrefillRecorder:
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
-        self._feed(gather_features(outputs, self._feature_layers, ran))
+        self._feed(gather_features(outputs, self._feature_layers, ran, stream_width(self._target)))
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.dart.drafter import DartHead
@@ -23,6 +24,8 @@ from hf_dart.target.verify import Verifier
 def job_of(session: Session) -> Job | str:
     """The job that the engine can go on with, or why the target cannot run on fixed shapes in this call."""
     target, cache, verify = session.request.model, session.cache, session.verify
+    if isinstance(cache, HybridCache):
+        return "the target keeps running states, of which its trees are computed level by level"
     if not isinstance(cache, RaggedCache) or not isinstance(verify, Verifier):
         return "the target's cache keeps more than keys and values"
     asked = [

@@ -64,17 +64,25 @@ def row_axis(states: Tensor, rows: int, positions: int) -> int:
     )
 
 
-def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
+def stream_width(target: PreTrainedModel) -> int | None:
+    """How wide a target's hidden state is, where it says so; inner layers may give several of them in one (Qwen4)."""
+    return getattr(target.config.get_text_config(decoder=True), "hidden_size", None)
+
+
+def gather_features(outputs: Any, layers: list[int], like: Tensor, width: int | None = None) -> Tensor:
     """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
     A model that keeps several streams of hidden states gives their mean.
+
+    Args:
+        width: that of one stream (`stream_width`), if it is known.
 
     Raises:
         ValueError: the model's hidden states are shaped otherwise.
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
-    states = [_one_stream(outputs.hidden_states[index], *like.shape) for index in layers]
+    states = [_one_stream(outputs.hidden_states[index], *like.shape, width) for index in layers]
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
@@ -89,8 +97,10 @@ def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
     return there.unsqueeze(1).movedim((0, 1), (axis, axis + 1))
 
 
-def _one_stream(states: Tensor, rows: int, positions: int) -> Tensor:
-    """[B, N, H] of hidden states [..., B, N, ..., H]."""
+def _one_stream(states: Tensor, rows: int, positions: int, width: int | None) -> Tensor:
+    """[B, N, H] of hidden states [..., B, N, ..., H], of which H may be several widths."""
     axis = row_axis(states, rows, positions)
+    if width is not None and states.shape[-1] > width and states.shape[-1] % width == 0:
+        states = states.unflatten(-1, (-1, width))
     streams = [dim for dim in range(states.ndim - 1) if dim not in (axis, axis + 1)]
     return states.mean(streams) if streams else states

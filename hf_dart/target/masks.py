@@ -61,7 +61,7 @@ def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
 
 def maskless_kinds(target: PreTrainedModel, kinds: list[MaskKind]) -> list[str]:
     """Keys of the model's mask dict that are of no attention layer: of trees, layers with running states need none."""
-    return sorted({*_layer_types(target)} - {kind.name for kind in kinds})
+    return sorted({*_layer_types(target), "linear_attention"} - {kind.name for kind in kinds})
 
 
 def _layer_types(target: PreTrainedModel) -> list[str]:

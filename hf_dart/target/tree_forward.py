@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from hf_dart.cache.states import LevelStates, States, StatefulCache, StateSlot
+from hf_dart.cache.states import LevelStates, StatefulCache, StateSlot
 from hf_dart.trees.levels import Level, TreeLevels
 from hf_dart.trees.tree import DraftTree
 

@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import StatefulCache
 from hf_dart.target.devices import device_of, users_default
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, maskless_kinds
 from hf_dart.target.mixers import mixers_of
 from hf_dart.target.positions import position_limit
@@ -66,9 +66,10 @@ class Verifier:
         self._last_position, self._hard = position_limit(target)
         # Eager attention adds its mask in any case.
         self._skips_masks = target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
-        self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds))
+        stateful = isinstance(cache.cache, StatefulCache)
+        self._mixers = mixers_of(target) if stateful else []
+        self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds)) if stateful else {}
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
-        self._mixers = mixers_of(target) if isinstance(cache.cache, StatefulCache) else []
 
     def depth_room(self) -> list[int]:
         """How many positions after each row's root the target's position table still holds."""
@@ -145,7 +146,7 @@ class Verifier:
             )
         if keep:
             self.hidden_states = outputs.hidden_states
-        return outputs.logits, gather_features(outputs, self.feature_layers, tokens)
+        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, stream_width(self.target))
 
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
         """Within it, modules with running states take a tree."""

@@ -362,7 +362,7 @@ def test_a_cached_prefix_is_refused() -> None:
 def test_running_states_are_refused(family: str) -> None:
     model = tiny_target(family, dtype=torch.float32)
     drafter = ReplayDrafter(torch.zeros(1, 40, dtype=torch.long), [0], VOCABULARY, misses=[0.0])
-    with pytest.raises(ValueError, match="rejected drafts cannot be taken back"):
+    with pytest.raises(ValueError, match="cannot take back drafts from a running state"):
         model.generate(**prompts([7]), max_new_tokens=12, custom_generate=stock_loop(drafter))
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import ENTRIES, attention_layers, entries_of
+from hf_dart.cache.stock_layers import ENTRIES, attention_layers, entries_of, keeps_states
 
 # Sums in another order differ in the last bits.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -43,3 +43,18 @@ def assert_same_cache(ours: Cache, stock: Cache, pads: list[int], tokens: Tensor
             for row, pad in enumerate(pads):
                 first = max(0, pad - hidden)
                 torch.testing.assert_close(got[name][row, first:], states[row, first:], **CLOSE)
+    for left, right in zip(ours.layers, stock.layers, strict=True):
+        if keeps_states(right):
+            assert_same_states(left, right)
+
+
+def assert_same_states(left: Any, right: Any) -> None:
+    """Two stock layers hold the same running states, up to rounding: some are computed in fp32 in any case."""
+    for kind in ("conv_states", "recurrent_states"):
+        ours, stock = getattr(left, kind), getattr(right, kind)
+        assert ours.keys() == stock.keys()
+        for index, want in stock.items():
+            assert (want is None) == (ours[index] is None)
+            if want is not None:
+                torch.testing.assert_close(ours[index], want, rtol=1e-5, atol=1e-5 * float(want.abs().max()))
+    assert left.has_previous_state == right.has_previous_state

@@ -86,6 +86,7 @@ _LINEAR = {
     "linear_key_head_dim": 8,
     "linear_value_head_dim": 8,
 }
+_CONVOLUTIONS = {"num_hidden_layers": 3, "layer_types": ["conv", "full_attention", "conv"], "conv_L_cache": 3}
 _MAMBA = {
     "mamba_n_heads": 8,
     "mamba_d_head": 8,
@@ -168,30 +169,55 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "llama4": _rotary("llama4_text", _LLAMA4, attn_temperature_tuning=False),
 }
 
-REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
-    # Windows and biases that follow slots instead of positions.
-    "gpt_neo": (
-        "gpt_neo",
-        {
-            **_TOKENS,
-            "hidden_size": 32,
-            "num_layers": 2,
-            "num_heads": 4,
-            "attention_types": [[["global", "local"], 1]],
-            "window_size": WINDOW,
-            "max_position_embeddings": 256,
-        },
+HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "lfm2": _rotary("lfm2", _CONVOLUTIONS, block_auto_adjust_ff_dim=False),
+    "lfm2_moe": _rotary("lfm2_moe", _EXPERTS, _CONVOLUTIONS),
+    "lfm3": _rotary(
+        "lfm3", _SLIDING, num_hidden_layers=4, layer_types=["conv", "sliding_attention", "full_attention", "conv"]
     ),
-    "bloom": ("bloom", {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
-    "mpt": ("mpt", {**_TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
-    "falcon_alibi": (
-        "falcon",
-        {**_SHORT, "alibi": True, "new_decoder_architecture": False, "multi_query": True},
-    ),
-    # Running states.
-    "lfm2": _rotary("lfm2", layer_types=["conv", "full_attention"], conv_L_cache=3, block_auto_adjust_ff_dim=False),
+    "zaya": _rotary("zaya", _EXPERTS, num_hidden_layers=4, num_experts_per_tok=1),
     "qwen3_5": _rotary("qwen3_5_text", _LINEAR),
+    "qwen3_5_moe": _rotary("qwen3_5_moe_text", _LINEAR, _EXPERTS, shared_expert_intermediate_size=24),
     "qwen3_next": _rotary("qwen3_next", _LINEAR, _EXPERTS, shared_expert_intermediate_size=24),
+    "qwen4_exp": _rotary(
+        "qwen4_exp_text",
+        _LINEAR,
+        _EXPERTS,
+        layer_types=["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
+        shared_expert_intermediate_size=24,
+        eos_token_id=2,
+        hc_count=2,
+        hc_lowrank=8,
+        ple_layer_ids=[1],
+        ple_embed_dim=16,
+        heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+        indexer_n_heads=2,
+        indexer_kv_heads=1,
+        indexer_head_dim=8,
+        indexer_budget=256,
+        indexer_compress_ratio=4,
+    ),
+    "olmo_hybrid": _rotary("olmo_hybrid", _LINEAR),
+    "kimi_linear": _rotary(
+        "kimi_linear",
+        _LATENT,
+        _EXPERTS,
+        _LINEAR,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        q_lora_rank=None,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
+    "bailing_hybrid": _rotary(
+        "bailing_hybrid",
+        _LATENT,
+        _EXPERTS,
+        _LINEAR,
+        linear_head_dim=8,
+        linear_num_heads=4,
+        mlp_layer_types=["dense", "sparse", "sparse", "sparse"],
+    ),
     "falcon_h1": _rotary("falcon_h1", _MAMBA, mamba_d_ssm=64),
     "bamba": _rotary("bamba", _MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": _rotary(
@@ -200,18 +226,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         layer_types=["mamba", "attention"],
         num_local_experts=0,
         shared_intermediate_size=24,
-    ),
-    "jamba": _rotary(
-        "jamba",
-        attn_layer_period=2,
-        attn_layer_offset=1,
-        mamba_d_state=8,
-        mamba_d_conv=4,
-        mamba_expand=2,
-        mamba_dt_rank=4,
-        num_experts=2,
-        num_experts_per_tok=1,
-        use_mamba_kernels=False,
     ),
     "nemotron_h": _rotary(
         "nemotron_h",
@@ -239,6 +253,42 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         attention_head_dim=16,
         adapter_rank=4,
     ),
+    "zamba": _rotary("zamba", num_hidden_layers=4, num_key_value_heads=4, mamba_d_state=8, mamba_dt_rank=4),
+    "jamba": _rotary(
+        "jamba",
+        attn_layer_period=2,
+        attn_layer_offset=1,
+        mamba_d_state=8,
+        mamba_d_conv=4,
+        mamba_expand=2,
+        mamba_dt_rank=4,
+        num_experts=2,
+        num_experts_per_tok=1,
+    ),
+}
+"""Those that keep running states beside attention: short convolutions, delta rules, Mamba 2, Mamba 1."""
+
+REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    # Windows and biases that follow slots instead of positions.
+    "gpt_neo": (
+        "gpt_neo",
+        {
+            **_TOKENS,
+            "hidden_size": 32,
+            "num_layers": 2,
+            "num_heads": 4,
+            "attention_types": [[["global", "local"], 1]],
+            "window_size": WINDOW,
+            "max_position_embeddings": 256,
+        },
+    ),
+    "bloom": ("bloom", {**_TOKENS, "hidden_size": 32, "n_layer": 2, "n_head": 4}),
+    "mpt": ("mpt", {**_TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4, "max_seq_len": 256}),
+    "falcon_alibi": (
+        "falcon",
+        {**_SHORT, "alibi": True, "new_decoder_architecture": False, "multi_query": True},
+    ),
+    # States in caches of their own.
     "mamba2": (
         "mamba2",
         {
@@ -257,6 +307,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 # Stock's grouped and batched expert kernels take no float64.
 EXPERTS_IN_A_LOOP = {
     name
-    for name, (_, config) in {**FAMILIES, **REFUSED}.items()
+    for name, (_, config) in {**FAMILIES, **HYBRIDS, **REFUSED}.items()
     if config.keys() & {"num_experts_per_tok", "num_local_experts"}
 }

@@ -21,10 +21,11 @@ from hf_dart import TreeConfig, attach
 from hf_dart.target.masks import mask_kinds
 from support.cases import MODES, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
-from support.families import FAMILIES, REFUSED
+from support.families import FAMILIES, HYBRIDS, REFUSED
 from support.tiny import prompts, tiny_head, tiny_target
 
 RUN = ("greedy", "T=1")
+TESTED = {**FAMILIES, **HYBRIDS}
 TOKENS = 32
 # Prompts that begin inside a sliding window, or after it.
 ONE_ROW = [7]
@@ -71,11 +72,11 @@ class Cell:
 
 def attentions(family: str) -> list[str]:
     """What stock can run the family with; sdpa is not in all older code."""
-    model = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[FAMILIES[family][0]]]
+    model = AutoModelForCausalLM._model_mapping[CONFIG_MAPPING[TESTED[family][0]]]
     return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
 
 
-CELLS = [(family, column) for family in FAMILIES for column in COLUMNS if column.attention in attentions(family)]
+CELLS = [(family, column) for family in TESTED for column in COLUMNS if column.attention in attentions(family)]
 
 
 def run_cell(family: str, column: Column, seed: int = 0, make: Callable[[Any], Any] = tiny_head) -> Cell:
@@ -123,7 +124,8 @@ def mask_form(family: str) -> str:
     target = tiny_target(family, "eager")
     cache = target(**prompts([3]), use_cache=True).past_key_values
     kinds = mask_kinds(target, cache)
-    return " + ".join(kind.name.removesuffix("_attention") for kind in kinds)
+    masks = [kind.name.removesuffix("_attention") for kind in kinds]
+    return " + ".join(masks + ["states"] * (family in HYBRIDS))
 
 
 def table() -> Iterator[str]:
@@ -132,7 +134,7 @@ def table() -> Iterator[str]:
     yield "# Families against stock `generate`"
     yield ""
     yield f"Printed by `python tests/support/matrix.py` ({versions})."
-    yield "A cell counts runs whose tokens, and the generator behind them, equal stock's:"
+    yield "A cell counts runs whose tokens, and the generator after them, equal stock's:"
     yield f"{' and '.join(RUN)}, each with a random head and with a drafter that is mostly right, {TOKENS} tokens;"
     yield "in float64 without tolerance unless a column says fp32. The last column is the mean over the runs of τ,"
     yield "tokens committed per target forward."
@@ -140,7 +142,7 @@ def table() -> Iterator[str]:
     yield "| family | masks | " + " | ".join(map(str, COLUMNS)) + " | τ |"
     yield "|---" * (len(COLUMNS) + 3) + "|"
     counted, everything = 0, Tally("")
-    for family in FAMILIES:
+    for family in TESTED:
         cells, total = [], Tally("")
         for column in COLUMNS:
             if column.attention in attentions(family):
@@ -168,7 +170,7 @@ def table() -> Iterator[str]:
     yield ""
     yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
-    yield "tempered attention behind 8192 slots): `tests/target/test_trial.py`."
+    yield "tempered attention after 8192 slots): `tests/target/test_trial.py`."
     yield ""
     yield "Indexers of few heads (DeepSeek V3.2 and kin) give many entries a score of exactly 0, and among equal ones"
     yield "choose by slots: texts longer than what they choose are refused where there are less than 32 heads."

@@ -24,7 +24,7 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
 from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
@@ -234,7 +234,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             use_cache=False,
             **features_request(self.drafter.feature_layers),
         )
-        features = gather_features(output, self.drafter.feature_layers, ids).to(self.drafter.device)
+        features = gather_features(output, self.drafter.feature_layers, ids, stream_width(self.target))
+        features = features.to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
             features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
         return features, output.logits.to(self.drafter.device)

@@ -1,0 +1,233 @@
+"""Trees through running states: every node as stock's own single steps, whatever states they start from."""
+
+from __future__ import annotations
+
+import copy
+from random import Random
+from threading import Thread
+from typing import Any
+
+import pytest
+import torch
+from support.families import HYBRIDS, VOCABULARY
+from support.tiny import tiny_target
+from torch import Tensor, nn
+from transformers import DynamicCache
+
+from hf_dart.cache.states import states_of
+from hf_dart.cache.stock_layers import attention_layers
+from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.target.masks import layer_windows, mask_kinds
+from hf_dart.target.mixers import mixers_of
+from hf_dart.target.stock_steps import StockSteps
+from hf_dart.target.tree_forward import TreeForward
+from hf_dart.target.verify import Verifier
+from hf_dart.trees.tree import DraftTree
+
+SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
+PADS, PROMPT, NODES, DEPTH = [0, 3, 6], 13, 16, 5
+
+
+def sampled(families: list[str]) -> list[Any]:
+    """Some of them by default, all with `-m matrix`."""
+    return [family if family in SAMPLE else pytest.param(family, marks=pytest.mark.matrix) for family in families]
+
+
+class Stand:
+    """A target after a padded prompt, with loud random states."""
+
+    @torch.no_grad()
+    def __init__(self, family: str, pads: list[int] = PADS) -> None:
+        self.model, self.pads = tiny_target(family), pads
+        generator = torch.Generator().manual_seed(1)
+        self.ids = torch.randint(3, VOCABULARY, (len(pads), PROMPT), generator=generator)
+        self.cache = DynamicCache(config=self.model.config)
+        self.steps = StockSteps(self.model, self.ids, pads, self.cache)
+        self.outputs = self.steps.prefill()
+        for slot, state in states_of(self.cache).items():
+            if slot.kind == "recurrent_states" and state.is_floating_point():
+                state.copy_(torch.randn(state.shape, generator=generator))
+
+    def stocks(self, tokens: Tensor) -> Tensor:
+        """Stock's logits [B, n, V] of the next tokens [B, n], one by one; the cache stays as it is."""
+        steps = StockSteps(self.model, self.ids, self.pads, copy.deepcopy(self.cache)).resumed(self.outputs)
+        return steps(tokens)
+
+    def verifier(self) -> Verifier:
+        """Ours, over a copy of the cache."""
+        prefilled = copy.deepcopy(self.cache)
+        windows = layer_windows(self.model, prefilled)
+        trees = tree_cache(prefilled, self.pads, PROMPT + 3 * NODES, keep=True, windows=windows)
+        return Verifier(self.model, trees, mask_kinds(self.model, prefilled), [])
+
+
+def drawn_tree(seed: int, rows: int) -> DraftTree:
+    """Per row a path of full depth, and random branches off it, some of them empty."""
+    random, parents = Random(seed), []
+    for _ in range(rows):
+        above, depths = [*range(-1, DEPTH)], [*range(DEPTH + 1)]
+        while len(above) < NODES:
+            above.append(random.choice([node for node, depth in enumerate(depths) if depth < DEPTH]))
+            depths.append(depths[above[-1]] + 1)
+        parents.append(above)
+    parents[-1][-2:] = [-1, -1]
+    tokens = torch.randint(3, VOCABULARY, (rows, NODES), generator=torch.Generator().manual_seed(seed))
+    made = DraftTree.from_parents(tokens, torch.tensor(parents), DEPTH)
+    return DraftTree(made.tokens, made.parents, made.depths * (made.parents >= 0), made.ancestors, DEPTH)
+
+
+def paths(tree: DraftTree, row: int) -> list[list[int]]:
+    """The nodes from the root to each node that is not empty, of one row."""
+    real = [0, *(tree.parents[row] >= 0).nonzero().flatten().tolist()]
+    return [tree.ancestors[row, node].nonzero().flatten().tolist() for node in real]
+
+
+def filled(rows: list[Tensor]) -> Tensor:
+    """[B, n] of rows of unequal lengths, the shorter ones filled up by token 3."""
+    width = max(map(len, rows))
+    return torch.stack([nn.functional.pad(row, (0, width - len(row)), value=3) for row in rows])
+
+
+def close(family: str, got: Tensor, want: Tensor) -> None:
+    """Equal but for the rounding of sums; Kimi's rule runs in fp32 whatever the dtype."""
+    rounding = 1e-5 if family in ("kimi_linear", "bailing_hybrid") else 1e-11
+    torch.testing.assert_close(got, want, rtol=rounding, atol=rounding * float(want.abs().max()))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sampled(HYBRIDS))
+def test_every_node_is_stocks_single_step(family: str) -> None:
+    stand = Stand(family)
+    tree = drawn_tree(0, len(PADS))
+    logits, _ = stand.verifier()(tree)
+    all_paths = [paths(tree, row) for row in range(len(PADS))]
+    for number in range(max(map(len, all_paths))):
+        taken = [its[min(number, len(its) - 1)] for its in all_paths]
+        wanted = stand.stocks(filled([tree.tokens[row, path] for row, path in enumerate(taken)]))
+        for row, path in enumerate(taken):
+            close(family, logits[row, path], wanted[row, : len(path)])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sampled(HYBRIDS))
+def test_a_commit_takes_the_state_of_the_accepted_node(family: str) -> None:
+    """After 0, 1, ..., d + 1 accepted nodes of each row, in ragged batches; two rounds, then one token more."""
+    stand = Stand(family)
+    verify = {first: stand.verifier() for first in range(DEPTH + 2)}
+    for first, one in verify.items():
+        texts: list[list[Tensor]] = [[] for _ in PADS]
+        for round_, shift in enumerate((0, 2)):
+            tree = drawn_tree(first + 7 * round_, len(PADS))
+            one(tree)
+            counts = [(first + 2 * row + shift) % (DEPTH + 2) for row in range(len(PADS))]
+            chosen = []
+            for row, count in enumerate(counts):
+                able = [path for path in paths(tree, row) if len(path) >= count]
+                chosen.append(torch.tensor(able[-1][:count], dtype=torch.long))
+                texts[row].append(tree.tokens[row, chosen[-1]])
+            one.cache.commit(filled(chosen) if max(counts) else torch.zeros(len(PADS), 0, dtype=torch.long), counts)
+        committed = [torch.cat([*its, torch.tensor([5])]) for its in texts]
+        logits, _ = one(DraftTree.chain(torch.full((len(PADS), 1), 5)))
+        wanted = stand.stocks(filled(committed))
+        for row, text in enumerate(committed):
+            close(family, logits[row, 0], wanted[row, len(text) - 1])
+
+
+@torch.no_grad()
+def test_what_is_written_back_is_stocks_cache() -> None:
+    stand = Stand("falcon_h1")
+    verify = stand.verifier()
+    stock = verify.cache._stock
+    addresses = {slot: state.data_ptr() for slot, state in states_of(stock).items()}
+    tokens = torch.tensor([[7, 8, 9]] * len(PADS))
+    verify(DraftTree.chain(tokens))
+    verify.cache.commit(torch.tensor([[0, 1, 2]] * len(PADS)), [2, 2, 2])
+    verify.cache.write_back(2)
+    assert {slot: state.data_ptr() for slot, state in states_of(stock).items()} == addresses
+    StockSteps(stand.model, stand.ids, PADS, stand.cache).resumed(stand.outputs)(tokens[:, :2])
+    for slot, want in states_of(stand.cache).items():
+        torch.testing.assert_close(states_of(stock)[slot], want, rtol=1e-11, atol=1e-11)
+    assert [layer.get_seq_length() for layer in attention_layers(stock)] == [PROMPT + 2] * 2
+
+
+@torch.no_grad()
+def test_a_row_that_went_too_far_goes_back_to_its_prompt() -> None:
+    stand = Stand("qwen3_5")
+    verify = stand.verifier()
+    tokens = torch.tensor([[7, 8, 9]] * len(PADS))
+    verify(DraftTree.chain(tokens))
+    path, prompts = torch.tensor([[0, 1, 2]] * len(PADS)), verify.cache.prompt_lengths
+    verify.cache.commit(path, [1, 3, 2])
+    assert verify.cache.write_back(1) is None
+    assert verify.cache._stock.get_seq_length() == PROMPT, "rows of other lengths were written"
+    verify.cache.truncate(prompts + 2)
+    assert (verify.cache.lengths - prompts).tolist() == [1, 0, 2]
+    rest = DraftTree.chain(torch.tensor([[8, 9], [7, 8], [9, 9]]))
+    logits, _ = verify(rest)
+    wanted = stand.stocks(tokens)
+    close("qwen3_5", logits[0], wanted[0, 1:])
+    close("qwen3_5", logits[1], wanted[1, :2])
+    close("qwen3_5", logits[2, 0], wanted[2, 2])
+
+
+class _Failure(Exception):
+    pass
+
+
+def test_forwards_are_back_after_any_exception(monkeypatch: pytest.MonkeyPatch) -> None:
+    stand = Stand("qwen3_5")
+    verify, mixers = stand.verifier(), mixers_of(stand.model)
+    assert len(mixers) == 3
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise _Failure
+
+    monkeypatch.setattr(mixers[1].module.norm, "forward", fails)
+    with torch.no_grad(), pytest.raises(_Failure):
+        verify(DraftTree.chain(torch.full((len(PADS), 2), 5)))
+    assert not any("forward" in vars(mixer.module) for mixer in mixers)
+
+
+def test_an_own_forward_of_an_instance_is_used_and_stays() -> None:
+    stand = Stand("qwen3_5")
+    module = mixers_of(stand.model)[0].module
+    plain, calls = module.forward, []
+
+    def own(*args: Any, **kwargs: Any) -> Any:
+        calls.append(args)
+        return plain(*args, **kwargs)
+
+    module.forward = own
+    verify = stand.verifier()
+    with torch.no_grad():
+        verify(drawn_tree(0, len(PADS)))
+    assert vars(module)["forward"] is own
+    assert len(calls) >= DEPTH + 1
+
+
+@torch.no_grad()
+def test_other_threads_do_not_notice() -> None:
+    """Stock's steps in one thread while trees are verified in two others."""
+    stand = Stand("qwen3_5")
+    tree, tokens = drawn_tree(0, len(PADS)), torch.randint(3, VOCABULARY, (len(PADS), 6))
+    wanted, nodes = stand.stocks(tokens), stand.verifier()(tree)[0]
+    failures: list[BaseException] = []
+
+    def work(kind: int) -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(8):
+                    if kind == 0:
+                        assert torch.equal(stand.stocks(tokens), wanted)
+                    else:
+                        assert torch.equal(stand.verifier()(tree)[0], nodes)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [Thread(target=work, args=(kind,)) for kind in (0, 1, 2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    assert not any(isinstance(vars(part).get("forward"), TreeForward) for part in stand.model.modules())
