@@ -28,6 +28,7 @@ class CapturedDraftPass:
 
     Attributes:
         state: the head's cache.
+        sizes: what was captured, by how many positions are new and how many tokens are drafted.
     """
 
     def __init__(self, job: Job, head: DartHead, slots: int, most: int, capture: Capture) -> None:
@@ -36,7 +37,7 @@ class CapturedDraftPass:
         room = -(-(slots + self.most + MAX_DRAFT_LENGTH) // 8) * 8
         with torch.inference_mode(False), torch.no_grad():
             self.state = FixedDraftCache.of(job.draft_state, len(job.rows), room, capture.memory)
-        self._sizes: dict[tuple[int, int], _Sized] = {}
+        self.sizes: dict[tuple[int, int], SizedPass] = {}
 
     def load(self, job: Job) -> None:
         """Take over what a call's head has taken in."""
@@ -51,16 +52,16 @@ class CapturedDraftPass:
         On a GPU the next launch writes its own in the same place, but for batches, whose rows may keep theirs.
         """
         key = _width(next_tokens.shape[1]), depth
-        if key not in self._sizes:
-            self._sizes[key] = _Sized(self._head, self.state, *key, features, self._capture)
-        proposal = self._sizes[key](features, next_tokens, counts)
+        if key not in self.sizes:
+            self.sizes[key] = SizedPass(self._head, self.state, *key, features, self._capture)
+        proposal = self.sizes[key](features, next_tokens, counts)
         self.state.lengths.add_(counts.to(self.state.lengths.device))
         if len(counts) > 1:
             proposal = Proposal(proposal.logits.clone(), proposal.hidden.clone(), proposal.vocabulary)
         return proposal
 
 
-class _Sized:
+class SizedPass:
     """Drafts of one depth after A new positions, launched on buffers that are filled in before."""
 
     def __init__(
@@ -80,14 +81,15 @@ class _Sized:
             self._counts = torch.zeros(batch, dtype=torch.long, device=device)
             self._propose()  # what the head makes on first use is there before anything is traced
         run = compiled(self._propose, capture.backend)
-        self._launch = Launch(partial(self._step, run), device, capture.pool, partial(self._step, self._propose))
+        self.launch = Launch(partial(self.step, run), device, capture.pool, partial(self.step, self._propose))
 
     def _propose(self) -> tuple[Tensor, Tensor]:
         # What it takes in is written after the entries that count, and counts when the draft has been made.
         found = self._head.propose(self._state.ahead(), self._features, self._next_tokens, self._counts, self._depth)
         return found.logits, found.hidden
 
-    def _step(self, run: Callable[[], tuple[Tensor, Tensor]]) -> None:
+    def step(self, run: Callable[[], tuple[Tensor, Tensor]]) -> None:
+        """What a launch does, by `run`: the pass over the buffers."""
         with torch.inference_mode(False), torch.no_grad():
             self._found = run()
 
@@ -99,7 +101,7 @@ class _Sized:
         self._features[:, :width] = features
         self._next_tokens[:, :width] = next_tokens
         self._counts.copy_(counts)
-        self._launch()
+        self.launch()
         return Proposal(*self._found, self._head.draft_vocabulary)
 
 

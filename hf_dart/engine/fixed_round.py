@@ -162,7 +162,7 @@ class FixedRound:
         Returns:
             path [B, A], tokens [B, A], lengths [B]; a token is -1 where there is none to draw.
         """
-        if not self._chooses_everywhere(len(logits)):
+        if not self.chooses_everywhere(len(logits)):
             return self.walk_by_token(tree, logits, places)
         if self.shape.sampled or self.processors.processors:
             choices = self._choices(tree, logits)
@@ -172,7 +172,7 @@ class FixedRound:
         path, tokens, lengths = follow(tree, choices[places])
         return path[:, : self.shape.path], tokens[:, : self.shape.path], lengths
 
-    def _chooses_everywhere(self, nodes: int) -> bool:
+    def chooses_everywhere(self, nodes: int) -> bool:
         """Is a token chosen after all R nodes at once, instead of node after node along the paths?
 
         That is no more than a few operations, on more scores. On a GPU it is the quicker way, unless whole vocabularies

@@ -31,6 +31,9 @@ from hf_dart.trees.tree import DraftTree
 class Forward:
     """Verification of trees of up to N nodes after texts of up to T tokens, in place of a call's own.
 
+    Attributes:
+        sizes: what was captured, by nodes of the trees.
+
     Args:
         job: of a call; others like it may come.
         slots, nodes: T and N.
@@ -42,7 +45,7 @@ class Forward:
         self._kinds = job.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
             self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, capture.memory)
-        self._sizes: dict[int, _Sized] = {}
+        self.sizes: dict[int, SizedForward] = {}
         self.draft_pass: CapturedDraftPass | None = None
         if job.head is not None and job.config.nodes != 1:
             self.draft_pass = CapturedDraftPass(job, job.head, slots, nodes, capture)
@@ -78,7 +81,7 @@ class Forward:
         finally:
             stand_in.hand_back()
 
-    def sized(self, job: Job, nodes: int) -> _Sized:
+    def sized(self, job: Job, nodes: int) -> SizedForward:
         """The forward for trees of `nodes`, filled up to a power of two; made when it is first needed.
 
         Args:
@@ -90,20 +93,20 @@ class Forward:
         if nodes > self.nodes:
             raise ValueError(f"A tree of {nodes} nodes, where there is room for {self.nodes}.")
         size = nodes if nodes == 1 else min(max(8, 1 << (nodes - 1).bit_length()), self.nodes)
-        if size not in self._sizes:
+        if size not in self.sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(job.cache, size)
                 layers, hands_down = job.drafter.feature_layers, self._capture.hands_down
                 verifier = PackedVerifier(job.model, cache, self._kinds, layers, hands_down=hands_down)
-                self._sizes[size] = _Sized(verifier, cache, size, self._capture)
-        return self._sizes[size]
+                self.sizes[size] = SizedForward(verifier, cache, size, self._capture)
+        return self.sizes[size]
 
     def hand_to(self, cache: RaggedCache, lengths: Tensor) -> None:
         """Let a call's own cache take over what has been committed, `lengths` [B]."""
         cache.take_in(self._whole.store, lengths)
 
 
-class _Sized:
+class SizedForward:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
     def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, capture: Capture) -> None:
@@ -114,9 +117,10 @@ class _Sized:
         self._tree = DraftTree(none, none - 1, none.clone(), alone, max_depth=nodes - 1)
         self._roots = torch.zeros_like(cache.lengths)
         self._run = compiled(verifier.run, capture.backend)
-        self._launch = Launch(partial(self._step, self._run), device, capture.pool, partial(self._step, verifier.run))
+        self.launch = Launch(partial(self.step, self._run), device, capture.pool, partial(self.step, verifier.run))
 
-    def _step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
+        """What a launch does, by `run`: the forward over the buffers."""
         with torch.inference_mode(False), torch.no_grad(), packed(self._target):
             self._found = run(self._tree, self._roots)
 
@@ -134,7 +138,7 @@ class _Sized:
             (self._roots, roots),
         ):
             mine.copy_(given)
-        self._launch()
+        self.launch()
         logits, features = self._found
         return logits[:, : tree.size], features.clone() if tree.size == 1 else features[:, : tree.size]
 
@@ -153,7 +157,7 @@ class CapturedParts:
 
     def __init__(self, forward: Forward, job: Job) -> None:
         self._forward, self._job = forward, job
-        self._sized: _Sized | None = None
+        self._sized: SizedForward | None = None
         self._holds, self._drafts = True, forward.draft_pass is not None
         self.failure: Exception | None = None
         self.lengths = job.cache.lengths

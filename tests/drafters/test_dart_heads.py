@@ -169,8 +169,7 @@ def test_shares_the_targets_modules(target: Any) -> None:
     embeddings, lm_head = target.get_input_embeddings().weight, target.get_output_embeddings().weight
     lent = {embeddings.data_ptr(), lm_head.data_ptr()}
     assert not lent & {tensor.data_ptr() for tensor in head.state_dict().values()}
-    assert head._shared is not None
-    assert {head._shared.embeddings.weight.data_ptr(), head._shared.lm_head.weight.data_ptr()} == lent
+    assert {head.shared.embeddings.weight.data_ptr(), head.shared.lm_head.weight.data_ptr()} == lent
     assert torch.equal(head.embed(torch.tensor([3, 5])), embeddings[[3, 5]])
     # The head does not move or convert what it was lent.
     head.to(torch.float32)

@@ -178,9 +178,9 @@ def test_rounds_of_fewer_rows_that_fail(sampled: bool, monkeypatch: pytest.Monke
         launched.append(1)
         if len(launched) == 2:
             raise torch.OutOfMemoryError("no room left")
-        return type(tier.round).accept(tier.round, tree)
+        return type(tier.round).verify(tier.round, tree)
 
-    monkeypatch.setattr(tier.round, "_accept", fails)
+    monkeypatch.setattr(tier.round, "verify", fails)
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
         assert_identical(target, head, ROWS, **options)
     assert len(launched) == 2

@@ -102,9 +102,9 @@ def test_a_round_that_fails(pair: tuple[Any, Any], lag: int, sampled: bool, monk
         launched.append(1)
         if len(launched) == 3:
             raise torch.OutOfMemoryError("no room left")
-        return type(round_of).accept(round_of, tree)
+        return type(round_of).verify(round_of, tree)
 
-    monkeypatch.setattr(round_of, "_accept", fails)
+    monkeypatch.setattr(round_of, "verify", fails)
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
         assert_identical(target, head, batch(4, "sdpa"), **options)
     assert len(launched) == 3

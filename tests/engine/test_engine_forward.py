@@ -19,7 +19,7 @@ from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
 from hf_dart.engine.draft_pass import CapturedDraftPass
 from hf_dart.engine.engine import Engine
-from hf_dart.engine.forward import Forward, _Sized
+from hf_dart.engine.forward import Forward, SizedForward
 
 FORWARDS = tally("float64, captured forwards")
 GREEDY = {"do_sample": False, "max_new_tokens": 24}
@@ -104,7 +104,7 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
     made = engine(target, head, first_tier=64)
     options = {**(SAMPLED if sampled else GREEDY), "no_repeat_ngram_size": 3}
     launches = []
-    launch = _Sized.__call__
+    launch = SizedForward.__call__
 
     def fails(self: Any, *args: Any) -> Any:
         launches.append(1)
@@ -112,7 +112,7 @@ def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) ->
             raise torch.OutOfMemoryError("no room left")
         return launch(self, *args)
 
-    monkeypatch.setattr(_Sized, "__call__", fails)
+    monkeypatch.setattr(SizedForward, "__call__", fails)
     with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
         assert_identical(target, head, batch(4, "sdpa"), **options)
     assert len(launches) == 5
@@ -173,7 +173,7 @@ def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.Monk
 @pytest.mark.filterwarnings("ignore:Of this call")
 def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
-    step, propose = _Sized._step, DrafterRunner.propose
+    step, propose = SizedForward.step, DrafterRunner.propose
     taken: list[torch.Tensor] = []
 
     def in_place(self: Any, run: Any) -> None:
@@ -189,7 +189,7 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
         return propose(self, seen, level)
 
-    monkeypatch.setattr(_Sized, "_step", in_place)
+    monkeypatch.setattr(SizedForward, "step", in_place)
     monkeypatch.setattr(DrafterRunner, "propose", watched)
     target = tiny_target("llama")
     head = tiny_head(target, tree={"nodes": None})
@@ -236,5 +236,5 @@ def test_without_a_break() -> None:
     (forward,) = made.forwards
     assert isinstance(forward, Forward)
     assert forward.draft_pass is not None
-    assert counters["stats"]["unique_graphs"] == len(forward._sizes) + len(forward.draft_pass._sizes)
+    assert counters["stats"]["unique_graphs"] == len(forward.sizes) + len(forward.draft_pass.sizes)
     assert not counters["graph_break"]

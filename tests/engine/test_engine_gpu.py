@@ -158,8 +158,8 @@ def test_a_captured_forward(backend: str | None) -> None:
         for forward in made.forwards:
             assert forward is not None
             assert forward.draft_pass is not None
-            for sized in (*forward._sizes.values(), *forward.draft_pass._sizes.values()):
-                sized._launch()
+            for sized in (*forward.sizes.values(), *forward.draft_pass.sizes.values()):
+                sized.launch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -188,7 +188,7 @@ def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
         options = {"do_sample": True, "max_new_tokens": 30, "temperature": 0.7, **warpers}
         assert_identical_up_to_near_ties(target, head, inputs(size), into=into, label=str(warpers), **options)
     chosen = [
-        tier.round._chooses_everywhere(tier.shape.budget or tier.shape.bucket)
+        tier.round.chooses_everywhere(tier.shape.budget or tier.shape.bucket)
         for tier in made.tiers
         if tier is not None
     ]

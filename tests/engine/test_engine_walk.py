@@ -91,7 +91,7 @@ def test_all_nodes_at_once(processors: str, rows: int, sampled: bool, monkeypatc
         options = {name: value for name, value in options.items() if name not in PROCESSORS["warpers"]}
     tier = made_tier(rows, 20, **options)
     this, depths = tier.round, set()
-    monkeypatch.setattr(FixedRound, "_chooses_everywhere", lambda *args: True)
+    monkeypatch.setattr(FixedRound, "chooses_everywhere", lambda *args: True)
     with verified(tier) as (tree, logits, places):
         for emitted in (2, 7):  # in front of the minimum length, and across it
             tier.state.emitted.fill_(emitted)
@@ -109,7 +109,7 @@ def test_what_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     """By token, every deeper node costs as many operations again; at all nodes, none."""
     taken: dict[bool, list[int]] = {}
     for everywhere in (False, True):
-        monkeypatch.setattr(FixedRound, "_chooses_everywhere", lambda *args, everywhere=everywhere: everywhere)
+        monkeypatch.setattr(FixedRound, "chooses_everywhere", lambda *args, everywhere=everywhere: everywhere)
         for depth in (2, 5):
             target = tiny_target("llama")
             head = tiny_head(target, draft_length=depth)
@@ -131,7 +131,7 @@ def test_texts(processors: str, size: int, monkeypatch: pytest.MonkeyPatch) -> N
     walked = []
     by_token = FixedRound.walk_by_token
     monkeypatch.setattr(FixedRound, "walk_by_token", lambda *args: (walked.append(1), by_token(*args))[1])
-    monkeypatch.setattr(FixedRound, "_chooses_everywhere", lambda *args: True)
+    monkeypatch.setattr(FixedRound, "chooses_everywhere", lambda *args: True)
     target = tiny_target("qwen3")
     head = tiny_head(target)
     hf_dart.compile(target, head, backend=None, first_tier=64, lag=1)
@@ -160,4 +160,4 @@ def test_where_tokens_are_chosen_everywhere() -> None:
         (3, 5, sampled, True),
     ):
         tier = made_tier(rows, nodes, **options)
-        assert tier.round._chooses_everywhere(tier.shape.budget or rows * tier.shape.bucket) == everywhere
+        assert tier.round.chooses_everywhere(tier.shape.budget or rows * tier.shape.bucket) == everywhere
