@@ -29,6 +29,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 _ENGINE = [
+    "engine/test_follow.py",
     "engine/test_engine_walk.py",
     "engine/test_engine_reuse.py",
     "engine/test_engine_exact.py",
@@ -40,6 +41,7 @@ _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test
 ROOMS = {
     "decoding/walk.py": [
         "decoding/test_walk.py",
+        "engine/test_follow.py",
         "decoding/test_rows.py",
         "exact/test_exact.py",
         "exact/test_options.py",

@@ -59,6 +59,8 @@ def test_follow_takes_the_path_of_the_hosts_walk(seed: int, eos: list[int]) -> N
     tree = random_tree(batch, nodes, seed)
     generator = torch.Generator().manual_seed(seed)
     logits = torch.randn(batch, nodes, 5, generator=generator)
+    for row, node in (tree.parents >= 0).nonzero().tolist():  # longer paths come true, beyond the limits too
+        logits[row, tree.parents[row, node], tree.tokens[row, node]] += 2
     limits = [nodes, 3, 0] if seed % 2 else [nodes] * 3
     rows = rows_for(batch, 20, eos)
     accepted = Walker(LogitsProcessorList(), rows, Streaming(None, rows), None)(tree, logits, limits)
