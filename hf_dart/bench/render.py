@@ -19,8 +19,8 @@ from hf_dart.view import tables
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"
 """What a table stands between; FILE is the JSON, seen from the folder of the Markdown file.
 
-Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out."""
-_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)( speed)? -->\n")
+Of what `hf-dart bench` wrote, "FILE speed" leaves the times by phase out, and "FILE summary" shows the ratios alone."""
+_BEGINS = re.compile(r"<!-- hf-dart table: (\S+)(?: (speed|summary))? -->\n")
 PLOTS = "plots"
 """A folder of that name beside the JSON holds its plots."""
 
@@ -39,23 +39,23 @@ def render_tables(markdown: str, folder: Path) -> str:
         _, end, after = rest[found.end() :].partition(END)
         if not end:
             raise ValueError(f"The table of {found[1]} has no end; put {END!r} after it.")
-        done += f"{rest[: found.end()]}\n{table(folder / found[1], phases=not found[2])}\n\n{END}"
+        done += f"{rest[: found.end()]}\n{table(folder / found[1], found[2])}\n\n{END}"
         rest = after
     return done + rest
 
 
-def table(file: Path, phases: bool = True) -> str:
+def table(file: Path, part: str | None = None) -> str:
     """The Markdown of what `hf-dart bench`, `bench train` or `drafts` wrote with `--json`.
 
     Other scripts may leave their own table in their JSON, as "markdown".
 
     Args:
-        phases: with the times by phase, where there are any.
+        part: of a bench: "speed" leaves the times by phase out, "summary" shows the ratios alone.
 
     Raises:
         ValueError: it is none of these.
     """
-    return _made(file, lambda content: _renderer(content, phases)(content))
+    return _made(file, lambda content: _renderer(content, part)(content))
 
 
 def pictures(file: Path) -> dict[Path, str]:
@@ -78,12 +78,14 @@ def _made(file: Path, make: Callable[[dict[str, Any]], Any]) -> Any:
         raise ValueError(f"{file} is not what hf-dart bench --json writes ({error!r}); measure again.") from error
 
 
-def _renderer(content: dict[str, Any], phases: bool) -> Callable[[dict[str, Any]], str]:
+def _renderer(content: dict[str, Any], part: str | None) -> Callable[[dict[str, Any]], str]:
     if "markdown" in content:
         return operator.itemgetter("markdown")
     if "drafts" in content:
         return draft_methods.as_table
-    return train.as_table if "blocks" in content["results"][0] else partial(tables.as_table, phases=phases)
+    if "blocks" in content["results"][0]:
+        return train.as_table
+    return tables.summary if part == "summary" else partial(tables.as_table, phases=part is None)
 
 
 def render_file(file: Path, head: Path) -> bool:

@@ -33,7 +33,7 @@ _COMMANDS = (demo, generate, view, serve, regenerate, train, bench, drafts, prof
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; 0 if all was well, 1 if an output was not stock's, 2 for input that cannot be used."""
     words = list(sys.argv[1:] if argv is None else argv)
-    arguments = _parser().parse_args(words)
+    arguments = parser().parse_args(words)
     arguments.words = words
     try:
         return arguments.command(arguments)
@@ -66,13 +66,14 @@ class _Parser(argparse.ArgumentParser):
         super().error(message)
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+def parser() -> argparse.ArgumentParser:
+    """The parser of all commands."""
+    made = _Parser(
         prog="hf-dart",
         description="Faster model.generate() with draft heads and token trees, token for token the same.",
     )
-    parser.add_argument("--version", action="version", version=f"hf-dart {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    made.add_argument("--version", action="version", version=f"hf-dart {__version__}")
+    commands = made.add_subparsers(required=True, metavar="COMMAND")
     for command in _COMMANDS:
         command.add(commands)
-    return parser
+    return made

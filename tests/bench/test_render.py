@@ -1,25 +1,40 @@
-"""Tables in Markdown are those of their JSON, README's among them."""
+"""Tables in Markdown are those of their JSON, those of README and docs among them."""
 
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hf_dart.bench.pair import PACKAGED_HEAD
-from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables
+from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables, table
 from hf_dart.cli import main
 
 ROOT = Path(__file__).parents[2]
 BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"
 
 
-def test_readme_shows_what_the_committed_json_says() -> None:
-    readme = (ROOT / "README.md").read_text(encoding="utf8")
-    assert BEGIN.format(file="model_cards/demo_pair/bench.json speed") in readme
-    assert render_tables(readme, ROOT) == readme
+@pytest.mark.parametrize(("page", "part"), [("README.md", "summary"), ("docs/measured.md", "speed")])
+def test_pages_show_what_the_committed_json_says(page: str, part: str) -> None:
+    file = ROOT / page
+    text = file.read_text(encoding="utf8")
+    json_file = Path(os.path.relpath(BENCH, file.parent)).as_posix()
+    assert BEGIN.format(file=f"{json_file} {part}") in text
+    assert render_tables(text, file.parent) == text
+
+
+def test_the_summary_begins_with_text_that_does_not_repeat_itself() -> None:
+    content = json.loads(BENCH.read_text(encoding="utf8"))
+    rows = table(BENCH, "summary").splitlines()[4:]
+    cases = [(one["repeated_4grams"], one) for one in content["results"] if one["method"] == "hf_dart"]
+    assert len(rows) == len(cases) == 6
+    for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):
+        assert f"| {one['mode']}, batch {one['batch']} | {repeated:.0%} |" in row
+        ratio = one["ratio"]
+        assert row.endswith(f"| **{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}] |")
 
 
 @pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)

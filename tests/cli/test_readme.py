@@ -29,6 +29,8 @@ def blocks(page: Path) -> list[str]:
 def run(code: str, names: dict[str, Any], folder: Path) -> None:
     stands_for = {
         '"Qwen/Qwen3-8B"': repr(str(PACKAGED_TARGET)),
+        '"Qwen/Qwen3-4B"': repr(str(PACKAGED_TARGET)),
+        '"z-lab/Qwen3-4B-DFlash-b16"': repr(str(PACKAGED_HEAD)),
         '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
         '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
         '"Qwen/Qwen3-0.6B"': repr(str(PACKAGED_TARGET)),
@@ -59,11 +61,26 @@ def test_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run(first, names, tmp_path)
     assert float(capsys.readouterr().out) > 1
     names["tokenizer"].chat_template = TEMPLATE
-    names["head"].last_stats = None
+    names["drafter"].last_stats = None
     assert others
     for code in others:
         run(code, names, tmp_path)
+    assert names["drafter"].last_stats.rounds > 0
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text(encoding="utf8").splitlines()) <= 150
+
+
+def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    first, by_default = blocks(ROOT / "docs" / "use.md")
+    run(first, names, tmp_path)
+    assert float(capsys.readouterr().out) > 1
+    names["head"].last_stats = None
+    run(by_default, names, tmp_path)
     assert names["head"].last_stats.rounds > 0
+    assert "generate" not in vars(names["model"])
 
 
 def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
@@ -98,7 +115,9 @@ def test_training(names: dict[str, Any], tmp_path: Path) -> None:
         head.save_pretrained(tmp_path / name / "final")
     row = '{"text": "import os, sys, re, json, math, time, random, string"}\n'
     (tmp_path / "answers.jsonl").write_text(row * 200, encoding="utf8")
-    for code in blocks(ROOT / "docs" / "training.md"):
+    (adapters,) = blocks(ROOT / "docs" / "lora.md")
+    (training,) = blocks(ROOT / "docs" / "training.md")
+    for code in (adapters, training):
         run(code, names, tmp_path)
     assert (tmp_path / "head" / "final" / "model.safetensors").is_file()
     assert names["trainer"].state.global_step == 2
