@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.eagle.drafter import EagleDrafter
     from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
     from hf_dart.drafters.lookup import LookupDrafter
+    from hf_dart.drafters.mtp.drafter import MtpDrafter
     from hf_dart.drafters.registry import load_drafter, load_once
     from hf_dart.engine.compiled import compile
     from hf_dart.trees.config import TreeConfig
@@ -28,6 +29,7 @@ __all__ = [
     "EagleDrafter",
     "LanguageModelDrafter",
     "LookupDrafter",
+    "MtpDrafter",
     "NgramTable",
     "TreeConfig",
     "__version__",
@@ -49,6 +51,7 @@ _HOMES = {
     "EagleDrafter": "drafters.eagle.drafter",
     "LanguageModelDrafter": "drafters.language_model.drafter",
     "LookupDrafter": "drafters.lookup",
+    "MtpDrafter": "drafters.mtp.drafter",
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",

@@ -22,6 +22,7 @@ from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
+from hf_dart.drafters.mtp.modules import module_count
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds
 from hf_dart.hub.errors import hub_errors
@@ -39,7 +40,8 @@ from hf_dart.trees.vocabulary import vocabulary_hash
 def _reads(content: dict[str, Any]) -> bool:
     """A language model's config.json: no drafter's has one of these types and no field that a drafter needs."""
     drafts = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
-    return content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not drafts & content.keys()
+    known = content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not drafts & content.keys()
+    return known and not module_count(content)  # what drafts there is the target's own module
 
 
 @register("language_model", reads=_reads)

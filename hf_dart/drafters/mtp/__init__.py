@@ -1,0 +1,1 @@
+"""Multi-token prediction modules that lie in checkpoints of language models."""

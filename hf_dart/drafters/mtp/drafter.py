@@ -1,0 +1,211 @@
+"""`MtpDrafter`: the target's own multi-token prediction module drafts (DeepSeek-V3, arXiv 2412.19437, section 2.2).
+
+Newer checkpoints bring a module that was trained with them: one decoder layer over the embedding of a token and the
+target's last hidden state in front of it. From the last verified position on, its own output stands in for that state,
+and the best tokens of each depth are drafted on from side by side (`drafters.beams`). Stock's `use_mtp` drafts one
+token for each module, for one row, and samples another text than stock alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from hf_dart.decoding.api import attached
+from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters.beams import BeamDrafter
+from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
+from hf_dart.drafters.mtp.modules import module_count, read_module
+from hf_dart.drafters.registry import register
+from hf_dart.drafters.stock_modules import SlotCacheState, View
+from hf_dart.target.devices import device_of, users_default
+from hf_dart.target.features import layer_count
+from hf_dart.target.masks import MaskKind
+from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.ngram.table import NgramTable
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
+
+
+def _reads(content: dict[str, Any]) -> bool:
+    """A target's config.json that names such modules."""
+    return module_count(content) > 0 and "speculators_model_type" not in content
+
+
+@register("mtp", reads=_reads)
+class MtpDrafter(BeamDrafter[SlotCacheState]):
+    """The multi-token prediction module of a target, as `assistant=`.
+
+    `MtpDrafter.from_target(model)` reads it from the files that the model was loaded from. Where there are several
+    modules, one for each token ahead, the first one drafts all tokens.
+
+    Args:
+        module: transformers' `MtpModel` of one layer, tied to `target`.
+        target: the causal LM that it belongs to; it is attached.
+        draft_length: d, passes of the module per draft.
+        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain.
+        tree_config: what `drafter.tree_config` starts as.
+
+    Raises:
+        ValueError: the module's layer is of a kind that cannot draft trees, or the target cannot verify them.
+    """
+
+    def __init__(
+        self,
+        module: Any,
+        target: PreTrainedModel,
+        *,
+        draft_length: int = 5,
+        beam: int = 4,
+        tree_config: TreeConfig | None = None,
+    ) -> None:
+        if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
+            raise ValueError(
+                f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
+            )
+        self.tree_config, self.last_stats = tree_config or TreeConfig(), None
+        self.module, self.beam, self._draft_length = module, beam, draft_length
+        (kind,) = getattr(module.config, "layer_types", None) or ["full_attention"]
+        if kind not in ("full_attention", "sliding_attention"):
+            raise ValueError(
+                f"The multi-token prediction module is a layer of {kind}, which cannot draft trees; give a drafter of "
+                "another kind."
+            )
+        self._kind = MaskKind(kind, module.config.sliding_window if kind == "sliding_attention" else None, 0)
+        self._rotary = {"layer_type": kind} if module.has_per_layer_rope else {}
+        self._device = device_of(target.get_output_embeddings())
+        self._features = [layer_count(target)]
+        self._targets: WeakSet[Any] = WeakSet([target])
+        attached(target)
+
+    @classmethod
+    def from_target(cls, target: PreTrainedModel, **options: Any) -> Self:
+        """The module of the checkpoint that `target` was loaded from, at the same commit.
+
+        Args:
+            target: the causal LM.
+            options: as for the class; ngram, token.
+
+        Raises:
+            ValueError: that checkpoint has none, or it cannot be read.
+        """
+        path = target.config.name_or_path
+        if not path:
+            raise ValueError(
+                "This target was not loaded from files, where its multi-token prediction module would lie; load it "
+                "with from_pretrained."
+            )
+        revision = getattr(target.config, "_commit_hash", None)
+        return cls.from_pretrained(path, target=target, **({"revision": revision} if revision else {}), **options)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        target: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | None = None,
+        draft_length: int = 5,
+        beam: int = 4,
+        **where: Any,
+    ) -> Self:
+        """The module in a checkpoint of the target's, in the target's dtype.
+
+        Args:
+            path: a folder or a Hub repository.
+            target: the causal LM.
+            tokenizer: not looked at: the module reads the target's embeddings.
+            ngram: a table of n-grams or its path, as `drafter.ngram`.
+            draft_length, beam: as for the class.
+            where: revision, token, ... of the repository.
+
+        Raises:
+            ValueError: it has none, it is damaged, or it is that of another target.
+        """
+        if target is None:
+            raise ValueError(f"{path} is the checkpoint of a target; pass target=model to draft with its module.")
+        drafter = cls(read_module(path, target, **where), target, draft_length=draft_length, beam=beam)
+        if ngram is not None:
+            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
+        return drafter
+
+    @property
+    def draft_length(self) -> int:
+        return self._draft_length
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return self._features
+
+    def check_target(self, target: PreTrainedModel) -> None:  # type: ignore[override]
+        """Refuse other targets than the module's own, deep copies and PEFT wrappers of it aside."""
+        if target in self._targets:
+            return
+        ours, theirs = self.module.embed_tokens.weight, target.get_input_embeddings().weight
+        if layer_count(target) != self._features[0] or ours.shape != theirs.shape or not torch.equal(ours, theirs):
+            raise ValueError("This module belongs to another target; call MtpDrafter.from_target(model) with this one.")
+        self._targets.add(target)
+
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:  # type: ignore[override]
+        call = call_cost(target)
+        own = weights_read(self.module.layers, call) + weights_read(self.module.shared_head, call)
+        return relative_cost(depth or self.draft_length, own, target)
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    def begin(self, batch_size: int, capacity: int) -> SlotCacheState:
+        return SlotCacheState.begin(1, batch_size, capacity + self.beam * self.draft_length)
+
+    def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        self._read(state, features, next_tokens, counts)
+
+    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.cache.writable(self._device, self.module.layers[0].eh_proj.weight.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
+
+    def read_last(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
+        states = self._read(state, features, next_tokens, counts)
+        rows, ends = torch.arange(len(counts)), (counts.cpu() - 1).clamp(min=0)
+        return states[rows, ends.to(states.device)][:, None]
+
+    def draft_level(
+        self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
+    ) -> Tensor:
+        return self._run(state, previous, tokens, View.of_level(state.lengths, level, sees))
+
+    def log_chances(self, states: Tensor) -> Tensor:
+        return self.module._project_to_logits(states).float().log_softmax(-1)
+
+    def _read(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
+        """States [B, A, H] of verified positions."""
+        states = self._run(state, features, next_tokens, View.after(state.lengths, next_tokens.shape[1]))
+        state.lengths = state.lengths + counts.cpu()
+        return states
+
+    def _run(self, state: SlotCacheState, features: Tensor, tokens: Tensor, view: View) -> Tensor:
+        """States [B, Q, H] of tokens [B, Q], or their embeddings [B, Q, E], after what stands in front, [B, Q, H]."""
+        module, device = self.module, self._device
+        view.enter(state.cache, device)
+        with users_default():
+            embeddings = tokens if tokens.is_floating_point() else module.embed_tokens(tokens.to(device))
+            embeddings = embeddings.to(device)
+            places = (view.positions + 1).to(device)  # of the tokens
+            rotation = None
+            if module.rotary_emb is not None:
+                rotation = module.rotary_emb(embeddings, position_ids=places, **self._rotary)
+            states = module.layers[0](
+                embeddings,
+                features.to(device=device, dtype=embeddings.dtype),
+                position_embeddings=rotation,
+                attention_mask=view.masks([self._kind], embeddings.dtype, device),
+                position_ids=places,
+                past_key_values=state.cache,
+            )
+            return module.shared_post_norm(states) if module.use_shared_post_norm else states

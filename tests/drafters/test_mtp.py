@@ -1,0 +1,191 @@
+"""Multi-token prediction modules of targets: read as transformers reads them, and exact like every drafter."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.compare import assert_identical, run, tally
+from support.modules import with_module
+from support.sentences import one_sentence
+from support.tiny import prompts, tiny_target
+from torch import Tensor
+from transformers.cache_utils import MtpCache
+from transformers.modeling_layers import MtpModel
+
+from hf_dart import MtpDrafter, TreeConfig, load_drafter
+from hf_dart.drafters.beams import BeamProposal
+from hf_dart.drafters.mtp.modules import module_count, read_module
+
+EXACT = tally("float64, multi-token prediction modules")
+FAMILIES = ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.matrix)]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Of a family: its target, the folder that it was loaded from, and the module's weights."""
+    made: dict[str, Any] = {}
+
+    def of(family: str, dtype: torch.dtype = torch.float64) -> tuple[Any, Path, dict[str, Tensor]]:
+        if (family, dtype) not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family, dtype] = (*with_module(family, folder, dtype), folder)
+        target, weights, folder = made[family, dtype]
+        return target, folder, weights
+
+    return of
+
+
+@pytest.mark.parametrize("mode", ["greedy", "T=1", pytest.param("several EOS", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_modes(folders: Any, family: str, mode: str) -> None:
+    target, _, _ = folders(family)
+    drafter = MtpDrafter.from_target(target)
+    for size in (1, 4):
+        options = {**MODES[mode], "tree_config": TreeConfig(nodes=24)}
+        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **options)
+        assert drafter.last_stats is not None
+        assert drafter.last_stats.tau > 1.3
+
+
+@pytest.mark.parametrize(("beam", "tree"), [(1, TreeConfig.chain(5)), (3, TreeConfig(nodes=20, depth=3))])
+def test_every_beam_and_tree(folders: Any, beam: int, tree: TreeConfig) -> None:
+    target, _, _ = folders("glm4_moe")
+    drafter = MtpDrafter.from_target(target, beam=beam)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, batch(4, "sdpa"), **mode, tree_config=tree, into=EXACT)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
+def test_drafts_are_those_of_transformers(folders: Any, family: str, dtype: torch.dtype) -> None:
+    """Logits along paths of the beam, against `MtpModel` as stock's `use_mtp` loads and runs it, pass by pass."""
+    target, folder, weights = folders(family, dtype)
+    drafter = MtpDrafter.from_target(target, beam=2, draft_length=4)
+    theirs = MtpModel.from_pretrained(known_to_stock(target)).to(dtype)
+    assert all(torch.allclose(theirs.state_dict()[name], weight) for name, weight in weights.items())  # a bias is fp32
+    ids = prompts([9])["input_ids"]
+    states = target(ids, output_hidden_states=True).hidden_states[-1]
+    state = drafter.begin(1, 4)
+    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
+    proposal = drafter.propose(state, states[:, 3:8], ids[:, 4:9], torch.tensor([5]))
+    assert isinstance(proposal, BeamProposal)
+    largest = 0.0
+    for branch in range(2):
+        cache = MtpCache(config=theirs.config)
+        hidden = theirs.forward_layer(0, states[:, :8], torch.arange(1, 9)[None], cache, input_ids=ids[:, 1:9])
+        first = theirs._project_to_logits(hidden[:, -1:])[0, 0].log_softmax(-1)
+        largest = max(largest, float((first - proposal.logits[0, 0]).abs().max()))
+        token, hidden = proposal.branches[0, 0, branch], hidden[:, -1:]
+        hidden = theirs.forward_layer(0, hidden, torch.tensor([[9]]), cache, input_ids=token.view(1, 1))
+        after = theirs._project_to_logits(hidden)[0, 0].log_softmax(-1)
+        largest = max(largest, float((after - proposal.conditional[0, 0, branch]).abs().max()))
+    assert largest < (1e-4 if dtype == torch.float32 else 1e-6)
+
+
+def known_to_stock(target: Any) -> Any:
+    """Stock knows the numbers of the last layers of what is published, not of tiny ones."""
+    number = target.config.num_hidden_layers
+    target._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{number}.*"]
+    return target
+
+
+@torch.no_grad()
+def test_the_modules_of_qwen3_next(folders: Any) -> None:
+    """Against its rule written down: no released code runs here. What drafts is the layer that the target has."""
+    target, folder, weights = folders("qwen3_next")
+    module = read_module(str(folder), target)
+    assert all(torch.equal(module.state_dict()[name], weight) for name, weight in weights.items())
+    ids = prompts([9])["input_ids"]
+    states = target(ids, output_hidden_states=True).hidden_states[-1][:, :8]
+    files = {name: weight for name, weight in load_file(folder / "model.safetensors").items() if "mtp." in name}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        scale = (x.float().pow(2).mean(-1, keepdim=True) + target.config.rms_norm_eps).rsqrt()
+        return x * scale * (1 + files[f"mtp.{name}.weight"])
+
+    embedded = target.get_input_embeddings()(ids[:, 1:9])
+    pairs = torch.cat([norm(embedded, "pre_fc_norm_embedding"), norm(states, "pre_fc_norm_hidden")], dim=-1)
+    x = F.linear(pairs, files["mtp.fc.weight"])
+    layer = next(one for one in target.model.layers if hasattr(one, "self_attn"))
+    layer.load_state_dict(module.layers[0].mtp_block.state_dict())
+    places = torch.arange(1, 9)[None]
+    mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
+    rotation = target.model.rotary_emb(x, position_ids=places)
+    x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+    expected = target.lm_head(norm(x, "norm")).log_softmax(-1)
+    drafter = object.__new__(MtpDrafter)  # as its targets cannot be hybrid everywhere yet
+    drafter_of(drafter, module, target)
+    state = drafter.begin(1, 4)
+    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
+    found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
+    assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+
+
+def drafter_of(drafter: MtpDrafter, module: Any, target: Any) -> None:
+    from hf_dart.drafters.mtp import drafter as home
+
+    patch = pytest.MonkeyPatch()
+    patch.setattr(home, "attached", lambda target: target)
+    drafter.__init__(module, target)  # type: ignore[misc]
+    patch.undo()
+
+
+def test_the_text_of_stocks_own_use(folders: Any) -> None:
+    """Greedy text is the same, and the module is found by load_drafter and on the command line."""
+    target, folder, _ = folders("glm4_moe")
+    inputs = prompts([9])
+    stock = run(known_to_stock(target), inputs, 0, **GREEDY, use_mtp=True).sequences
+    drafter = load_drafter(str(folder), target=target)
+    assert isinstance(drafter, MtpDrafter)
+    assert torch.equal(run(target, inputs, 0, **GREEDY, assistant=drafter).sequences, stock)
+    assert module_count({"text_config": {"mtp_num_hidden_layers": 1}}) == 1
+    assert module_count({"num_nextn_predict_layers": None}) == 0
+
+
+def test_what_is_refused(folders: Any, tmp_path: Path) -> None:
+    target, folder, _ = folders("glm4_moe")
+    drafter = MtpDrafter.from_target(target)
+    weights = load_file(folder / "model.safetensors")
+    last = f"model.layers.{target.config.num_hidden_layers}."
+    damaged: dict[str, Any] = {
+        "stripped": {name: one for name, one in weights.items() if not name.startswith(last)},
+        "one is missing": {name: one for name, one in weights.items() if name != f"{last}eh_proj.weight"},
+        "another shape": {**weights, f"{last}eh_proj.weight": torch.zeros(3, 3)},
+        "another width": {**weights, f"{last}enorm.weight": torch.zeros(5)},
+    }
+    for name, content in damaged.items():
+        other = tmp_path / name
+        shutil.copytree(folder, other)
+        save_file(content, other / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="multi-token prediction module in") as error:
+            MtpDrafter.from_pretrained(str(other), target=target)
+        one_sentence(error)
+    whole = (folder / "model.safetensors").read_bytes()
+    for name, raw in {"cut": whole[:-100], "a huge header": b"\xff" * 8 + whole[8:], "empty": b""}.items():
+        (tmp_path / "one is missing" / "model.safetensors").write_bytes(raw)
+        with pytest.raises(ValueError, match="fetch") as error:
+            MtpDrafter.from_pretrained(str(tmp_path / "one is missing"), target=target)
+        assert name
+        one_sentence(error)
+    with pytest.raises(ValueError, match="pass target=model"):
+        load_drafter(str(folder))
+    with pytest.raises(ValueError, match="not loaded from files"):
+        MtpDrafter.from_target(tiny_target("glm4_moe"))
+    with pytest.raises(ValueError, match="names no multi-token"):
+        other = tiny_target("llama")
+        other.save_pretrained(tmp_path / "llama")
+        MtpDrafter.from_pretrained(str(tmp_path / "llama"), target=other)
+    with pytest.raises(ValueError, match="belongs to another target"):
+        drafter.check_target(tiny_target("glm4_moe", seed=1))
+    for wrong in ({"draft_length": 0}, {"beam": 0}):
+        with pytest.raises(ValueError, match="give 1 to"):
+            MtpDrafter.from_target(target, **wrong)
+    assert_identical(target, drafter, prompts([3]), **GREEDY, into=EXACT)

@@ -1,0 +1,69 @@
+"""Checkpoints with a random multi-token prediction module, in the names that families publish theirs by."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.modeling_layers import MtpModel
+
+from hf_dart.drafters.mtp.modules import _WithModules
+from support.families import EXPERTS_IN_A_LOOP
+from support.tiny import tiny_target
+
+# Ours to what Qwen3-Next and Qwen3.5 call them, and to DeepSeek's and GLM's names after "model.layers.N.".
+_QWENS = {
+    "layers.0.enorm.": "mtp.pre_fc_norm_embedding.",
+    "layers.0.hnorm.": "mtp.pre_fc_norm_hidden.",
+    "layers.0.eh_proj.": "mtp.fc.",
+    "layers.0.post_norm.": "mtp.norm.",
+    "layers.0.mtp_block.": "mtp.layers.0.",
+}
+_NUMBERED = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
+
+
+def with_module(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny target loaded from a folder that has a module as well, and that module's weights by `MtpModel`'s names."""
+    target = tiny_target(family, dtype=dtype)
+    target.save_pretrained(folder)
+    content = json.loads((folder / "config.json").read_text())
+    if family.startswith("qwen"):
+        content["mtp_num_hidden_layers"] = target.config.mtp_num_hidden_layers = 1
+        (folder / "config.json").write_text(json.dumps(content))
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        module = MtpModel(_WithModules(target, str(folder)), 1).to(dtype)
+        own = {name: weight for name, weight in module.state_dict().items() if name.startswith("layers.")}
+        for name, weight in own.items():
+            torch.nn.init.normal_(weight, std=0.3, mean=1.0 * ("norm" in name and not family.startswith("qwen")))
+    weights = load_file(folder / "model.safetensors")
+    names = _QWENS if family.startswith("qwen") else _NUMBERED
+    prefix = "" if family.startswith("qwen") else f"model.layers.{target.config.num_hidden_layers}."
+    for name, weight in own.items():
+        start = next(start for start in names if name.startswith(start))
+        _publish(weights, prefix + names[start] + name.removeprefix(start), weight)
+    if prefix:  # copies of what the target has
+        weights[f"{prefix}embed_tokens.weight"] = weights["model.embed_tokens.weight"].clone()
+        weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    options = {"experts_implementation": "eager"} if family in EXPERTS_IN_A_LOOP else {}
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval(), own
+
+
+def _publish(weights: dict[str, Tensor], name: str, weight: Tensor) -> None:
+    """Experts lie one by one in checkpoints."""
+    if name.endswith("experts.gate_up_proj"):
+        for number, both in enumerate(weight):
+            gate, up = both.chunk(2)
+            start = f"{name.removesuffix('gate_up_proj')}{number}."
+            weights[f"{start}gate_proj.weight"], weights[f"{start}up_proj.weight"] = gate.clone(), up.clone()
+    elif name.endswith("experts.down_proj"):
+        for number, down in enumerate(weight):
+            weights[f"{name.removesuffix('down_proj')}{number}.down_proj.weight"] = down.clone()
+    else:
+        weights[name] = weight.contiguous()
