@@ -6,17 +6,20 @@ after it and is overwritten by the next round, so that nothing moves when a draf
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.errors import sentence
 from hf_dart.target.masks import MaskKind, mask_kinds
 
 
@@ -163,6 +166,18 @@ class View:
     def enter(self, cache: SlotCache, device: torch.device) -> None:
         """Let the next forward with `cache` write to these slots."""
         cache.slots, cache.end = self.slots.to(device), self.seen.shape[-1]
+
+
+@contextmanager
+def refused(what: str, remedy: str) -> Iterator[None]:
+    """Say in one sentence why transformers did not load something."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except (SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
+        words = " ".join(sentence(error).split())[:300]
+        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {words}); {remedy}.") from error
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, run, tally
 from support.letters import letters
@@ -185,6 +186,25 @@ def test_what_is_refused(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path
     with pytest.raises(ValueError, match="other tokens or ids"):
         run(wider, prompts([3]), 0, **GREEDY, assistant=drafter)
     assert_identical(target, drafter, prompts([3]), **GREEDY, into=EXACT)
+
+
+def test_damaged_files_and_files_of_something_else(llama: tuple[Any, LanguageModelDrafter], tmp_path: Path) -> None:
+    target, _ = llama
+    tiny_target("qwen3", num_hidden_layers=1).save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    lacking = {name: weight for name, weight in weights.items() if "k_proj" not in name}
+    for content in (lacking, {**weights, "model.norm.weight": torch.zeros(3)}):
+        save_file(content, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        with pytest.raises(ValueError, match="The language model in") as error:
+            load_drafter(str(tmp_path), target=target)
+        one_sentence(error)
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    whole = (tmp_path / "model.safetensors").read_bytes()
+    for raw in (whole[:-10], b"\xff" * 8 + whole[8:], b""):
+        (tmp_path / "model.safetensors").write_bytes(raw)
+        with pytest.raises(ValueError, match="fetch") as error:
+            load_drafter(str(tmp_path), target=target)
+        one_sentence(error)
 
 
 def test_tables_may_differ_in_padding_rows(tmp_path: Path) -> None:

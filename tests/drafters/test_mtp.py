@@ -67,7 +67,7 @@ def test_every_beam_and_tree(folders: Any, beam: int, tree: TreeConfig) -> None:
 @pytest.mark.parametrize("family", ["glm4_moe", "deepseek_v3"])
 def test_drafts_are_those_of_transformers(folders: Any, family: str, dtype: torch.dtype) -> None:
     """Logits along paths of the beam, against `MtpModel` as stock's `use_mtp` loads and runs it, pass by pass."""
-    target, folder, weights = folders(family, dtype)
+    target, _, weights = folders(family, dtype)
     drafter = MtpDrafter.from_target(target, beam=2, draft_length=4)
     theirs = MtpModel.from_pretrained(known_to_stock(target)).to(dtype)
     assert all(torch.allclose(theirs.state_dict()[name], weight) for name, weight in weights.items())  # a bias is fp32
@@ -179,10 +179,10 @@ def test_what_is_refused(folders: Any, tmp_path: Path) -> None:
         load_drafter(str(folder))
     with pytest.raises(ValueError, match="not loaded from files"):
         MtpDrafter.from_target(tiny_target("glm4_moe"))
+    llama = tiny_target("llama")
+    llama.save_pretrained(tmp_path / "llama")
     with pytest.raises(ValueError, match="names no multi-token"):
-        other = tiny_target("llama")
-        other.save_pretrained(tmp_path / "llama")
-        MtpDrafter.from_pretrained(str(tmp_path / "llama"), target=other)
+        MtpDrafter.from_pretrained(str(tmp_path / "llama"), target=llama)
     with pytest.raises(ValueError, match="belongs to another target"):
         drafter.check_target(tiny_target("glm4_moe", seed=1))
     for wrong in ({"draft_length": 0}, {"beam": 0}):

@@ -24,8 +24,9 @@ from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.mtp.modules import module_count
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds
-from hf_dart.hub.errors import hub_errors
+from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds, refused
+from hf_dart.hub.download import HUB_OPTIONS, weight_files
+from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.devices import as_dtype, device_of, users_default
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import takes_positions
@@ -36,12 +37,14 @@ from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 from hf_dart.trees.vocabulary import vocabulary_hash
 
+# What the config.json of a drafter has, whatever its model_type.
+_OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
 
-def _reads(content: dict[str, Any]) -> bool:
-    """A language model's config.json: no drafter's has one of these types and no field that a drafter needs."""
-    drafts = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
-    known = content.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not drafts & content.keys()
-    return known and not module_count(content)  # what drafts there is the target's own module
+
+def _reads(content: dict[str, Any]) -> str | None:
+    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(content.get("model_type"))
+    # Of a checkpoint that has a module for it, that drafts.
+    return None if known is None or _OF_DRAFTERS & content.keys() or module_count(content) else "a language model"
 
 
 @register("language_model", reads=_reads)
@@ -124,9 +127,13 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
             raise ValueError(f"{path} is a language model, which drafts for another one; pass target=model.")
         if kwargs.pop("trust_remote_code", False):
             raise ValueError("Code of a repository is not run to draft; leave trust_remote_code= out.")
-        where = {name: kwargs.get(name) for name in ("token", "revision")}
-        with hub_errors(path, **where):
-            model = AutoModelForCausalLM.from_pretrained(path, dtype=as_dtype(dtype) or target.dtype, **kwargs)
+        where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        weight_shapes(weight_files(path, f"{path} holds no weights; fetch the language model again.", **where), path)
+        options = {"dtype": as_dtype(dtype) or target.dtype, "use_safetensors": True, "output_loading_info": True}
+        with refused(f"The language model in {path}", "fetch it again"):
+            model, loaded = AutoModelForCausalLM.from_pretrained(path, **options, **kwargs)
+            if missing := sorted(loaded["missing_keys"]):
+                raise ValueError(f"it lacks {missing[0]}")
         if "device_map" not in kwargs:
             model.to(device_of(target.get_output_embeddings()))
         drafter = cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)

@@ -30,9 +30,8 @@ from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
-def _reads(content: dict[str, Any]) -> bool:
-    """A target's config.json that names such modules."""
-    return module_count(content) > 0 and "speculators_model_type" not in content
+def _reads(content: dict[str, Any]) -> str | None:
+    return "a target with a multi-token prediction module" if module_count(content) else None
 
 
 @register("mtp", reads=_reads)

@@ -7,16 +7,13 @@ and Qwen3.5 (`mtp.*`) are made of the same parts, one layer of full attention; t
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from hf_dart.errors import sentence
+from hf_dart.drafters.stock_modules import refused
 from hf_dart.hub.download import weight_files
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import weight_shapes
@@ -79,7 +76,8 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     view = _WithModules(target, folder)
     missing = f"{path} holds no weights (model.safetensors); give the checkpoint of the target."
     weight_shapes(weight_files(path, missing, **where), path)  # all headers, before anything is read
-    with _explained(path):
+    remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
+    with refused(f"The multi-token prediction module in {path}", remedy):
         module = MtpModel.from_pretrained(view, device_map={"": device_of(target.get_output_embeddings())})
     return module.eval().requires_grad_(False)
 
@@ -90,15 +88,3 @@ def _folder(path: str, **where: Any) -> str:
         return path
     with hub_errors(path, **{name: where.get(name) for name in ("token", "revision")}):
         return str(Path(cached_file(path, "config.json", **where)).parent)
-
-
-@contextmanager
-def _explained(path: str) -> Iterator[None]:
-    try:
-        yield
-    except (SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
-        words = " ".join(sentence(error).split())[:300]
-        raise ValueError(
-            f"The multi-token prediction module in {path} cannot be read ({type(error).__name__}: {words}); many "
-            "checkpoints are published without theirs, so give one that has it, of this target."
-        ) from error
