@@ -79,9 +79,10 @@ def target_of(head: str) -> str:
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
     named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")
-    hub_id = isinstance(named, str) and "/" in named and not missing_folder(named)
-    if named == PACKAGED or hub_id or (isinstance(named, str) and Path(named).is_dir()):
-        return named
+    if isinstance(named, str):
+        hub_id = "/" in named and not missing_folder(named)
+        if named == PACKAGED or hub_id or Path(named).is_dir():
+            return named
     told = f"names {named!r}, which is not here" if named else "does not name its target"
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
 
@@ -116,6 +117,6 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
 
     path = str(PACKAGED_HEAD) if path == PACKAGED else path
     check_path("head", path)
-    options = {} if dtype is None else {"dtype": dtype}
+    options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):
         return load_drafter(path, target=model, tokenizer=tokenizer, **options)

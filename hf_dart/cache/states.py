@@ -25,16 +25,16 @@ class StateSlot(NamedTuple):
     Attributes:
         layer: index of its layer.
         kind: "conv_states" or "recurrent_states".
-        index: which of the layer's.
+        number: which of the layer's.
     """
 
     layer: int
     kind: str
-    index: int
+    number: int
 
     def of(self, layer: Any) -> Tensor | None:
         """The state that a stock layer has there."""
-        return getattr(layer, self.kind)[self.index]
+        return getattr(layer, self.kind)[self.number]
 
 
 States = dict[StateSlot, Tensor]
@@ -45,9 +45,9 @@ def states_of(cache: Cache) -> States:
     found = {}
     for place, layer in enumerate(cache.layers):
         for kind in ("conv_states", "recurrent_states") if keeps_states(layer) else ():
-            for index, state in getattr(layer, kind).items():
+            for number, state in getattr(layer, kind).items():
                 if state is not None:
-                    found[StateSlot(place, kind, index)] = state
+                    found[StateSlot(place, kind, number)] = state
     return found
 
 
@@ -158,7 +158,7 @@ class StatefulCache(Cache):
             layers[place].conv_states = dict.fromkeys(layers[place].conv_states)
             layers[place].recurrent_states = dict.fromkeys(layers[place].recurrent_states)
         for slot, state in states.items():
-            getattr(layers[slot.layer], slot.kind)[slot.index] = state
+            getattr(layers[slot.layer], slot.kind)[slot.number] = state
         return Cache(layers=layers)
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:

@@ -12,6 +12,7 @@ import pickletools
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import ZIP_STORED, BadZipFile, ZipFile
@@ -130,7 +131,7 @@ def _in_safetensors(file: str | Path, path: str, stack: ExitStack) -> dict[str, 
         opened = stack.enter_context(safe_open(file, framework="pt"))
         slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
         return {
-            name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), lambda part=part: part[...])
+            name: StoredTensor(tuple(part.get_shape()), part.get_dtype(), partial(part.__getitem__, ...))
             for name, part in slices.items()
         }
     except (SafetensorError, OSError) as error:
@@ -165,14 +166,16 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
         raise error if str(error).endswith(".") else _damaged(path, error) from error
     except Exception as error:  # pickle's own, whatever they are
         raise _damaged(path, error) from error
-    if not isinstance(content, dict) or not all(
-        isinstance(name, str) and _plain(one) for name, one in content.items()
-    ):
+    if not isinstance(content, dict) or not all(isinstance(name, str) and _plain(one) for name, one in content.items()):
         raise ValueError(f"{file.name} in {path} holds other things than tensors by their names; {remedy}.")
     return {
-        name: StoredTensor(tuple(one.shape), _DTYPES[one.dtype], lambda one=one: one.detach().clone().contiguous())
-        for name, one in content.items()
+        name: StoredTensor(tuple(one.shape), _DTYPES[one.dtype], partial(_copied, one)) for name, one in content.items()
     }
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """The tensor in memory of its own: that of the file stays mapped."""
+    return tensor.detach().clone().contiguous()
 
 
 def _plain(value: Any) -> bool:

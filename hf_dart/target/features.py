@@ -82,7 +82,8 @@ def gather_features(outputs: Any, layers: list[int], like: Tensor, width: int | 
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
-    states = [_one_stream(outputs.hidden_states[index], *like.shape, width) for index in layers]
+    rows, positions = like.shape
+    states = [_one_stream(outputs.hidden_states[index], rows, positions, width) for index in layers]
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 

@@ -19,7 +19,7 @@ def load_tokenizer(target: str | None = None) -> Any:
     Raises:
         UserError: it cannot be loaded.
     """
-    path = str(PACKAGED_TARGET) if target in (None, PACKAGED) else target
+    path = str(PACKAGED_TARGET) if target is None or target == PACKAGED else target
     check_path("target", path)
     return read_tokenizer(path)
 
@@ -63,9 +63,8 @@ def load_target(
     """
     from transformers import AutoModelForCausalLM
 
-    packaged = target is None or target == PACKAGED
-    path = str(PACKAGED_TARGET) if packaged else target
-    dtype = dtype or ("float32" if packaged else "auto")
+    path = str(PACKAGED_TARGET) if target is None or target == PACKAGED else target
+    dtype = dtype or ("float32" if path == str(PACKAGED_TARGET) else "auto")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
     check_path("target", path)

@@ -54,7 +54,7 @@ def _names_of(model: PreTrainedModel) -> list[tuple[str, tuple[StateSlot, ...]]]
     tokens = torch.arange(_TOKENS, device=device_of(model.get_input_embeddings()))[None]
     with as_before(model), _noted(model, cache) as seen:
         StockSteps(model, tokens, [0], cache).prefill()
-    found = []
+    found: list[tuple[str, tuple[StateSlot, ...]]] = []
     for name, module in model.named_modules():
         inside = {part: seen[part] for part in module.modules() if part in seen}
         if module in seen and seen[module].slots and not any(name.startswith(f"{outer}.") for outer, _ in found):

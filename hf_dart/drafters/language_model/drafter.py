@@ -149,7 +149,7 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
     def feature_layers(self) -> list[int]:
         return []
 
-    def check_target(self, target: PreTrainedModel) -> None:  # type: ignore[override]
+    def check_target(self, target: PreTrainedModel) -> None:
         """Refuse a target of another vocabulary."""
         if target not in self._targets:
             check_vocabulary(self.model, target, None)
@@ -160,7 +160,7 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
                 )
             self._targets.add(target)
 
-    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:  # type: ignore[override]
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         return relative_cost(depth or self.draft_length, model_read(self.model, call_cost(target)), target)
 
     # ---- drafting -----------------------------------------------------------------------------------
