@@ -22,6 +22,7 @@ from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
+from hf_dart.training import DiffusionTrainer
 
 # The client hands httpx the bytes of an upload by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -124,7 +125,7 @@ def test_a_trainer_pushes_its_drafter_with_its_record(alice: Hub, tmp_path: Path
     drafter = DiffusionDrafter.from_target(target, **fields)
     rows = training.token_rows(training.LENGTHS)
     settings = {"max_steps": 2, "text_weight": 0.5, "revealed_share": 0.75}
-    trainer = training.tiny_trainer(tmp_path / "run-8", drafter, target, rows, **settings)
+    trainer = training.tiny_trainer(tmp_path / "run-8", drafter, target, rows, kind=DiffusionTrainer, **settings)
     trainer.train()
     trainer.push_to_hub(license="mit")
     files = alice.repositories["alice/run-8"].files()
