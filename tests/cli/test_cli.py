@@ -148,7 +148,7 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--target", TARGET, "--head", "./nowhere"], "no folder './nowhere'"),
         (["generate", "x", "--target", "./nowhere", "--head", HEAD], "no folder './nowhere'"),
         (["generate", "x", "--target", TARGET, "--head", "nobody/nothing"], "Cannot load the head"),
-        (["generate", "x", "--target", TARGET, "--head", TARGET], "Cannot load the head"),
+        (["generate", "x", "--target", TARGET, "--head", str(PACKAGED_HEAD.parent)], "holds no config.json"),
         (["generate", "x", "--target", HEAD, "--head", HEAD], "Cannot load the target"),
         (["generate", "x", "--device-map", "nowhere"], "Cannot load the target"),
         (["generate", "", "--max-new-tokens", "4"], "prompt is empty"),

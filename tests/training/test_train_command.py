@@ -262,6 +262,7 @@ def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
     """The others are read off the target, its tokenizer and the data."""
     read_off = {"hidden_size", "embedding_size", "feature_size", "vocab_size", "target_model_type", "target_num_layers"}
     read_off |= {"target_revision", "tokenizer_hash", "chat_template_hash", "enable_thinking", "model_type"}
+    read_off |= {"origin", "origin_license"}  # of what was converted
     elsewhere = {"own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm"}
     elsewhere |= {"rope_frequencies", "fingerprint", "editor"}  # copied layers, published heads, editors
     options = {one.name for one in fields(HeadArguments)} - {"drafter", "head"}
