@@ -25,7 +25,7 @@ from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
-from hf_dart.target.devices import host_by_default
+from hf_dart.target.devices import host_by_default, users_default
 from hf_dart.target.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
@@ -319,7 +319,8 @@ def speculative_generate(
             model_kwargs,
         )
     if streamer is not None:
-        streamer.put(input_ids.cpu())
+        with users_default():
+            streamer.put(input_ids.cpu())
     noise = None
     if generation_config.do_sample:
         noise = NoiseStream(len(request.input_ids), 0, request.input_ids.device, forecast=request.in_step)
