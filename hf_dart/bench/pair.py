@@ -65,11 +65,13 @@ def load_pair(
 def target_of(head: str) -> str:
     """The target that a head was made for: `PACKAGED`, or a folder or Hub id.
 
-    That is the target of its training (training.json), or a Hub id in its config.
+    That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
 
     Raises:
         UserError: its files do not say, or the target is not where they say.
     """
+    import yaml
+
     from hf_dart.hub.download import head_config, optional_json
     from hf_dart.hub.facts import TRAINING_RECORD
 
@@ -78,6 +80,9 @@ def target_of(head: str) -> str:
     check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
+        of_run = Path(head).parent / "recipe.yaml"  # which names a local folder in full
+        if recipe is not None and of_run.is_file():
+            recipe = yaml.safe_load(of_run.read_text(encoding="utf8"))
     named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")
     if isinstance(named, str):
         hub_id = "/" in named and not missing_folder(named)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -37,5 +38,12 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError(f"A package is missing ({lacks}); install it, or leave out the option that asks.") from error
     if options.training.should_log:
         tau = f", tau {metrics['eval_tau']:.2f}" if "eval_tau" in metrics else ""
-        print(f"The head is in {final}{tau}", file=sys.stderr)
+        print(f"The head is in {final}{tau}. Next:{_next_commands(str(final))}", file=sys.stderr)
     return 0
+
+
+def _next_commands(head: str) -> str:
+    """What to do with a trained head, a line each; its target is that of its training."""
+    folder = shlex.quote(head)
+    commands = (f'generate --head {folder} "Once upon a time"', f"bench --head {folder}", f"push {folder} USER/NAME")
+    return "".join(f"\n  hf-dart {command}" for command in commands)

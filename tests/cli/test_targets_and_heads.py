@@ -56,6 +56,9 @@ def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
     assert target_of(trained(tmp_path / "packaged", {"max_steps": 2})) == "packaged"
     assert target_of(trained(tmp_path / "named", {"target": "packaged"})) == "packaged"
     assert target_of(trained(tmp_path / "folder", {"target": TARGET})) == TARGET
+    final = trained(tmp_path / "run" / "final", {"target": "folder"})  # local folders are not published
+    (tmp_path / "run" / "recipe.yaml").write_text(f"target: {TARGET}", encoding="utf8")
+    assert target_of(final) == TARGET
     assert target_of(trained(tmp_path / "hub", None, target_name="them/tiny")) == "them/tiny"
     pair = load_pair(None, trained(tmp_path / "head" / "final", {"target": TARGET}))
     assert (pair.target_name, pair.head_name) == ("target", "head")

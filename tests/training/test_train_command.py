@@ -14,7 +14,7 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_dart import DartConfig, DartHead, DiffusionDrafter, TreeConfig
-from hf_dart.bench.pair import PACKAGED_HEAD
+from hf_dart.bench.pair import PACKAGED_HEAD, target_of
 from hf_dart.cli import main
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
@@ -85,6 +85,8 @@ def test_a_recipe_gives_a_head_and_goes_on_where_it_stopped(recipe: Path, capsys
     shown = capsys.readouterr()
     assert str(run / "final") in shown.err
     assert "tau" in shown.err
+    assert f"\n  hf-dart bench --head {run / 'final'}\n" in shown.err
+    assert target_of(str(run / "final")) == yaml.safe_load(recipe.read_text()).get("target", "packaged")
     assert {file.name for file in run.iterdir()} == {"checkpoint-2", "final", "recipe.yaml"}
     written = yaml.safe_load((run / "recipe.yaml").read_text())
     assert written["max_steps"] == 2
@@ -208,7 +210,7 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--resume_from_checkpoint", "./elsewhere"], "is no checkpoint"),
         (["--train_data", "./nothing.txt"], "There is no file or folder ./nothing.txt"),
         (["--max_length", "3"], "longer rows"),
-        (["--early_stopping_patience", "0"], "early_stopping_patience is 0"),
+        (["--early_stopping_patience", "-1"], "early_stopping_patience is -1"),
         (["--tree", '{"node": 8}'], "tree has the field 'node'; TreeConfig has nodes"),
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
@@ -252,6 +254,17 @@ def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
     with pytest.raises(ValueError) as error:  # noqa: PT011
         read_recipe([str(file)])
     assert says in str(error.value)
+
+
+def test_saving_follows_evaluation_where_the_best_head_is_kept(caplog: pytest.LogCaptureFixture) -> None:
+    words = ["--output_dir", "runs/x", "--eval_strategy", "steps", "--eval_steps", "150"]
+    early = [*words, "--early_stopping_patience", "3"]
+    assert read_recipe([*early, "--save_steps", "300"]).training.save_steps == 300
+    assert not caplog.records
+    assert read_recipe([*early, "--save_steps", "200"]).training.save_steps == 300
+    assert "save_steps 200 becomes 300, a multiple of eval_steps" in caplog.text
+    off = read_recipe([*words, "--early_stopping_patience", "0", "--save_steps", "200"]).training
+    assert (off.early_stopping_patience, off.save_steps, off.load_best_model_at_end) == (None, 200, False)
 
 
 def own_fields(config: type) -> set[str]:

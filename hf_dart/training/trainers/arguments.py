@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -16,6 +18,8 @@ from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
 from hf_dart.training.trainers.evaluate import DraftQuality
+
+_LOGGER = logging.getLogger(__name__)
 
 # Options for models that transformers trains by losses of its own.
 _OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel")
@@ -107,8 +111,8 @@ class DrafterTrainingArguments(TrainingArguments):
         loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk".
         divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
         chain_form: change that field of the preset (`Objective`).
-        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
-            None goes on to the end.
+        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head, for
+            which `save_steps` becomes a multiple of `eval_steps`; None or 0 goes on to the end.
         decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
             first evaluation rows, or of conversations what comes before the first reply; 0 for none.
         decode_prompt_tokens, decode_new_tokens: length of each, and of what is written after it.
@@ -146,10 +150,13 @@ class DrafterTrainingArguments(TrainingArguments):
     def __post_init__(self) -> None:
         if not torch.accelerator.is_available():
             self.use_cpu = True  # else bf16 would be asked of a GPU
+        if self.early_stopping_patience == 0:
+            self.early_stopping_patience = None
         if self.early_stopping_patience is not None:
             if self.metric_for_best_model is None:
                 self.metric_for_best_model = "tau"
             self.load_best_model_at_end = True
+            self._save_what_is_evaluated()
         sharded = str(self.__dict__["fsdp"]).lower()
         if sharded in ("true", "false"):  # in a recipe it is a word
             self.__dict__["fsdp"] = sharded == "true"
@@ -168,6 +175,17 @@ class DrafterTrainingArguments(TrainingArguments):
             raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
         if self.remove_unused_columns:
             raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
+
+    def _save_what_is_evaluated(self) -> None:
+        """Raise `save_steps` to a multiple of `eval_steps`: the best head is one of those that were saved."""
+        every = self.eval_steps or self.logging_steps
+        if self.eval_strategy == self.save_strategy == "steps" and every >= 1 and self.save_steps % every:
+            asked, self.save_steps = self.save_steps, every * math.ceil(self.save_steps / every)
+            _LOGGER.warning(
+                "save_steps %g becomes %g, a multiple of eval_steps, so that early stopping can keep the best head.",
+                asked,
+                self.save_steps,
+            )
 
     def metric_names(self, draft_length: int) -> set[str]:
         """The metrics of evaluations of drafts of that length, for `metric_for_best_model`."""
