@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
-from support.eagle3 import VARIANTS, forward, variant
+from support.eagle3 import PEAGLE, VARIANTS, forward, variant
+from support.heads import drafts, peagle_head
 from support.letters import letters
 from support.tiny import prompts, tiny_target
 
-from hf_dart import EagleDrafter, TreeConfig
+from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
+from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.features import features_request, gather_features
 
@@ -62,6 +64,40 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
         ours = proposal.conditional[0, 0, place, columns].double()
         torch.testing.assert_close(ours, logits[1], rtol=0, atol=2e-6)
     torch.testing.assert_close(proposal.logits[0, 0, columns].double(), known[0][0], rtol=0, atol=2e-6)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", PEAGLE)
+def test_peagle_heads_are_dart_heads(target: Any, tmp_path: Path, name: str) -> None:
+    folder = variant(tmp_path, target, name)
+    head = load_drafter(folder, target=target)
+    assert isinstance(head, DartHead)
+    assert head.draft_length == 5
+    config = json.loads((tmp_path / "config.json").read_text())
+    ids = prompts([9])["input_ids"]
+    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(list(range(9))))
+    features = gather_features(outputs, head.feature_layers, ids[:, :-1])
+    theirs = gather_features(outputs, config["eagle_aux_hidden_state_layer_ids"], ids[:, :-1])[0]
+    state = head.begin(1, 4)
+    head.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
+    ours = head.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3])).logits[0]
+    table = target.get_input_embeddings().weight
+    expected = forward(config, weights_of(folder), table, theirs, ids[0, 1:], [], masks=4)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+    head.tree_config = TreeConfig(nodes=16)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **mode)
+    head.save_pretrained(tmp_path / "ours")
+    again = load_drafter(str(tmp_path / "ours"), target=target)
+    assert all(torch.equal(weight, head.state_dict()[key]) for key, weight in again.state_dict().items())
+
+
+def test_what_we_write_for_vllm_is_read_back(target: Any, tmp_path: Path) -> None:
+    head = peagle_head(target, draft_vocabulary=list(range(1, 48, 2)), num_layers=2)
+    write_vllm(head, tmp_path, target=target, verifier="someone/target")
+    again = load_drafter(str(tmp_path), target=target)
+    assert isinstance(again, DartHead)
+    assert torch.equal(drafts(again), drafts(head))
 
 
 QUICK = ("original, draft vocabulary", "modelopt", "speculators, 0.9's defaults", "speculators, own table")

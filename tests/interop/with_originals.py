@@ -7,7 +7,7 @@ The first makes tiny random checkpoints in float32 and what hf_dart computes of 
 draft token after every beginning of a text, along the text itself. The second loads the same checkpoints as their own
 code does and prints, per checkpoint, the largest difference; it exits with 1 if one is above 1e-4. NAME is
 
-    speculators   `pip install speculators==0.9.0`: its EAGLE-3
+    speculators   `pip install speculators==0.9.0`: its EAGLE-3 and P-EAGLE
     eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-3
 """
 
@@ -31,7 +31,7 @@ DEPTH = 4
 @torch.no_grad()
 def write(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from support.eagle3 import VARIANTS, variant
+    from support.eagle3 import PEAGLE, VARIANTS, variant
     from support.tiny import prompts, tiny_target
 
     from hf_dart.drafters.registry import load_drafter
@@ -40,8 +40,8 @@ def write(folder: Path) -> None:
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")
     tokens = prompts([16], vocabulary=40)["input_ids"]
-    for name in VARIANTS:
-        place = folder / "eagle3" / name
+    for name in (*VARIANTS, *PEAGLE):
+        place = folder / ("peagle" if name in PEAGLE else "eagle3") / name
         drafter = load_drafter(variant(place, target, name, dtype=torch.float32), target=target)
         drafter.beam = 1
         config = json.loads((place / "config.json").read_text())
@@ -70,6 +70,8 @@ def after(drafter: Any, features: Tensor, tokens: Tensor, text: int, allowed: Te
 
     last = (features[:, :text], tokens[None, 1 : text + 1], torch.tensor([text]))
     proposal = drafter.propose_ranked(drafter.begin(1, 4), *last, DEPTH, along)
+    if not hasattr(proposal, "conditional"):
+        return proposal.logits[0].log_softmax(-1)
     following = [proposal.logits[0, 0], *proposal.conditional[0, :, 0]]
     return torch.stack(following)[:, allowed]
 
@@ -77,7 +79,7 @@ def after(drafter: Any, features: Tensor, tokens: Tensor, text: int, allowed: Te
 # ---- the originals -----------------------------------------------------------------------------------------
 
 
-def speculators_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+def speculators_model(folder: Path, reference: dict[str, Tensor]) -> Any:
     from speculators import SpeculatorModel, SpeculatorModelConfig
 
     config = SpeculatorModelConfig.from_pretrained(folder)
@@ -87,6 +89,11 @@ def speculators_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     # Its own load_verifier_weights leaves embeddings alone that from_pretrained has filled in for the missing ones.
     if "embed_tokens.weight" not in load_file(folder / "model.safetensors"):
         model.embed_tokens.load_state_dict({"weight": reference["embeddings"]})
+    return model
+
+
+def speculators_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    model = speculators_model(folder, reference)
     seen: list[Tensor] = []
     model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
     length = len(reference["tokens"])
@@ -97,6 +104,43 @@ def speculators_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
         ttt_steps=DEPTH,
     )
     return torch.stack(seen, dim=1)  # [T, DEPTH, M]
+
+
+def speculators_peagle(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    from speculators.losses import resolve_loss_config
+    from speculators.models.peagle import core
+
+    model = speculators_model(folder, reference)
+    # Its forward draws by chance which drafts it looks at, and keeps their logits to itself.
+    drawn: list[tuple[Tensor, Tensor]] = []
+    seen: list[Tensor] = []
+    draw = core.generate_cod_sample_indices
+
+    def drawing(**options: Any) -> tuple[Tensor, Tensor]:
+        drawn.append(draw(**options))
+        return drawn[-1]
+
+    core.generate_cod_sample_indices = drawing
+    model.lm_head.register_forward_hook(lambda module, inputs, output: seen.append(output[0]))
+    length = len(reference["tokens"])
+    try:
+        model(
+            hidden_states=reference["features"][None],
+            input_ids=reference["tokens"][None],
+            document_ids=torch.zeros(1, length, dtype=torch.long),
+            verifier_last_hidden_states=torch.zeros(1, length, model.config.transformer_layer_config.hidden_size),
+            loss_config=resolve_loss_config("kl_div", "eager"),
+            num_depths=DEPTH,
+            down_sample_ratio=1.0,
+            down_sample_ratio_min=1.0,
+        )
+    finally:
+        core.generate_cod_sample_indices = draw
+    anchors, depth = drawn[0]
+    found = torch.full((length, DEPTH, seen[0].shape[-1]), torch.nan)  # of what was not drawn
+    inside = anchors >= 0  # it also draws drafts in front of the text, which see nothing
+    found[anchors[inside], depth[inside]] = seen[0][inside]
+    return found
 
 
 def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
@@ -131,29 +175,33 @@ def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     return torch.stack(drafts)
 
 
-ORIGINALS: dict[str, tuple[str, Callable[[str], bool], Callable[[Path, dict[str, Tensor]], Tensor]]] = {
-    "speculators": ("eagle3", lambda name: name.startswith("speculators"), speculators_eagle3),
-    # That code knows neither names of other projects nor scaled rotations other than linear ones.
-    "eagle": (
-        "eagle3",
-        lambda name: name in ("original", "original, draft vocabulary", "original, linear",
-                              "original, a table of its own"),
-        safeailab_eagle3,
-    ),
-}  # fmt: skip
+Original = tuple[str, Callable[[str], bool], Callable[[Path, dict[str, Tensor]], Tensor]]
+# That of SafeAILab knows neither names of other projects nor scaled rotations other than linear ones.
+_SAFEAILAB = ("original", "original, draft vocabulary", "original, linear", "original, a table of its own")
+ORIGINALS: dict[str, list[Original]] = {
+    "speculators": [
+        ("eagle3", lambda name: name.startswith("speculators"), speculators_eagle3),
+        ("peagle", lambda name: True, speculators_peagle),
+    ],
+    "eagle": [("eagle3", lambda name: name in _SAFEAILAB, safeailab_eagle3)],
+}
 
 
 @torch.no_grad()
 def compare(folder: Path, name: str) -> Iterator[float]:
-    kind, takes, compute = ORIGINALS[name]
-    for place in sorted((folder / kind).iterdir()):
-        if not takes(place.name):
-            continue
+    cases = [
+        (place, compute)
+        for kind, takes, compute in ORIGINALS[name]
+        for place in sorted((folder / kind).iterdir())
+        if takes(place.name)
+    ]
+    for place, compute in cases:
         reference = load_file(place / "reference.safetensors")
         ours = reference["logits"]
         theirs = compute(place, reference)[: len(ours)].log_softmax(-1)
-        difference = float((ours - theirs).abs().max())
-        print(f"{place.name}: {ours.shape[0]} x {ours.shape[1]} distributions, largest difference {difference:.1e}")
+        drawn = ~theirs.isnan().any(-1)
+        difference = float((ours - theirs)[drawn].abs().max())
+        print(f"{place.name}: {int(drawn.sum())} distributions, largest difference {difference:.1e}")
         yield difference
 
 

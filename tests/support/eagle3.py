@@ -181,6 +181,26 @@ def save_eagle3(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor]
     return str(folder)
 
 
+_PEAGLE = {
+    "speculators_model_type": "peagle", "architectures": ["PEagleSpeculator"], "mask_token_id": 47,
+    "speculators_config__algorithm": "peagle",
+}  # fmt: skip
+PEAGLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "peagle": (SPECULATORS, _PEAGLE, {"first": "layers.0"}),
+    "peagle, 0.9's defaults": (
+        SPECULATORS,
+        {**_PEAGLE, "norm_before_residual": True, "draft_vocab_size": 20, "model_type": "qwen3",
+         "num_hidden_layers": 2, "layer_types": ["sliding_attention"] * 2, "sliding_window": 6,
+         "use_sliding_window": True},
+        {"first": "layers.0", "own_embeddings": True},
+    ),
+    "peagle, taps out of order": (
+        SPECULATORS,
+        {**_PEAGLE, "eagle_aux_hidden_state_layer_ids": [3, 1],
+         "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
+        {"first": "layers.0", "taps": 2},
+    ),
+}  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "original": (ORIGINAL, {}, {}),
     "original, layers.0": (ORIGINAL, {"rope_theta": 500000.0}, {"first": "layers.0"}),
@@ -217,8 +237,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64) -> str:
-    """A checkpoint of one of `VARIANTS`."""
-    style, changes, options = VARIANTS[name]
+    """A checkpoint of one of `VARIANTS` or `PEAGLE`."""
+    style, changes, options = {**VARIANTS, **PEAGLE}[name]
     config = eagle3_config(target, style, **changes)
     tensors = eagle3_tensors(config, **options)
     made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
@@ -234,15 +254,18 @@ def forward(
     features: Tensor,
     tokens: Tensor,
     path: list[int],
-    taps: list[int] | None = None,
+    masks: int = 0,
 ) -> Tensor:
     """EAGLE-3 as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
+
+    P-EAGLE has mask slots after the text instead: logits [1 + masks, V or M].
 
     Args:
         embeddings: [V, H].
         features: [T, F] of the target, fused in the order of the config.
         tokens: [T] those after each position.
         path: of drafted tokens, ids of the target.
+        masks: how many mask slots.
     """
     layer = layer_of(config)
     first = "midlayer" if "midlayer.hidden_norm.weight" in weights else "layers.0"
@@ -257,6 +280,9 @@ def forward(
         out = x @ weights[f"{name}.weight"].T
         return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
 
+    if masks:
+        tokens = torch.cat([tokens, torch.full((masks,), config["mask_token_id"])])
+        features = torch.cat([features, weights["mask_hidden"].reshape(1, -1).expand(masks, -1)])
     if config.get("norm_before_fc"):
         features = norm(features, "input_norm")
     if config.get("fc_norm"):
@@ -301,9 +327,11 @@ def forward(
             x = x + project(act * project(inside, f"{name}.mlp.up_proj"), f"{name}.mlp.down_proj")
         return norm(x, "norm") if config.get("norm_output") else x
 
+    states: list[Tensor] = []
     for at, token in enumerate(tokens):
         state = one(token, fused[at], at, at)
-    states = [state]
+        states.append(state)
+    states = states[-1 - masks :]
     for step, token in enumerate(path):
         states.append(one(torch.tensor(token), states[-1], len(tokens) + step, len(tokens) - 1))
     out = torch.stack(states)

@@ -20,6 +20,11 @@ class DartConfig(DrafterConfig):
         hidden_size: H, the width of the target's LM head, which the drafter shares.
         own_lm_head: score tokens with an LM head of the head's own [V, H] ([M, H] of a draft vocabulary) instead of
             the target's.
+        embeddings: how tokens are read: "target", as the target itself embeds them; "table", by the rows of its table
+            alone, without the factors and norms that some families put after it; "own", by a table of the head's.
+        norm_before_residual: the first layer's residual is the normed feature, not the feature.
+        windows: per layer, how many positions of the text an entry sees, its own included; 0 is all, and an empty list
+            is all in every layer.
         double_norm: apply the final norm twice, as DART's released code does.
         embedding_size: E, the width of the target's token embeddings, which the drafter shares.
         feature_size: width of one target hidden state.
@@ -68,6 +73,9 @@ class DartConfig(DrafterConfig):
     changeable = (*DrafterConfig.changeable, "selector_rank", "selector_kind")
 
     own_lm_head: bool = False
+    embeddings: str = "target"
+    norm_before_residual: bool = False
+    windows: list[int] | tuple[int, ...] = ()
     double_norm: bool = False
     num_layers: int = 1
     input_form: str = "pair"
@@ -91,6 +99,11 @@ class DartConfig(DrafterConfig):
         super().__post_init__(**kwargs)
         if not 1 <= self.num_layers <= MAX_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
+        if self.embeddings not in ("target", "table", "own"):
+            raise ValueError(f"embeddings is {self.embeddings!r}; give 'target', 'table' or 'own'.")
+        self.windows = list(self.windows)
+        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
+            raise ValueError(f"windows is {list(self.windows)}; give {self.num_layers} numbers of 0 or more, or none.")
         if self.block_attention not in ("causal", "bidirectional"):
             raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
         if self.input_form not in ("pair", "stream"):
@@ -145,8 +158,13 @@ class DartConfig(DrafterConfig):
     @property
     def needs(self) -> dict[str, int]:
         """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
-        needs = super().needs
-        return {name: size for name, size in needs.items() if name != "LM head width"} if self.own_lm_head else needs
+        own = {"LM head width": self.own_lm_head, "embedding width": self.embeddings == "own"}
+        return {name: size for name, size in super().needs.items() if not own.get(name, False)}
+
+    @property
+    def borrows_vocabulary(self) -> bool:
+        """Are tokens read through the target's embeddings?"""
+        return self.embeddings != "own"
 
     @property
     def stores_all_weights(self) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -21,15 +22,19 @@ from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.hub.download import weight_files
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
+from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import layer_count
 from hf_dart.trees.vocabulary import columns_of, vocabulary_hash
+
+_FIELDS = {one.name for one in fields(DartConfig)}
 
 Part = TypeVar("Part", bound=nn.Module)
 
@@ -65,12 +70,36 @@ _CARD = CardTexts(
 )
 
 
+def _reads(content: dict[str, Any]) -> str | None:
+    return eagle3_format(content) if is_peagle(content) else original_format(content)
+
+
+def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
+    """The fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has.
+
+    Raises:
+        ValueError: the head has parts that ours have not.
+    """
+    has = {
+        "norm_before_fc or fc_norm": given["fusion_norm"] != "none",
+        "a bias of fc": given["fusion_bias"],
+        "mlp_bias": given["mlp_bias"],
+        "rotations with a factor (yarn)": given["rope_scale"] != 1.0,
+    }
+    for what, applies in has.items():
+        if applies:
+            raise ValueError(f"This P-EAGLE head has {what}, which hf_dart reads in EAGLE-3 heads only; use another.")
+    # What P-EAGLE feeds back is nothing.
+    known = {name: value for name, value in given.items() if name in _FIELDS}
+    return {**known, "mask_mode": "peagle"}
+
+
 @register(
     "dart",
     config=DartConfig,
     trainer="hf_dart.training.trainers.dart:DartTrainer",
     variants={"edit": "hf_dart.training.trainers.edit:EditTrainer"},
-    reads=original_format,
+    reads=_reads,
     card=_CARD,
 )
 class DartHead(AdaptableHead, DartModel):
@@ -126,7 +155,10 @@ class DartHead(AdaptableHead, DartModel):
     def _from_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
     ) -> Self:
-        """Load a head in the format of DART's code, whose config.json holds `content`."""
+        """Load a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
+        if is_peagle(content):
+            fields_of = _peagle_fields
+            return load_published(cls, path, target, tokenizer, fields_of=fields_of, layers=str, **kwargs)
         if original_format(content) is None:
             return super()._from_published(path, content, target, tokenizer, **kwargs)
         if target is None:
@@ -154,7 +186,8 @@ class DartHead(AdaptableHead, DartModel):
         Raises:
             ValueError: the head does not fit the target, or a token of its own is none of the target's.
         """
-        if self.config.mask_token_id is not None and tokenizer is not None:
+        ours = self.config.origin is None  # what others published works as it is
+        if self.config.mask_token_id is not None and tokenizer is not None and ours:
             check_unused(self.config.mask_token_id, tokenizer, target.get_input_embeddings().num_embeddings)
         super().bind(target, tokenizer)
         if self.draft_vocabulary is not None:
@@ -268,7 +301,7 @@ class DartHead(AdaptableHead, DartModel):
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         end = state.reach(max(queries, block))
         rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
-        mask = self._mask(state.lengths + counts, positions, end)
+        masks = self._masks(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
 
             def remember(
@@ -278,15 +311,18 @@ class DartHead(AdaptableHead, DartModel):
                 keys, values = state.write(first, key, positions), state.write(first + 1, value, positions)
                 return keys[:, :, :end], values[:, :, :end]
 
-            x = residual = layer(x, residual, rotation, mask, remember, context)
+            x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember, context)
         return self.final(x)
 
-    def _mask(self, block: Tensor, positions: Tensor, end: int) -> Tensor:
+    def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
         """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.
 
         Args:
             block: [B] position of the first mask slot. In bidirectional heads, the slots from there on see each
                 other in both directions. Injected features, the second half, lie in front of it.
+
+        Returns:
+            One per layer, or one for all.
         """
         keys_at = torch.arange(end, device=positions.device)
         seen = mask = keys_at <= positions[..., None]
@@ -295,7 +331,12 @@ class DartHead(AdaptableHead, DartModel):
             block_end = block[:, None, None] + self.config.draft_slots
             inside = (positions[..., None] >= block[:, None, None]) & (positions[..., None] < block_end)
             mask = mask | (inside & ~before & (keys_at < block_end))
-        return (torch.cat([mask, seen & before], dim=-1) if self.config.inject_features else mask)[:, None]
+        ages = positions[..., None] - keys_at
+        windows = self.config.windows or [0]
+        masks = [mask & (~before | (ages < window)) if window else mask for window in windows]
+        if self.config.inject_features:
+            masks = [torch.cat([one, seen & before], dim=-1) for one in masks]
+        return [one[:, None] for one in masks]
 
     # ---- other parts --------------------------------------------------------------------------------
 

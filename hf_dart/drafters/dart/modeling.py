@@ -97,6 +97,9 @@ class DartModel(DraftNetwork):
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         scored = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
+        own = config.embeddings == "own"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
+        self.reads_rows = config.embeddings == "table"
         self.selector = BigramSelector(config) if config.selector_rank else None
         self.editor = Editor(config) if config.editor else None
         size = config.draft_vocab_size
@@ -145,7 +148,8 @@ class DartModel(DraftNetwork):
             stream = fused + self.embedding_projection(token)
             return Entries(stream, stream, context)
         assert known is not None
-        return Entries(torch.cat([token, known], dim=-1), fused, context)
+        residual = known if self.config.norm_before_residual else fused
+        return Entries(torch.cat([token, known], dim=-1), residual, context)
 
     def slot_inputs(self, batch: int, count: int) -> Entries:
         """What the layers read in mask slots, which are all alike: [B, count, ...].
@@ -198,6 +202,8 @@ class DartModel(DraftNetwork):
         Returns:
             Hidden states [B, T + M or W, H] after the final norm; [1 + R, B, T + M, H] with `edits`.
         """
+        if any(self.config.windows):
+            raise ValueError("This head's layers see a window of the text, and are trained by the code that made them.")
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
         x, residual, context = self.inputs(features, next_embeddings).followed_by(slots)

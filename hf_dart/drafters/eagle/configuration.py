@@ -72,6 +72,7 @@ class EagleConfig(DrafterConfig):
             raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
         if not 1 <= self.num_layers <= _MOST_LAYERS:
             raise ValueError(f"num_layers is {self.num_layers}; give 1 to {_MOST_LAYERS}.")
+        self.windows = list(self.windows)
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise ValueError(f"windows is {list(self.windows)}; give {self.num_layers} numbers of 0 or more, or none.")
         for name, choices in _CHOICES.items():
