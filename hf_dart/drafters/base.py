@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import speculative_generate
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer, State
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.vocabulary import columns_of
 
 
 class Drafter(Proposer[State]):
@@ -39,3 +43,30 @@ class Drafter(Proposer[State]):
             ValueError: something was asked for that could not equal stock's output.
         """
         return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
+
+
+def pair_scores(
+    proposal: Proposal,
+    roots: Tensor,
+    candidates: Tensor,
+    scores: Tensor,
+    added: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """`Proposer.transitions` of drafters that score pairs of tokens.
+
+    Args:
+        proposal, roots, candidates, scores: as for `Proposer.transitions`.
+        added: what is added to logits, [B, d, J, K] of the hidden states [B, d, H], the candidates' logits [B, d, K],
+            the tokens in front [B, d, J], and the candidates [B, d, K], as tokens and as columns of the logits.
+    """
+    depth, width = candidates.shape[1:]
+    device, own = scores.device, proposal.hidden.device
+    roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
+    tokens = candidates.clamp(min=0)
+    in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
+    columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
+    logits = proposal.logits[:, :depth].gather(-1, columns)
+    delta = added(proposal.hidden[:, :depth], logits, in_front, tokens, columns).float()
+    # The candidates share out what the draft gave them together, again after each predecessor.
+    together = scores.logsumexp(-1, keepdim=True)[:, :, None]
+    return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)

@@ -130,7 +130,7 @@ def read_published(
     assert found is not None
     fields = Fields(content, f"{found.split(' ')[1]} head")
     speculators = "speculators_model_type" in content
-    layer = _speculators_layer(fields) if speculators else fields
+    layer = speculators_layer(fields) if speculators else fields
     nested = Fields({}, fields.kind) if speculators else fields.part("eagle_config")
     fields.given("speculators_model_type")
 
@@ -196,7 +196,7 @@ def read_published(
         "qk_norm": f"{first}.self_attn.q_norm.weight" in stored,
         "windows": _windows(layer, layers),
     }
-    described |= _from_speculators(fields) if speculators else {"draft_length": 7}
+    described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": 7}
     if is_peagle(content):
         described["mask_token_id"] = fields.integer("mask_token_id", 0, vocab_size - 1)
     fields.finish((*HARMLESS, *_REMARKS))
@@ -251,10 +251,10 @@ def read_weights(
     return _with_ascending_taps(weights, published.taps)
 
 
-def _speculators_layer(fields: Fields) -> Fields:
+def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
     """The fields of the layer. That format leaves out what its kind of layer has by default in transformers."""
     given = fields.part("transformer_layer_config")
-    kind = given.choice("model_type", tuple(_LAYERS), "qwen3")
+    kind = given.choice("model_type", kinds, "qwen3")
     known = {name: value for name in _LAYER_FIELDS if (value := given.given(name)) is not None}
     given.finish((*HARMLESS, *_REMARKS))
     try:
@@ -267,10 +267,10 @@ def _speculators_layer(fields: Fields) -> Fields:
     return Fields({name: whole[name] for name in _LAYER_FIELDS if whole.get(name) is not None}, given.kind)
 
 
-def _from_speculators(fields: Fields) -> dict[str, Any]:
-    """The draft length, and the target's name."""
+def read_speculators_config(fields: Fields, algorithms: tuple[str, ...]) -> dict[str, Any]:
+    """The draft length and the target's name, from `speculators_config`."""
     about = fields.part("speculators_config")
-    about.choice("algorithm", tuple(_SPECULATORS))
+    about.choice("algorithm", algorithms)
     about.given("default_proposal_method")
     verifier = about.part("verifier")
     name = verifier.given("name_or_path")

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import MODES
 from support.compare import assert_identical, run, tally
-from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, save
+from support.guests import ASSISTANT, ZLAB, dflash_config, dflash_drafter, dflash_tensors, published, save
 from support.tiny import prompts, tiny_target
 from torch import Tensor
 from transformers import DynamicCache, MuseGlimmerAssistantConfig
@@ -54,78 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
 @pytest.fixture
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-def published(config: dict[str, Any], weights: dict[str, Tensor], features: Tensor, block: Tensor) -> Tensor:
-    """z-lab's DFlash as its paper and code define it: features [T, F], block embeddings [n, H] to hidden [n, H]."""
-    text, size, heads = len(features), config["head_dim"], config["num_attention_heads"]
-    inner, count = config["dflash_config"], config["num_hidden_layers"]
-    at = torch.arange(text + len(block))
-    cos, sin = published_rotation(config, at)
-
-    def norm(x: Tensor, name: str) -> Tensor:
-        variance = x.float().pow(2).mean(-1, keepdim=True)  # as Qwen3, in fp32
-        return weights[f"{name}.weight"] * (x.float() * torch.rsqrt(variance + config["rms_norm_eps"])).to(x.dtype)
-
-    def project(x: Tensor, name: str) -> Tensor:
-        out = x @ weights[f"{name}.weight"].T
-        return out + weights[f"{name}.bias"] if f"{name}.bias" in weights else out
-
-    def rotate(x: Tensor, positions: Tensor) -> Tensor:  # [n, heads, size]
-        half = torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
-        return x * cos[positions][:, None] + half * sin[positions][:, None]
-
-    known, x = norm(project(features, "fc"), "hidden_norm"), block
-    for index in range(count):
-        name = f"layers.{index}"
-        kinds = config.get("layer_types")
-        windowed = config.get("use_sliding_window") and index >= config["max_window_layers"]
-        slides = kinds[index] == "sliding_attention" if kinds else windowed
-        causal = config.get("is_causal", inner.get("causal", slides))
-        normed = norm(x, f"{name}.input_layernorm")
-        both = torch.cat([known, normed])
-        query = norm(project(normed, f"{name}.self_attn.q_proj").view(len(block), -1, size), f"{name}.self_attn.q_norm")
-        key = norm(project(both, f"{name}.self_attn.k_proj").view(len(both), -1, size), f"{name}.self_attn.k_norm")
-        value = project(both, f"{name}.self_attn.v_proj").view(len(both), -1, size)
-        query, key = rotate(query, at[text:]), rotate(key, at)
-        mixed = torch.zeros_like(query)
-        for place in range(len(block)):
-            seen = torch.ones(len(both), dtype=torch.bool)
-            distance = text + place - at
-            if causal:
-                seen &= distance >= 0
-            if slides:
-                seen &= (distance < config["sliding_window"]) & (-distance < config["sliding_window"])
-            for head in range(heads):
-                shared = head // (heads // config["num_key_value_heads"])
-                scores = key[seen, shared] @ query[place, head] / size**0.5
-                mixed[place, head] = scores.softmax(-1) @ value[seen, shared]
-        x = x + project(mixed.flatten(1), f"{name}.self_attn.o_proj")
-        inside = norm(x, f"{name}.post_attention_layernorm")
-        act = torch.nn.functional.gelu if config["hidden_act"] == "gelu" else torch.nn.functional.silu
-        x = x + project(act(project(inside, f"{name}.mlp.gate_proj")) * project(inside, f"{name}.mlp.up_proj"),
-                        f"{name}.mlp.down_proj")  # fmt: skip
-    return norm(x, "norm")
-
-
-def published_rotation(config: dict[str, Any], at: Tensor) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, head_dim], by the formulas of transformers' rope kinds."""
-    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
-    theta, size = rope.get("rope_theta") or config["rope_theta"], config["head_dim"]
-    frequencies = 1.0 / (theta ** (torch.arange(0, size, 2).float() / size))
-    scale = 1.0
-    if rope.get("rope_type", "default") != "default":
-        from transformers import Qwen3Config
-        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
-
-        full = Qwen3Config(
-            head_dim=size, max_position_embeddings=config["max_position_embeddings"],
-            rope_parameters={**rope, "rope_theta": theta},
-        )  # fmt: skip
-        frequencies, scale = ROPE_INIT_FUNCTIONS[rope["rope_type"]](full, torch.device("cpu"))
-    angles = at[:, None].float() * frequencies
-    angles = torch.cat([angles, angles], -1)
-    return (angles.cos() * scale).double(), (angles.sin() * scale).double()
 
 
 def drafted_in_pieces(drafter: DFlashDrafter, features: Tensor, tokens: Tensor, lengths: list[int]) -> Tensor:

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.dart.adaptable import AdaptableHead
 from hf_dart.drafters.dart.configuration import DartConfig
@@ -32,7 +33,7 @@ from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import layer_count
-from hf_dart.trees.vocabulary import columns_of, vocabulary_hash
+from hf_dart.trees.vocabulary import vocabulary_hash
 
 _FIELDS = {one.name for one in fields(DartConfig)}
 
@@ -272,19 +273,12 @@ class DartHead(AdaptableHead, DartModel):
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
         if self.selector is None:
             return None
-        depth, width = candidates.shape[1:]
-        device, own = scores.device, proposal.hidden.device
-        roots, candidates, scores = roots.to(own), candidates.to(own), scores.to(own)
-        tokens = candidates.clamp(min=0)
-        in_front = torch.cat([roots[:, None, None].expand(-1, 1, width), tokens[:, :-1]], dim=1)
-        columns = tokens if proposal.vocabulary is None else columns_of(tokens, proposal.vocabulary, 0)
-        logits = proposal.logits[:, :depth].gather(-1, columns)
-        delta = self.selector.lookup(
-            proposal.hidden[:, :depth], logits, self.shared.embeddings, in_front, tokens
-        ).float()
-        # The candidates share out what the draft gave them together, again after each predecessor.
-        together = scores.logsumexp(-1, keepdim=True)[:, :, None]
-        return ((scores[:, :, None] + delta).log_softmax(-1) + together).to(device)
+        selector = self.selector
+
+        def added(hidden: Tensor, logits: Tensor, in_front: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:
+            return selector.lookup(hidden, logits, self.shared.embeddings, in_front, tokens)
+
+        return pair_scores(proposal, roots, candidates, scores, added)
 
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))

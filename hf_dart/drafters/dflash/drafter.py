@@ -10,6 +10,7 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,18 +21,23 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
-from hf_dart.drafters.dflash.modeling import DFlashModel
+from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.download import checkpoint_config, weight_files
-from hf_dart.interop.checkpoint import read_tensors
+from hf_dart.interop.checkpoint import read_tensors, weight_shapes
+from hf_dart.interop.eagle3 import draft_tokens
 from hf_dart.target.devices import as_dtype, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
+
+# Rows per token of the draft vocabulary.
+_PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
 
 
 @register("dflash", reads=dflash_format)
@@ -78,13 +84,30 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         config = DFlashConfig.read(checkpoint_config(path, **where))
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
-        theirs = {name: _published_name(name, config.names) for name in drafter.state_dict()}
+        files = weight_files(path, **where)
+        stored = weight_shapes(files, path)
+        theirs = {name: _published_name(name, config.names, stored) for name in drafter.state_dict()}
         shapes = {theirs[name]: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-        tensors = read_tensors(weight_files(path, **where), path, shapes)
-        drafter.load_state_dict({name: tensors[theirs[name]] for name in theirs}, assign=True)
+        scored = config.draft_vocab_size
+        if scored is not None and config.vocab_size is not None:
+            shapes |= {"d2t": (scored,), "t2d": (config.vocab_size,)}
+        tensors = read_tensors(
+            files,
+            path,
+            shapes,
+            ignored=[name for name in stored if name.startswith(config.ignored)],
+            dtypes={"d2t": torch.int64, "t2d": torch.bool},
+        )
+        weights = {name: tensors[theirs[name]] for name in theirs}
+        if scored is not None and config.vocab_size is not None:
+            tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], config.vocab_size)
+            drafter.draft_vocabulary = tokens
+            for name in weights.keys() & _PER_TOKEN:
+                weights[name] = weights[name][rows]
+        drafter.load_state_dict(weights, assign=True, strict=False)
         drafter.requires_grad_(False)
         drafter.name_or_path = path
-        saved = next(iter(tensors.values())).dtype
+        saved = tensors[theirs["fc.weight"]].dtype
         wanted = saved if wanted == "auto" else wanted
         if target is None:
             return drafter.to(dtype=wanted or saved).eval()
@@ -103,7 +126,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
 
     @property
     def draft_length(self) -> int:
-        return min(self.config.block_size - 1, MAX_DRAFT_LENGTH)
+        return min(self.config.block_size - int(not self.config.anchor_predicts), MAX_DRAFT_LENGTH)
 
     @property
     def feature_layers(self) -> list[int]:
@@ -118,7 +141,9 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         return rows.to(self.fc.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states [..., H] to logits [..., V] of the target's own LM head."""
+        """Hidden states [..., H] to logits [..., V] of the target's LM head, or [..., M] of the drafter's own."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
         lm_head, cap = self.shared.lm_head, self.config.logit_cap
         dtype = lm_head.weight.dtype
         logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.config.logit_scale
@@ -148,20 +173,33 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
         # Where no entry sees those after it, a shorter draft is the beginning of the longer one.
-        entries = depth + 1 if all(layer.causal for layer in self.stack) else self.config.block_size
+        first = int(not self.config.anchor_predicts)
+        entries = depth + first if all(layer.causal for layer in self.stack) else self.config.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
         masked = next_tokens.new_full((len(next_tokens), entries - 1), self.config.mask_token_id)
         x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
         positions, slots, end = self._places(state, entries)
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
         for index, layer in enumerate(self.stack):
-            normed = layer.input_layernorm(x)
-            memory = self._remember(state, index, layer.self_attn.keys_and_values(normed, rotation), slots)
-            keys, values = (buffer[:, :, :end] for buffer in memory)
-            x = x + layer.self_attn(normed, rotation, keys, values, layer.sees(positions, slots_at))
-            x = x + layer.mlp(layer.post_attention_layernorm(x))
-        hidden = self.norm(x)[:, 1 : depth + 1]
-        return Proposal(self.logits(hidden), hidden)
+
+            def attention(normed: Tensor, index: int = index, layer: DFlashLayer = layer) -> Tensor:
+                memory = self._remember(state, index, layer.self_attn.keys_and_values(normed, rotation), slots)
+                keys, values = (buffer[:, :, :end] for buffer in memory)
+                return layer.self_attn(normed, rotation, keys, values, layer.sees(positions, slots_at))
+
+            x = layer(x, attention)
+        hidden = self.norm(x)[:, first : depth + first]
+        return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        if self.selector is None:
+            return None
+        selector = self.selector
+
+        def added(hidden: Tensor, logits: Tensor, in_front: Tensor, tokens: Tensor, columns: Tensor) -> Tensor:
+            return selector(hidden, in_front, columns)
+
+        return pair_scores(proposal, roots, candidates, scores, added)
 
     def _places(self, state: SlotState, entries: int) -> tuple[Tensor, Tensor | int, int]:
         """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""
@@ -191,6 +229,8 @@ def _check_mask_token(token: int, tokenizer: Any) -> None:
         )
 
 
-def _published_name(name: str, names: dict[str, str]) -> str:
+def _published_name(name: str, names: dict[str, str], stored: Mapping[str, Any]) -> str:
     module, _, rest = name.partition(".")
-    return f"{names.get(module, module)}.{rest}"
+    theirs = f"{names.get(module, module)}.{rest}"
+    # Codebooks are plain tensors in z-lab's files, and those of embeddings in what its code writes.
+    return f"{theirs}.weight" if theirs not in stored and f"{theirs}.weight" in stored else theirs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import cast
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
 from hf_dart.drafters.dflash.configuration import DFlashConfig
+from hf_dart.drafters.dflash.selectors import BlockConvolution, MarkovSelector, PairSelector
 from hf_dart.drafters.layers import attend
 
 Rotation = tuple[Tensor, Tensor]
@@ -60,11 +62,23 @@ class DFlashLayer(nn.Module):
     def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
         super().__init__()
         shape = config.backbone
-        self.causal, self.reach = causal, reach
+        self.causal, self.reach, self.reach_of_block = causal, reach, config.reach_of_block
         self.input_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.self_attn = DFlashAttention(config)
         self.post_attention_layernorm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.mlp = Qwen3MLP(shape)
+        width, convolution = shape.hidden_size, config.convolution
+        self.attention_conv = None if convolution is None else BlockConvolution(width, *convolution)
+        self.mlp_conv = None if convolution is None else BlockConvolution(width, *convolution)
+
+    def forward(self, x: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
+        """The layer over a block [B, Q, H].
+
+        Args:
+            attention: of normed entries, from which their keys and values are made too, to what they attend to.
+        """
+        x = x + _convolved(self.attention_conv, attention, self.input_layernorm(x))
+        return x + _convolved(self.mlp_conv, self.mlp, self.post_attention_layernorm(x))
 
     def sees(self, queries_at: Tensor, keys_at: Tensor) -> Tensor:
         """[B, Q] and [S] positions to [B, 1, Q, S] bool: which keys up to the block's end a query sees."""
@@ -72,13 +86,26 @@ class DFlashLayer(nn.Module):
         mask = keys_at <= queries_at[:, -1:, None]
         if self.causal:
             mask = mask & (distance >= 0)
-        if self.reach is not None:
+        if self.reach is not None and self.reach_of_block:
+            mask = mask & (queries_at[:, :1, None] - keys_at <= self.reach)
+        elif self.reach is not None:
             mask = mask & (distance.abs() <= self.reach)
         return mask.expand(distance.shape)[:, None]
 
 
+def _convolved(convolution: BlockConvolution | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """A part of a layer over x [B, Q, H], between the convolutions of the block if there are any."""
+    if convolution is None:
+        return part(x)
+    x, given = convolution.before(x)
+    return convolution.after(part(x), given)
+
+
 class DFlashModel(nn.Module):
     """The modules of a [`DFlashDrafter`]."""
+
+    draft_vocabulary: Tensor | None
+    """[M] ids of the tokens that its logits are about, ascending; None for all."""
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__()
@@ -88,6 +115,10 @@ class DFlashModel(nn.Module):
         self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
         self.layers = nn.ModuleList(DFlashLayer(config, *attending) for attending in config.layers)
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
+        scored = config.draft_vocab_size
+        self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
+        self.register_buffer("draft_vocabulary", None)
+        self.selector = None if config.selector is None else _selector(config, *config.selector)
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)
@@ -105,3 +136,12 @@ class DFlashModel(nn.Module):
     def stack(self) -> list[DFlashLayer]:
         """The decoder layers."""
         return cast("list[DFlashLayer]", list(self.layers))
+
+
+def _selector(config: DFlashConfig, kind: str, rank: int) -> PairSelector | MarkovSelector:
+    vocabulary = config.vocab_size
+    assert vocabulary is not None  # the formats that have selectors say it
+    scored = config.draft_vocab_size or vocabulary
+    if kind == "pairs":
+        return PairSelector(config.hidden_size, vocabulary, scored, rank)
+    return MarkovSelector(config.hidden_size, vocabulary, scored, rank, gated=kind == "gated")

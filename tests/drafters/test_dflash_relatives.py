@@ -1,0 +1,105 @@
+"""JetSpec, DFlash2, DSpark, and DFlash as speculators saves it: drafted as they are published, and exact."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.attacks import changed, damaged, seeds, survives
+from support.cases import GREEDY, SAMPLED, batch
+from support.compare import assert_identical, tally
+from support.guests import published
+from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
+from support.tiny import prompts, tiny_target
+
+from hf_dart import DFlashDrafter, TreeConfig
+from hf_dart.drafters.registry import load_drafter
+from hf_dart.target.features import features_request, gather_features
+
+EXACT = tally("float64, relatives of DFlash")
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("qwen3", num_hidden_layers=8)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", VARIANTS)
+def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -> None:
+    drafter = load_drafter(relative(tmp_path, target, name), target=target)
+    assert isinstance(drafter, DFlashDrafter)
+    config = relative_config(target, name)
+    weights = relative_tensors(config, name)
+    kind = VARIANTS[name][1]
+    if name == "DFlash, no taps named":
+        assert drafter.feature_layers == [2, 6]
+    ids = prompts([10])["input_ids"]
+    outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(drafter.feature_layers))
+    features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
+    state = drafter.begin(1, 4)
+    drafter.extend(state, features[:, :4], ids[:, 1:5], torch.tensor([4]))
+    proposal = drafter.propose(state, features[:, 4:], ids[:, 5:], torch.tensor([5]))
+    block = torch.cat([ids[0, -1:], torch.full((config["block_size"] - 1,), 47)])
+    if config.get("sliding_window_non_causal"):
+        config["is_causal"] = False
+    hidden = published(config, weights, features[0], target.get_input_embeddings()(block))
+    hidden = hidden if kind == "dspark" else hidden[1:]
+    head = weights.get("lm_head.weight", target.lm_head.weight)
+    assert len(hidden) == drafter.draft_length
+    torch.testing.assert_close(proposal.logits[0], hidden @ head.T, rtol=1e-9, atol=1e-7)
+    candidates = torch.stack([ids[0, :4]] * len(hidden))[None]
+    if drafter.draft_vocabulary is not None:
+        candidates = drafter.draft_vocabulary[candidates.clamp(max=19)]
+    scores = torch.zeros(candidates.shape, dtype=torch.float64)
+    table = drafter.transitions(proposal, ids[:, -1], candidates, scores)
+    if kind == "dflash":
+        assert table is None
+        return
+    assert table is not None
+    root = int(ids[0, -1])
+    for depth in range(len(hidden)):
+        for place, previous in enumerate(candidates[0, depth - 1].tolist() if depth else [root] * 4):
+            added = torch.stack([
+                pair_score(weights, hidden[depth], previous, column)
+                for column in (candidates[0, depth].tolist() if drafter.draft_vocabulary is None
+                               else torch.searchsorted(drafter.draft_vocabulary, candidates[0, depth]).tolist())
+            ])  # fmt: skip
+            expected = added.log_softmax(-1) + torch.tensor(4.0).log()
+            torch.testing.assert_close(table[0, depth, place].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+QUICK = ("JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in VARIANTS]
+)
+def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
+    drafter = load_drafter(relative(tmp_path, target, name), target=target)
+    drafter.tree_config = TreeConfig(nodes=16)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, batch(4, "sdpa"), into=EXACT, **mode)
+
+
+@pytest.mark.parametrize("part", seeds(16, 600))
+@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark"])
+def test_files_under_attack(target: Any, tmp_path: Path, name: str, part: range) -> None:
+    folder = relative(tmp_path, target, name)
+    config, weights = json.loads((tmp_path / "config.json").read_text()), (tmp_path / "model.safetensors").read_bytes()
+    for seed in part:
+        (tmp_path / "config.json").write_text(changed(config, seed), encoding="latin1")
+        survives(lambda: load_drafter(folder, target=target))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for seed in part:
+        (tmp_path / "model.safetensors").write_bytes(damaged(weights, seed))
+        survives(lambda: load_drafter(folder, target=target))
+
+
+def test_the_runs_accepted_drafts() -> None:
+    if not EXACT.taus:
+        pytest.skip("none of the runs that this test adds up was selected")
+    assert EXACT.mean_tau > 1.3

@@ -1,0 +1,125 @@
+"""Tiny random checkpoints of DFlash's relatives, in z-lab's format and that of speculators, and what they score."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.eagle3 import SPECULATORS
+from support.guests import ZLAB, dflash_config, dflash_tensors, save
+
+DFLASH2 = {"conv_kernel_size": 2, "conv_group_size": 8, "selector_rank": 4, "selector_top_k": 6}
+_SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 5, "use_sliding_window": True}
+VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "JetSpec": (ZLAB, "dflash", {"dflash_config__causal_head": True, "dflash_config__target_hidden_size": 32}),
+    "DFlash, no taps named": (ZLAB, "dflash", {"dflash_config__target_layer_ids": None}),
+    "DFlash2": (ZLAB, "dflash2", {f"dflash_config__{name}": value for name, value in DFLASH2.items()}),
+    "DFlash2, sliding": (ZLAB, "dflash2", {**_SLIDING, **DFLASH2, "conv_kernel_size": 3}),
+    "DSpark": (ZLAB, "dspark", {"markov_rank": 4, "markov_head_type": "vanilla", "enable_confidence_head": True}),
+    "DSpark, gated": (ZLAB, "dspark", {"dflash_config__markov_rank": 4, "dflash_config__markov_head_type": "gated"}),
+    "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING}),
+    "speculators' DFlash, some tokens": (SPECULATORS, "dflash", {"draft_vocab_size": 20}),
+    "speculators' DFlash2": (SPECULATORS, "dflash2", {**_SLIDING, **DFLASH2}),
+    "speculators' DSpark": (SPECULATORS, "dspark", {**_SLIDING, "markov_rank": 4, "draft_vocab_size": 20}),
+}  # fmt: skip
+"""Format, kind, and changes of the config."""
+_NAMES = {"dflash": "DFlashDraftModel", "dflash2": "DFlash2DraftModel", "dspark": "DSparkDraftModel"}
+_LAYER = (
+    "attention_bias", "head_dim", "hidden_act", "hidden_size", "intermediate_size", "layer_types",
+    "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "num_key_value_heads", "rms_norm_eps",
+    "rope_theta", "sliding_window", "use_sliding_window", "vocab_size",
+)  # fmt: skip
+
+
+def relative_config(target: Any, name: str) -> dict[str, Any]:
+    """The config.json of one of `VARIANTS`, for a target of 8 layers; its layer's fields stand beside the others."""
+    style, kind, changes = VARIANTS[name]
+    taps = {} if "dflash_config__target_layer_ids" in changes else {"dflash_config__target_layer_ids": [1, 3, 4]}
+    config = dflash_config(target, ZLAB, architectures=[_NAMES[kind]], block_size=5, **{**taps, **changes})
+    if style == SPECULATORS:
+        for field in ("dflash_config", "max_window_layers", "num_target_layers", "auto_map", "rope_scaling"):
+            config.pop(field, None)
+        config |= {
+            "aux_hidden_state_layer_ids": [2, 4, 5],
+            "mask_token_id": 47,
+            "sample_from_anchor": kind == "dspark",
+            "sliding_window_non_causal": kind == "dflash2",
+            "speculators_config": {
+                "algorithm": kind,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 4}],
+                "verifier": {"architectures": [type(target).__name__], "name_or_path": "someone/target"},
+            },
+            "speculators_model_type": kind,
+            "speculators_version": "0.9.0",
+            "draft_vocab_size": config.get("draft_vocab_size", config["vocab_size"]),
+        }
+    return config
+
+
+def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[str, Tensor]:
+    """Random weights, in float64."""
+    kind = VARIANTS[name][1]
+    inner = config.get("dflash_config", {})
+    taps = inner.get("target_layer_ids", config.get("aux_hidden_state_layer_ids", [0, 0]))
+    tensors = dflash_tensors({**config, "dflash_config": {"target_layer_ids": taps}}, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def random(*shape: int) -> Tensor:
+        return 0.3 * torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    hidden, vocabulary = config["hidden_size"], config["vocab_size"]
+    scored = config.get("draft_vocab_size", vocabulary)
+    known = {**config, **inner}
+    if kind == "dflash2":
+        reach, group, rank = (known[name] for name in ("conv_kernel_size", "conv_group_size", "selector_rank"))
+        for index in range(config["num_hidden_layers"]):
+            for part in ("attention_conv", "mlp_conv"):
+                tensors[f"layers.{index}.{part}.base_kernel"] = random(2, reach, hidden)
+                rows = 2 * reach * hidden // group
+                tensors[f"layers.{index}.{part}.kernel_projection.weight"] = random(rows, hidden)
+        tensors["candidate_selector.hidden_projection.weight"] = random(rank, hidden)
+        tensors["candidate_selector.predecessor_codebook"] = 3 * random(vocabulary, rank)
+        tensors["candidate_selector.successor_codebook"] = 3 * random(vocabulary, rank)
+    if kind == "dspark":
+        rank = known["markov_rank"]
+        tensors["markov_head.markov_w1.weight"] = 3 * random(vocabulary, rank)
+        tensors["markov_head.markov_w2.weight"] = 3 * random(scored, rank)
+        tensors["confidence_head.proj.weight"] = random(1, hidden + rank)
+        tensors["confidence_head.proj.bias"] = random(1)
+        if known.get("markov_head_type") == "gated":
+            tensors["markov_head.gate_proj.weight"] = random(rank, hidden + rank)
+            tensors["markov_head.gate_proj.bias"] = random(rank)
+    if scored != vocabulary:
+        chosen = torch.randperm(vocabulary, generator=generator)[:scored].sort().values
+        tensors["lm_head.weight"] = random(scored, hidden)
+        tensors["d2t"] = chosen - torch.arange(scored)
+        tensors["t2d"] = torch.zeros(vocabulary, dtype=torch.bool).index_fill(0, chosen, True)
+    return tensors
+
+
+def relative(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64) -> str:
+    """A checkpoint of one of `VARIANTS`."""
+    config = relative_config(target, name)
+    tensors = relative_tensors(config, name)
+    saved = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+    if VARIANTS[name][0] == SPECULATORS:
+        layer = {field: config.pop(field) for field in _LAYER if field in config}
+        config["transformer_layer_config"] = {**layer, "model_type": config.pop("model_type")}
+    return save(folder, config, saved)
+
+
+def pair_score(weights: dict[str, Tensor], hidden: Tensor, previous: int, token: int) -> Tensor:
+    """What a relative adds to the logit of column `token` after the token `previous`, between hidden states [H]."""
+    if "candidate_selector.predecessor_codebook" in weights:
+        context = weights["candidate_selector.hidden_projection.weight"] @ hidden
+        before = weights["candidate_selector.predecessor_codebook"][previous] * context
+        return before @ weights["candidate_selector.successor_codebook"][token]
+    before = weights["markov_head.markov_w1.weight"][previous]
+    if "markov_head.gate_proj.weight" in weights:
+        gate = weights["markov_head.gate_proj.weight"] @ torch.cat([hidden, before])
+        before = before * torch.sigmoid(gate + weights["markov_head.gate_proj.bias"])
+    return before @ weights["markov_head.markov_w2.weight"][token]
