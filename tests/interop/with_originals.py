@@ -7,7 +7,9 @@ The first makes tiny random checkpoints in float32 and what hf_dart computes of 
 draft token after every beginning of a text, along the text itself. The second loads the same checkpoints as their own
 code does and prints, per checkpoint, the largest difference; it exits with 1 if one is above 1e-4. NAME is
 
-    speculators   `pip install speculators==0.9.0`: its EAGLE-3 and P-EAGLE
+    speculators   `pip install speculators==0.9.0`: its EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark
+    dflash        `pip install dflash==0.1.0 torch transformers`: z-lab's DFlash and DFlash2
+    jetspec       hao-ai-lab/JetSpec, whose clone is on PYTHONPATH, with torch and transformers: its draft head
     eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-3
 """
 
@@ -39,6 +41,7 @@ def write(folder: Path) -> None:
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")
+    write_relatives(folder, target)
     tokens = prompts([16], vocabulary=40)["input_ids"]
     for name in (*VARIANTS, *PEAGLE):
         place = folder / ("peagle" if name in PEAGLE else "eagle3") / name
@@ -59,6 +62,52 @@ def write(folder: Path) -> None:
             },
             place / "reference.safetensors",
         )
+
+
+def write_relatives(folder: Path, target: Any) -> None:
+    from support.relatives import VARIANTS, relative
+    from support.tiny import prompts
+
+    from hf_dart.drafters.registry import load_drafter
+    from hf_dart.target.features import features_request, gather_features
+
+    tokens = prompts([16], vocabulary=40)["input_ids"]
+    for name in VARIANTS:
+        place = folder / "relatives" / name
+        drafter = load_drafter(relative(place, target, name, dtype=torch.float32), target=target)
+        outputs = target(tokens, **features_request(drafter.feature_layers))
+        features = gather_features(outputs, drafter.feature_layers, tokens)
+        drafts = [pairs_after(drafter, features, tokens[0], text) for text in range(1, tokens.shape[1] - 5)]
+        save_file(
+            {
+                "features": features[0],
+                "tokens": tokens[0].clone(),
+                "embeddings": target.get_input_embeddings().weight.detach().clone(),
+                "lm_head": target.lm_head.weight.detach().clone(),
+                "logits": torch.stack(drafts),
+            },
+            place / "reference.safetensors",
+        )
+
+
+def pairs_after(drafter: Any, features: Tensor, tokens: Tensor, text: int) -> Tensor:
+    """Log-probabilities [d, M] after `text` positions, each after the token of the text in front of it.
+
+    Nan where the draft vocabulary lacks that token.
+    """
+    last = (features[:, :text], tokens[None, 1 : text + 1], torch.tensor([text]))
+    proposal = drafter.propose(drafter.begin(1, 4), *last)
+    depth, width = proposal.logits.shape[1:]
+    everything = torch.arange(width) if proposal.vocabulary is None else proposal.vocabulary
+    scores = proposal.logits.log_softmax(-1)
+    table = drafter.transitions(proposal, tokens[text, None], everything.expand(1, depth, -1), scores)
+    if table is None:
+        return scores[0]
+    rows = [table[0, 0, 0]]
+    for level in range(1, depth):
+        place = (everything == tokens[text + level]).nonzero()
+        rows.append(table[0, level, int(place[0])] if len(place) else torch.full((width,), torch.nan))
+    return torch.stack(rows)
 
 
 def after(drafter: Any, features: Tensor, tokens: Tensor, text: int, allowed: Tensor) -> Tensor:
@@ -175,6 +224,97 @@ def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     return torch.stack(drafts)
 
 
+def speculators_relative(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    from speculators.models.dflash2.core import DFlash2DraftModel
+    from speculators.models.dspark.core import DSparkDraftModel
+
+    model = speculators_model(folder, reference)
+    tokens, features = reference["tokens"], reference["features"]
+    if not model.use_draft_vocab:
+        model.lm_head.load_state_dict({"weight": reference["lm_head"]})
+    size, anchors = model.block_size, len(tokens) - model.block_size
+    hidden, logits, _, _, indices = model._backbone_forward(
+        features[None],
+        tokens[None],
+        torch.ones(1, len(tokens)),
+        torch.zeros(1, len(tokens), model.hidden_size),
+        torch.zeros(1, len(tokens), dtype=torch.long),
+        max_anchors=anchors,
+    )
+    logits, hidden = logits.view(anchors, size, -1), hidden.view(anchors, size, -1)
+    block = tokens[indices].view(anchors, size)
+    if isinstance(model, DFlash2DraftModel):
+        before = model._predecessor_ids(tokens[None], indices)
+        everything = torch.arange(logits.shape[-1]).expand(*logits.shape)
+        logits = model.candidate_selector.score_candidates(logits, hidden, before, everything)
+    if isinstance(model, DSparkDraftModel):
+        logits = logits + model.markov_head.block_bias(prev_token_ids=block, hidden_states=hidden)
+    first = 0 if model.config.sample_from_anchor else 1
+    return logits[1:, first:]  # the first block has no text in front of it
+
+
+def zlab(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    from dflash import model as code
+    from transformers import Qwen3Config
+
+    content = json.loads((folder / "config.json").read_text())
+    tokens = reference["tokens"]
+    kind = code.DFlash2DraftModel if content["architectures"] == ["DFlash2DraftModel"] else code.DFlashDraftModel
+    # Its selector looks at the best candidates only; here at all.
+    inner = content["dflash_config"]
+    (inner if "selector_top_k" in inner else content)["selector_top_k"] = content["vocab_size"]
+    model = kind.from_pretrained(folder, config=Qwen3Config(**content), dtype=torch.float32).eval()
+    head = torch.nn.Linear(*reference["lm_head"].shape[::-1], bias=False)
+    head.load_state_dict({"weight": reference["lm_head"]})
+    drafts = []
+    for text in range(1, len(reference["logits"]) + 1):
+        hidden = block_states(model, reference, text, model.block_size, model.mask_token_id)[:, 1:]
+        if kind is code.DFlashDraftModel:
+            drafts.append(model.compute_logits(hidden, head)[0].log_softmax(-1))
+            continue
+        seen: list[Tensor] = []
+        path = iter(tokens[text + 1 :].tolist())
+        unary = model.compute_logits(hidden, head)
+        order = torch.topk(unary, unary.shape[-1], dim=-1, sorted=False).indices[0]
+
+        def along(
+            chances: Tensor, seen: list[Tensor] = seen, path: Iterator[int] = path, order: Tensor = order
+        ) -> Tensor:
+            """In place of drawing: the token of the text."""
+            seen.append(chances)
+            return (order[len(seen) - 1] == next(path)).nonzero()[:, 0]
+
+        code._sample_probs, draw = along, code._sample_probs
+        try:
+            model.propose(hidden, tokens[text, None], head, 1.0)
+        finally:
+            code._sample_probs = draw
+        rows = torch.zeros(len(seen), unary.shape[-1])
+        drafts.append(rows.scatter(1, order, torch.cat(seen)).log())
+    return torch.stack(drafts)
+
+
+def jetspec(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    from jetspec.models.draft_head import load_draft_head
+
+    model = load_draft_head(str(folder), device="cpu", dtype=torch.float32)
+    drafts = []
+    for text in range(1, len(reference["logits"]) + 1):
+        hidden = block_states(model, reference, text, model.block_size, model.mask_token_id)[:, 1:]
+        drafts.append((hidden @ reference["lm_head"].T)[0])
+    return torch.stack(drafts)
+
+
+def block_states(model: Any, reference: dict[str, Tensor], text: int, size: int, mask: int) -> Tensor:
+    """[1, size, H] of a block after `text` positions, as both projects call their model."""
+    block = torch.cat([reference["tokens"][text, None], torch.full((size - 1,), mask)])
+    return model(
+        target_hidden=reference["features"][None, :text],
+        noise_embedding=reference["embeddings"][block][None],
+        position_ids=torch.arange(text + size)[None],
+    )
+
+
 Original = tuple[str, Callable[[str], bool], Callable[[Path, dict[str, Tensor]], Tensor]]
 # That of SafeAILab knows neither names of other projects nor scaled rotations other than linear ones.
 _SAFEAILAB = ("original", "original, draft vocabulary", "original, linear", "original, a table of its own")
@@ -182,7 +322,10 @@ ORIGINALS: dict[str, list[Original]] = {
     "speculators": [
         ("eagle3", lambda name: name.startswith("speculators"), speculators_eagle3),
         ("peagle", lambda name: True, speculators_peagle),
+        ("relatives", lambda name: name.startswith("speculators"), speculators_relative),
     ],
+    "dflash": [("relatives", lambda name: name.startswith("DFlash"), zlab)],
+    "jetspec": [("relatives", lambda name: name == "JetSpec", jetspec)],
     "eagle": [("eagle3", lambda name: name in _SAFEAILAB, safeailab_eagle3)],
 }
 
@@ -199,7 +342,7 @@ def compare(folder: Path, name: str) -> Iterator[float]:
         reference = load_file(place / "reference.safetensors")
         ours = reference["logits"]
         theirs = compute(place, reference)[: len(ours)].log_softmax(-1)
-        drawn = ~theirs.isnan().any(-1)
+        drawn = ~(theirs + ours).isnan().any(-1)
         difference = float((ours - theirs)[drawn].abs().max())
         print(f"{place.name}: {int(drawn.sum())} distributions, largest difference {difference:.1e}")
         yield difference
