@@ -7,7 +7,8 @@ The first makes tiny random checkpoints in float32 and what hf_dart computes of 
 draft token after every beginning of a text, along the text itself. The second loads the same checkpoints as their own
 code does and prints, per checkpoint, the largest difference; it exits with 1 if one is above 1e-4. NAME is
 
-    speculators   `pip install speculators==0.9.0`: its EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark
+    speculators   `pip install speculators==0.9.0`: its EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, and P-EAGLE heads
+                  of ours as `hf-dart convert --to vllm` writes them
     dflash        `pip install dflash==0.1.0 torch transformers`: z-lab's DFlash and DFlash2
     jetspec       hao-ai-lab/JetSpec, whose clone is on PYTHONPATH, with torch and transformers: its draft head
     eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-3
@@ -28,14 +29,21 @@ from torch import Tensor
 
 TOLERANCE = 1e-4
 DEPTH = 4
+WRITTEN: dict[str, dict[str, Any]] = {
+    "one layer": {},
+    "three layers": {"num_layers": 3, "draft_vocabulary": list(range(1, 48, 2))},
+}
+"""Heads of ours that `hf-dart convert --to vllm` writes."""
 
 
 @torch.no_grad()
 def write(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
     from support.eagle3 import PEAGLE, VARIANTS, variant
+    from support.heads import peagle_head
     from support.tiny import prompts, tiny_target
 
+    from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.drafters.registry import load_drafter
     from hf_dart.target.features import features_request, gather_features
 
@@ -43,10 +51,15 @@ def write(folder: Path) -> None:
     target.save_pretrained(folder / "target")
     write_relatives(folder, target)
     tokens = prompts([16], vocabulary=40)["input_ids"]
-    for name in (*VARIANTS, *PEAGLE):
-        place = folder / ("peagle" if name in PEAGLE else "eagle3") / name
-        drafter = load_drafter(variant(place, target, name, dtype=torch.float32), target=target)
-        drafter.beam = 1
+    for name in (*VARIANTS, *PEAGLE, *WRITTEN):
+        kind = "written" if name in WRITTEN else "peagle" if name in PEAGLE else "eagle3"
+        place = folder / kind / name
+        if name in WRITTEN:
+            drafter: Any = peagle_head(target, **WRITTEN[name])
+            write_vllm(drafter, place, target=target, verifier=str(folder / "target"))
+        else:
+            drafter = load_drafter(variant(place, target, name, dtype=torch.float32), target=target)
+            drafter.beam = 1
         config = json.loads((place / "config.json").read_text())
         taps = config.get("eagle_aux_hidden_state_layer_ids") or drafter.feature_layers
         outputs = target(tokens[:, :-1], **features_request(list(range(9))))
@@ -322,6 +335,7 @@ ORIGINALS: dict[str, list[Original]] = {
     "speculators": [
         ("eagle3", lambda name: name.startswith("speculators"), speculators_eagle3),
         ("peagle", lambda name: True, speculators_peagle),
+        ("written", lambda name: True, speculators_peagle),
         ("relatives", lambda name: name.startswith("speculators"), speculators_relative),
     ],
     "dflash": [("relatives", lambda name: name.startswith("DFlash"), zlab)],
@@ -344,7 +358,8 @@ def compare(folder: Path, name: str) -> Iterator[float]:
         theirs = compute(place, reference)[: len(ours)].log_softmax(-1)
         drawn = ~(theirs + ours).isnan().any(-1)
         difference = float((ours - theirs)[drawn].abs().max())
-        print(f"{place.name}: {int(drawn.sum())} distributions, largest difference {difference:.1e}")
+        count = f"{int(drawn.sum())} distributions"
+        print(f"{place.parent.name}, {place.name}: {count}, largest difference {difference:.1e}")
         yield difference
 
 
