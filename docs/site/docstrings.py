@@ -33,6 +33,8 @@ def _objects(module: Any) -> Any:
 def _linked(text: str, paths: dict[str, list[str]]) -> str:
     def link(found: re.Match[str]) -> str:
         places = [path for path in paths.get(found[1].rpartition(".")[2], ()) if path.endswith(found[1])]
-        return f"[`{found[1]}`][{places[0]}]" if len(places) == 1 else f"`{found[1]}`"
+        if len(places) != 1:
+            return f"`{found[1]}`"
+        return f'<autoref identifier="{places[0]}" optional><code>{found[1]}</code></autoref>'
 
     return re.sub(r"\[`([\w.]+)`\](?![\[(])", link, text)

@@ -124,6 +124,7 @@ _INTERFACES = {
         "hf_dart.drafters.pretrained.PretrainedDrafter",
         "hf_dart.drafters.base_config.DrafterConfig",
         "hf_dart.drafters.registry.register",
+        "hf_dart.training.trainers.base.DrafterTrainer",
         "hf_dart.hub.kinds.CardTexts",
     ),
     "N-gram tables": ("hf_dart.trees.ngram.build.build", "hf_dart.trees.ngram.build.merge"),
@@ -133,8 +134,8 @@ _INTERFACES = {
 
 
 def _names(package: str, names: Iterable[str]) -> str:
-    """A page with an entry for every public name of a package."""
-    shown = [name for name in names if not name.startswith("__")]
+    """A page with an entry for every public name of a package, functions first."""
+    shown = sorted((name for name in names if not name.startswith("__")), key=lambda name: (name[0].isupper(), name))
     return "\n\n".join([f"# {package}", *(f"::: {package}.{name}" for name in shown)])
 
 
@@ -182,7 +183,7 @@ def _options(parser: argparse.ArgumentParser) -> str:
         value = "" if action.nargs == 0 else formatter._format_args(action, _metavar(action))
         names = ", ".join(action.option_strings)
         said = formatter._expand_help(action) if action.help else ""
-        rows.append(f"| `{_cell(f'{names} {value}'.strip())}` | {_cell(said)} |")
+        rows.append(f"| <code>{_cell(f'{names} {value}'.strip())}</code> | {_cell(said)} |")
     return "\n".join(rows) if len(rows) > 2 else ""
 
 
@@ -191,7 +192,8 @@ def _metavar(action: argparse.Action) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.split()).replace("|", "\\|").replace("<", "&lt;")
+    escapes = {"|": "\\|", "<": "&lt;", "{": "&#123;"}  # no table cell, no tag, no attributes
+    return " ".join(text.split()).translate(str.maketrans(escapes))
 
 
 def _recipe() -> str:
@@ -220,7 +222,7 @@ def _recipe() -> str:
 def _keys(actions: Iterable[argparse.Action]) -> str:
     rows = ["| key | default | |", "|---|---|---|"]
     for action in actions:
-        default = "" if action.default in (None, argparse.SUPPRESS) else f"`{_cell(str(action.default))}`"
+        default = "" if action.default in (None, argparse.SUPPRESS) else f"<code>{_cell(str(action.default))}</code>"
         choices = f" One of {', '.join(f'`{one}`' for one in action.choices)}." if action.choices else ""
         rows.append(f"| `{action.dest}` | {default} | {_cell(action.help or '')}{choices} |")
     return "\n".join(rows)

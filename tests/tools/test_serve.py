@@ -2,48 +2,23 @@
 
 from __future__ import annotations
 
-import socket
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 import torch
-import uvicorn
 
 from hf_dart import attach, detach
-from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.cli.serve import build_app
+from hf_dart.bench.pair import Pair
 
 PROMPT = "import os\nimport sys\n\n\ndef main():\n"
-TEMPLATE = "{% for message in messages %}# {{ message['content'] }}\n{% endfor %}"
 
 
 @pytest.fixture(scope="module")
-def pair() -> Pair:
-    pair = load_pair()
-    pair.tokenizer.chat_template = TEMPLATE
-    return pair
-
-
-@pytest.fixture(scope="module")
-def client(pair: Pair) -> Iterator[Any]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(build_app(pair), host="127.0.0.1", port=port, log_level="error"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    try:
-        while not server.started:
-            time.sleep(0.05)
-        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as asked:
-            yield asked
-    finally:
-        server.should_exit = True
-        thread.join(30)
+def client(address: str) -> Iterator[Any]:
+    with openai.OpenAI(base_url=address, api_key="none", max_retries=0) as asked:
+        yield asked
 
 
 def stock(pair: Pair, text: str, tokens: int, seed: int | None = None) -> str:
