@@ -25,7 +25,7 @@ from support import drawn
 from support.caches import entries
 from support.called import Stopped, call, prompt_of
 from support.compare import tally
-from support.outcome import Outcome, same, snapshot
+from support.outcome import Outcome, configs_put_back, same, snapshot
 from support.tiny import VOCABULARY, ReplayDrafter, prompts
 from support.users import OwnError
 from torch import Tensor
@@ -194,7 +194,8 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
             mask = inputs.get("attention_mask")
             pads = [0] * len(inputs.get("input_ids", [[]])) if mask is None else (mask == 0).sum(-1).tolist()
             pads = [pad for pad in pads for _ in range(max(1, times))]
-            stock = call(case, target, inputs, case["seed"] + turn, theirs, {})
+            with configs_put_back(target):
+                stock = call(case, target, inputs, case["seed"] + turn, theirs, {})
             before = snapshot(target)  # by now stock has made what it makes at first use, such as long frequencies
             drafter, drafting = drafted_by(case, stock[0], pads, turn)
             mine = call(case, target, inputs, case["seed"] + turn, ours, drafting)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,6 +63,22 @@ def identical(target: Any, drafter: Any, inputs: dict[str, Any], seed: int = 0, 
     same(call(target, seed, **inputs, **options, assistant=drafter), stock)
     assert stock.error is None, stock.output
     return stock
+
+
+@contextmanager
+def configs_put_back(model: Any) -> Iterator[None]:
+    """Undo what happens inside to the model's configs.
+
+    Stock's own calls change them: `cache_implementation="paged"` the attention, `assistant_early_exit` the layers.
+    """
+    configs = {id(one): one for one in (getattr(module, "config", None) for module in model.modules()) if one is not None}
+    before = [(config, dict(vars(config))) for config in configs.values()]
+    try:
+        yield
+    finally:
+        for config, fields in before:
+            vars(config).clear()
+            vars(config).update(fields)
 
 
 def snapshot(model: Any) -> dict[str, Any]:
