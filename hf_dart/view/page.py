@@ -11,20 +11,29 @@ from typing import Any
 
 from hf_dart.view.records import Figures, Round, origins
 from hf_dart.view.statistics import summary
+from hf_dart.view.svg import dark
 from hf_dart.view.trees import ACCEPTED, BONUS, tree_picture
 
 _LABEL = 11  # characters of a token in its node
 _STYLE = f"""
-body {{ font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em; color: #222; background: #fff }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid #ddd; padding: .8em; tab-size: 4 }}
-th {{ text-align: left; font-weight: normal; color: #555; padding-right: 1.5em }}
+:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --soft: #666; --edge: #ddd; --draft: {ACCEPTED};
+  --bonus: {BONUS} }}
+@media (prefers-color-scheme: dark) {{
+  :root {{ --ink: #ddd; --paper: #1b1b1b; --soft: #999; --edge: #444; --draft: {dark(ACCEPTED)};
+    --bonus: {dark(BONUS)} }}
+}}
+body {{ font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em; color: var(--ink);
+  background: var(--paper) }}
+pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--edge); padding: .8em; tab-size: 4 }}
+th {{ text-align: left; font-weight: normal; color: var(--soft); padding-right: 1.5em }}
 a {{ color: inherit; text-decoration: none }}
-.prompt {{ color: #888 }}
-.draft {{ background: {ACCEPTED} }}
-.bonus {{ background: {BONUS} }}
+.prompt {{ color: var(--soft) }}
+.draft {{ background: var(--draft) }}
+.bonus {{ background: var(--bonus) }}
 details {{ margin: .3em 0 }}
 summary {{ cursor: pointer }}
-.wide {{ overflow-x: auto }}
+.wide {{ overflow-x: auto; scroll-margin-top: 3em }}
+.wide:target {{ outline: 2px solid var(--soft) }}
 svg {{ display: block; margin: .5em 0 }}
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
@@ -86,8 +95,9 @@ class View:
         Path(file).write_text(self.html(), encoding="utf8", errors="replace")
 
     def _repr_html_(self) -> str:
-        # A frame of its own: the page's style must not reach the notebook's.
-        page = escape(self.html(), quote=True)
+        # A frame of its own: the page's style must not reach the notebook's. Without a base, links would lead to a
+        # place in the notebook.
+        page = escape(self.html().replace("<head>", '<head>\n<base href="about:srcdoc">', 1), quote=True)
         return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 42em; border: 1px solid #ddd"></iframe>'
 
     def html(self) -> str:
@@ -109,7 +119,7 @@ class View:
 <span class="prompt">prompt</span></p>
 <pre id="text">{self._text()}</pre>
 <h2>Statistics</h2>
-<div class="wide">{summary(self.stats)}</div>
+<div class="wide" id="statistics">{summary(self.stats)}</div>
 <h2>Trees</h2>
 <p>Each round's tree after the last token written. Green: accepted. Blue: what the target wrote itself after them.
 Per cent: the drafter's own estimate of the path.</p>
@@ -144,8 +154,9 @@ Per cent: the drafter's own estimate of the path.</p>
             title = f"Round {number + 1}: {count - 1} accepted of {sum(p >= 0 for p in one.parents[self.row])} drafted"
             picture = tree_picture(one, self.row, self._label, title, last)
             found.append(
-                f'<details id="round-{number + 1}"{" open" if not found else ""}><summary>{title}, then '
-                f'{_clean(self._label(last))}</summary><div class="wide">{picture}</div></details>'
+                # The id lies inside: browsers open what hides the place that a link leads to.
+                f'<details{" open" if not found else ""}><summary>{title}, then {_clean(self._label(last))}</summary>'
+                f'<div class="wide" id="round-{number + 1}">{picture}</div></details>'
             )
         return "\n".join(found)
 

@@ -30,7 +30,9 @@ def _depths(stats: Figures) -> str:
     if not any(stats.accepted_per_depth):
         return ""
     shares = [count / stats.row_rounds for count in stats.accepted_per_depth]
-    picture = Drawing("Rounds whose draft was accepted to depth ...", _WIDTH, 40 + _ROW * len(shares))
+    picture = Drawing("How deep drafts were accepted", _WIDTH, 60 + _ROW * len(shares))
+    picture.text(_LEFT - 8, 30, "depth", anchor="end")
+    picture.text(_LEFT, 52 + _ROW * len(shares), "share of all rounds")
     for number, share in enumerate(shares):
         y = 36 + _ROW * number
         picture.text(_LEFT - 8, y + 12, str(number + 1), anchor="end")
@@ -43,7 +45,9 @@ def _phases(stats: Figures) -> str:
     total = sum(stats.seconds.values())
     if not total:
         return ""
-    picture = Drawing(f"Time by phase: {1000 * total:.0f} ms in all", _WIDTH, 40 + _ROW * len(stats.seconds))
+    picture = Drawing(f"Time by phase: {1000 * total:.0f} ms in all", _WIDTH, 60 + _ROW * len(stats.seconds))
+    picture.text(_LEFT - 8, 30, "phase", anchor="end")
+    picture.text(_LEFT, 52 + _ROW * len(stats.seconds), "milliseconds, and share of the whole")
     for number, (name, seconds) in enumerate(stats.seconds.items()):
         y, share = 36 + _ROW * number, seconds / total
         picture.text(_LEFT - 8, y + 12, name, anchor="end")
@@ -63,10 +67,14 @@ def timeline(stats: Figures) -> str:
     # One slow round, such as the first, must not flatten the others.
     longest = max(sorted(totals)[int(0.98 * (len(totals) - 1))], 1e-9)
     width = max(_WIDTH, 60 + _COLUMN * len(rounds))
-    picture = Drawing("Milliseconds of each round, by phase", width, _HEIGHT + 70)
+    picture = Drawing("Milliseconds of each round, by phase", width, _HEIGHT + 80)
     bottom = _HEIGHT + 30
+    picture.text(44, 24, "ms", anchor="end")
     picture.text(44, 40, f"{1000 * longest:.1f}", anchor="end")
     picture.text(44, bottom, "0", anchor="end")
+    picture.text(44, bottom + 14, "round", anchor="end")
+    for number in range(0, len(rounds), 10):
+        picture.text(50 + _COLUMN * number, bottom + 14, str(number + 1))
     places = {name: place for place, name in enumerate(stats.seconds)}
     for number, one in enumerate(rounds):
         x, y = 50 + _COLUMN * number, float(bottom)
@@ -77,6 +85,6 @@ def timeline(stats: Figures) -> str:
             picture.box(x, y, _COLUMN - 2, height, color, f"round {number + 1}: {name} {1000 * seconds:.2f} ms")
     for number, name in enumerate(name for name in stats.seconds if name != "prefill"):
         x = 50 + 90 * number
-        picture.box(x, bottom + 14, 12, 12, COLORS[places[name] % len(COLORS)], name)
-        picture.text(x + 18, bottom + 24, name)
+        picture.box(x, bottom + 26, 12, 12, COLORS[places[name] % len(COLORS)], name)
+        picture.text(x + 18, bottom + 36, name)
     return str(picture)

@@ -272,13 +272,16 @@ def many(seed: int, drafter: str | None = None, cases: int = 300) -> None:
     found = (failure_of(seed, index, tallies, drafter) for index in range(cases))
     failures = [failure for failure in found if failure is not None]
     assert not failures, "\n".join([*failures, str(tallies)])
+    # Far from what chance does to one seed: four standard deviations and more below the mean of seeds.
+    captured = [tallies.kinds[name] for name in ("with captured rounds", "with captured forwards")]
     assert tallies.kinds["same"] > cases / 2, tallies
     if drafter is not None:
+        assert drafter != "engine" or min(captured) > cases / 20, tallies
         return
-    assert sum(tau > 1.3 for tau in tallies.taus) > 0.3 * cases, tallies
+    assert sum(tau > 1.3 for tau in tallies.taus) > cases / 4, tallies
     assert tallies.kinds["refused"] < cases / 6, tallies
-    for name in ("both raise", "with captured rounds", "with captured forwards"):
-        assert tallies.kinds[name] > cases / 100, tallies
+    assert tallies.kinds["both raise"] > cases / 10, tallies
+    assert sum(captured) > cases / 100, tallies
 
 
 def test_any_call() -> None:

@@ -71,7 +71,7 @@ def configs_put_back(model: Any) -> Iterator[None]:
 
     Stock's own calls change them: `cache_implementation="paged"` the attention, `assistant_early_exit` the layers.
     """
-    configs = {id(one): one for one in (getattr(module, "config", None) for module in model.modules()) if one is not None}
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
     before = [(config, dict(vars(config))) for config in configs.values()]
     try:
         yield

@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from html.parser import HTMLParser
 
-_VOID = {"meta", "br", "img", "hr", "input", "link"}
+_VOID = {"base", "meta", "br", "img", "hr", "input", "link"}
 _ALLOWED = {
-    "html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "tr", "th", "td",
-    "div", "details", "summary", "svg", "rect", "text", "polyline", "circle", "iframe",
+    "html", "head", "base", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "tr", "th",
+    "td", "div", "details", "summary", "svg", "rect", "text", "polyline", "circle", "iframe",
 }  # fmt: skip
 
 
@@ -22,7 +22,7 @@ class Element:
 
     @property
     def text(self) -> str:
-        """All text inside, titles of pictures left out."""
+        """All text inside, titles of pictures and styles left out."""
         texts = [part if isinstance(part, str) else part.text for part in self.parts if part_is_shown(part)]
         return "".join(texts)
 
@@ -39,7 +39,7 @@ class Element:
 
 
 def part_is_shown(part: Element | str) -> bool:
-    return isinstance(part, str) or part.tag != "title"
+    return isinstance(part, str) or part.tag not in ("title", "style")
 
 
 class Strict(HTMLParser):

@@ -27,6 +27,7 @@ from hf_dart.cli import main
 from hf_dart.view import View
 from hf_dart.view.page import token_texts
 from hf_dart.view.records import origins
+from hf_dart.view.svg import INK, PAPER, dark
 from hf_dart.view.trees import ACCEPTED, BONUS, LEFT, ROOT
 
 HOSTILE = [
@@ -70,8 +71,10 @@ def test_a_page_shows_what_the_call_did(output: Any, hostile_tokenizer: Any, row
 
     rounds = [(number, count) for number, count in enumerate(committed) if count]
     drawn = page.find("details")
-    assert [one.attributes["id"] for one in drawn] == [f"round-{number + 1}" for number, _ in rounds]
-    ids = {element.attributes["id"] for element in drawn}
+    # Inside what opens, so that a link opens it.
+    inside = [part for one in drawn for part in one.parts if isinstance(part, pages.Element) and part.tag == "div"]
+    assert [one.attributes["id"] for one in inside] == [f"round-{number + 1}" for number, _ in rounds]
+    ids = {element.attributes["id"] for element in inside}
     assert all(link.attributes["href"][1:] in ids for link in page.find("a"))
     for (number, count), one in zip(rounds, drawn, strict=True):
         traced = output.draft_stats.trace.rounds[number]
@@ -100,7 +103,7 @@ def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokeniz
     assert frame.startswith("<iframe srcdoc=")
     assert frame.count("<") == 2
     inside = html.unescape(frame.partition('srcdoc="')[2].partition('"')[0])
-    assert inside == view.html()
+    assert inside.replace('\n<base href="about:srcdoc">', "") == view.html()
     statistics = pages.read(output.draft_stats._repr_html_())
     assert f"{output.draft_stats.tau:.2f}" in statistics.text
 
@@ -205,6 +208,40 @@ def test_the_command_writes_a_page(packaged_page: Path, tmp_path: Path, capsys: 
     assert "There is no folder" in capsys.readouterr().err
 
 
+_CLICK = """
+{
+const framed = document.querySelector("iframe"), shown = framed ? framed.contentDocument : document;
+const links = shown.querySelectorAll("a.draft");
+shown.querySelectorAll("details").forEach((one) => one.open = false);
+links[links.length - 1].click();
+}
+"""
+_QUESTION = """
+{
+const framed = document.querySelector("iframe"), shown = framed ? framed.contentDocument : document;
+const links = shown.querySelectorAll("a.draft"), root = shown.documentElement;
+const opened = [...shown.querySelectorAll("details[open]")];
+const picture = opened.length ? opened[0].querySelector("svg") : null;
+const style = (one) => shown.defaultView.getComputedStyle(one);
+const box = (one) => one.getBoundingClientRect();
+JSON.stringify({
+    text: shown.getElementById("text").textContent,
+    loaded: performance.getEntriesByType("resource").length,
+    scripts: shown.scripts.length,
+    wanted: links[links.length - 1].hash.slice(1),
+    opened: opened.map((one) => one.querySelector("div").id),
+    seen: opened.every((one) => box(one).top >= 0 && box(one).top < root.clientHeight),
+    boxes: picture && picture.querySelectorAll("rect").length,
+    width: picture && box(picture).width,
+    widest: Math.max(...[...shown.querySelectorAll("#statistics svg")].map((one) => box(one).width)),
+    window: root.clientWidth,
+    green: style(shown.querySelector("#text .draft")).backgroundColor,
+    colors: [style(shown.body).backgroundColor, style(shown.body).color,
+        picture && style(picture.querySelector("rect")).fill, picture && style(picture.querySelector("text")).fill],
+    overflow: root.scrollWidth - root.clientWidth,
+})
+}
+"""
 _IN_A_BROWSER = """
 import json, sys
 from PyQt6.QtCore import QTimer, QUrl
@@ -216,28 +253,29 @@ class Page(QWebEnginePage):
     def javaScriptConsoleMessage(self, level, message, line, source):
         said.append(message)
 
-said = []
+file, click, question, *widths = sys.argv[1:]
+said, found = [], []
 app = QApplication(["page"])
 view = QWebEngineView()
 page = Page(view)
 view.setPage(page)
-view.resize(1000, 800)
-question = '''JSON.stringify({
-    text: document.getElementById("text").textContent,
-    loaded: performance.getEntriesByType("resource").length,
-    scripts: document.scripts.length,
-    boxes: document.querySelector("details[open] svg").querySelectorAll("rect").length,
-    width: document.querySelector("details[open] svg").getBoundingClientRect().width,
-    green: getComputedStyle(document.querySelector("#text .draft")).backgroundColor,
-    overflow: document.documentElement.scrollWidth - document.documentElement.clientWidth,
-})'''
 
-def answer(found):
-    print(json.dumps({**json.loads(found), "said": said}))
+def look():
+    view.resize(int(widths.pop(0)), 800)
+    QTimer.singleShot(500, lambda: page.runJavaScript(click, lambda _: QTimer.singleShot(500, ask)))
+
+def ask():
+    page.runJavaScript(question, answer)
+
+def answer(one):
+    found.append(json.loads(one))
+    if widths:
+        return look()
+    print(json.dumps({"found": found, "said": said}))
     app.quit()
 
-page.loadFinished.connect(lambda whole: page.runJavaScript(question, answer))
-view.load(QUrl.fromLocalFile(sys.argv[1]))
+page.loadFinished.connect(lambda whole: look())
+view.load(QUrl.fromLocalFile(file))
 view.show()
 QTimer.singleShot(90_000, app.quit)
 app.exec()
@@ -247,24 +285,60 @@ app.exec()
 _NO_BROWSER = find_spec("PyQt6") is None or find_spec("PyQt6.QtWebEngineWidgets") is None
 
 
-@pytest.mark.skipif(_NO_BROWSER, reason="no browser: pip install PyQt6-WebEngine brings one")
-def test_a_real_browser_shows_the_page(packaged_page: Path) -> None:
-    """Chromium, as PyQt6-WebEngine brings it (`pip install PyQt6-WebEngine`)."""
+def rgb(color: str) -> str:
+    digits = color.removeprefix("#")
+    parts = [digits[i : i + 2] for i in (0, 2, 4)] if len(digits) == 6 else [2 * digit for digit in digits]
+    return f"rgb({', '.join(str(int(part, 16)) for part in parts)})"
+
+
+def in_a_browser(file: Path, scheme: str) -> list[dict[str, Any]]:
+    """What Chromium, as PyQt6-WebEngine brings it, makes of a page in windows of 1280 and 500 pixels.
+
+    The last drafted token was clicked.
+    """
     # In a container there is no display, no GPU, and often no user but root, whom the sandbox refuses.
-    qt = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": "--disable-gpu"}
+    flags = f"--disable-gpu --blink-settings=preferredColorScheme={0 if scheme == 'dark' else 1}"
+    qt = {"QT_QPA_PLATFORM": "offscreen", "QTWEBENGINE_CHROMIUM_FLAGS": flags}
     environment = {**os.environ, **qt, "QTWEBENGINE_DISABLE_SANDBOX": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", _IN_A_BROWSER, str(packaged_page)],
+        [sys.executable, "-c", _IN_A_BROWSER, str(file), _CLICK, _QUESTION, "1280", "500"],
         env=environment, capture_output=True, text=True, timeout=180, check=False,
     )  # fmt: skip
     if "error while loading shared libraries" in done.stderr or "cannot open shared object file" in done.stderr:
         pytest.skip(f"the browser does not start here: {done.stderr.strip().splitlines()[-1]}")
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout.splitlines()[-1])
+    answer = json.loads(done.stdout.splitlines()[-1])
+    assert answer["said"] == []
+    assert [one["window"] > 900 for one in answer["found"]] == [True, False]
+    return answer["found"]
+
+
+@pytest.mark.skipif(_NO_BROWSER, reason="no browser: pip install -e '.[browser]' brings one")
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_real_browser_shows_the_page(packaged_page: Path, scheme: str) -> None:
     page = pages.read(packaged_page.read_text(encoding="utf8"))
-    assert found["text"] == page.find("pre", id="text")[0].text
-    assert found["boxes"] == len(page.find("details")[0].find("rect"))
-    assert (found["loaded"], found["scripts"], found["said"]) == (0, 0, [])
-    assert found["width"] > 100
-    assert found["green"] == f"rgb({int(ACCEPTED[1:3], 16)}, {int(ACCEPTED[3:5], 16)}, {int(ACCEPTED[5:], 16)})"
-    assert found["overflow"] <= 0
+    paper, ink, green = {"light": ("#fff", "#222", ACCEPTED), "dark": ("#1b1b1b", "#ddd", dark(ACCEPTED))}[scheme]
+    drawn = {"light": (rgb("#ffffff"), rgb("#000000")), "dark": (rgb(dark(PAPER)), rgb(dark(INK)))}[scheme]
+    for found in in_a_browser(packaged_page, scheme):
+        assert found["text"] == page.find("pre", id="text")[0].text
+        assert (found["loaded"], found["scripts"]) == (0, 0)
+        assert found["opened"] == [found["wanted"]]  # by the click
+        assert found["seen"]
+        (shown,) = [one for one in page.find("details") if one.find("div", id=found["wanted"])]
+        assert found["boxes"] == len(shown.find("rect"))
+        assert found["width"] > 100
+        assert found["widest"] <= found["window"]
+        assert found["green"] == rgb(green)
+        assert found["colors"] == [rgb(paper), rgb(ink), *drawn]
+        assert found["overflow"] <= 0
+
+
+@pytest.mark.skipif(_NO_BROWSER, reason="no browser: pip install -e '.[browser]' brings one")
+def test_a_click_opens_a_round_in_a_notebook(output: Any, hostile_tokenizer: Any, tmp_path: Path) -> None:
+    frame = View.of(output, hostile_tokenizer)._repr_html_()
+    file = tmp_path / "notebook.html"
+    # The frame of a notebook lets nothing in; this one lets the test see what a click does.
+    file.write_text(frame.replace('sandbox=""', 'sandbox="allow-same-origin"'), encoding="utf8")
+    for found in in_a_browser(file, "light"):
+        assert found["opened"] == [found["wanted"]]
+        assert found["seen"]
