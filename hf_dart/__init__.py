@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
     from hf_dart.drafters.registry import load_drafter, load_once
+    from hf_dart.drafters.uno.drafter import UnoDrafter
     from hf_dart.engine.compiled import compile
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
@@ -32,6 +33,7 @@ __all__ = [
     "MtpDrafter",
     "NgramTable",
     "TreeConfig",
+    "UnoDrafter",
     "__version__",
     "attach",
     "compile",
@@ -52,6 +54,7 @@ _HOMES = {
     "LanguageModelDrafter": "drafters.language_model.drafter",
     "LookupDrafter": "drafters.lookup",
     "MtpDrafter": "drafters.mtp.drafter",
+    "UnoDrafter": "drafters.uno.drafter",
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",

@@ -198,6 +198,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         verify = Verifier(
             request.model, ran.cache, ran.kinds, request.drafter.feature_layers, hidden_states is not None, ran.shift
         )
+        request.drafter.lend(drafter_state.state, verify)
         logits = ran.outputs.logits[:, -1:].to(rows.device)
         if noise is not None:
             noise.vocab_size = logits.shape[-1]

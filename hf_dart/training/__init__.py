@@ -9,6 +9,7 @@ from hf_dart.training.trainers.diffusion import DiffusionTrainer, DiffusionTrain
 from hf_dart.training.trainers.eagle import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 from hf_dart.training.trainers.evaluate import DecodingCallback
+from hf_dart.training.trainers.uno import UnoTrainer
 
 __all__ = [
     "DartTrainer",
@@ -22,6 +23,7 @@ __all__ = [
     "EditTrainer",
     "EditTrainingArguments",
     "PackedTokens",
+    "UnoTrainer",
     "load_rows",
     "losses",
     "tokenize",
