@@ -257,7 +257,7 @@ def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
 
 
 def test_saving_follows_evaluation_where_the_best_head_is_kept(caplog: pytest.LogCaptureFixture) -> None:
-    words = ["--output_dir", "runs/x", "--eval_strategy", "steps", "--eval_steps", "150"]
+    words = ["--output_dir", "runs/x", "--train_data", "x.txt", "--eval_strategy", "steps", "--eval_steps", "150"]
     early = [*words, "--early_stopping_patience", "3"]
     assert read_recipe([*early, "--save_steps", "300"]).training.save_steps == 300
     assert not caplog.records
