@@ -19,7 +19,7 @@ class Encoder:
     """Raw documents to packed rows.
 
     Args:
-        kind: "input_ids", "messages" or "text".
+        kind: "input_ids", "messages", "completion" (text after a prompt) or "text".
         columns: the field that holds it, and others that are read.
         tokenizer: the target's.
         chat: how conversations become text; None where there are none.
@@ -51,27 +51,50 @@ class Encoder:
         Raises:
             ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
         """
-        ways = {"text": self._encode_text, "input_ids": self._encode_ids, "messages": self._encode_messages}
+        ways = {
+            "text": self._encode_text,
+            "completion": self._encode_completions,
+            "input_ids": self._encode_ids,
+            "messages": self._encode_messages,
+        }
         documents = ways[self.kind](examples)
         if self.all_tokens:
             documents = [(ids, np.ones_like(mask)) for ids, mask in documents]
         return documents
 
     def _encode_text(self, examples: dict[str, list[Any]]) -> list[Document]:
-        texts = examples[self.name]
+        texts = [text for text in self._texts(examples, self.name) if text]
+        documents = []
+        for ids in self.tokenizer(texts, verbose=False)["input_ids"] if texts else []:
+            ids = self._ended(ids)
+            documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
+        return documents
+
+    def _encode_completions(self, examples: dict[str, list[Any]]) -> list[Document]:
+        documents = []
+        texts = (self._texts(examples, name) for name in ("prompt", self.name))
+        for prompt, completion in zip(*texts, strict=True):
+            if completion:
+                given = self.tokenizer(prompt or "", verbose=False)["input_ids"]
+                written = self.tokenizer(completion, add_special_tokens=False, verbose=False)["input_ids"]
+                ids = self._ended([*given, *written])
+                documents.append((np.array(ids, np.int32), np.arange(len(ids)) >= len(given)))
+        return documents
+
+    def _texts(self, examples: dict[str, list[Any]], name: str) -> list[str | None]:
+        texts = examples[name]
         wrong = next((text for text in texts if text is not None and not isinstance(text, str)), None)
         if wrong is not None:
             raise ValueError(
-                f"The field {self.name!r} of {self.source} holds {type(wrong).__name__}, not text; name the field "
+                f"The field {name!r} of {self.source} holds {type(wrong).__name__}, not text; name the field "
                 "that holds the text with text_field."
             )
+        return texts
+
+    def _ended(self, ids: list[int]) -> list[int]:
+        """With the token that ends a text."""
         eos = self.tokenizer.eos_token_id
-        documents = []
-        for ids in self.tokenizer([text for text in texts if text], verbose=False)["input_ids"] if any(texts) else []:
-            if eos is not None and ids[-1:] != [eos]:
-                ids = [*ids, eos]
-            documents.append((np.array(ids, np.int32), np.ones(len(ids), bool)))
-        return documents
+        return ids if eos is None or ids[-1:] == [eos] else [*ids, eos]
 
     def _encode_ids(self, examples: dict[str, list[Any]]) -> list[Document]:
         prompts = examples.get("prompt_tokens", [0] * len(examples[self.name]))
@@ -123,9 +146,12 @@ class Encoder:
         Raises:
             ValueError: the field holds something else.
         """
-        tools = examples.get("tools", [None] * len(examples[self.name]))
+        size = len(examples[self.name])
+        prompts, tools = examples.get("prompt", [[]] * size), examples.get("tools", [None] * size)
         found = []
-        for turns, row_tools in zip(examples[self.name], tools, strict=True):
+        for before, turns, row_tools in zip(prompts, examples[self.name], tools, strict=True):
+            if isinstance(before, list) and isinstance(turns, list):
+                turns = [*before, *turns]
             if turns is not None and not (isinstance(turns, list) and all(isinstance(turn, dict) for turn in turns)):
                 raise ValueError(
                     f"The field {self.name!r} of {self.source} holds no messages (dicts with 'role' and 'content'); "

@@ -22,6 +22,7 @@ from hf_dart.training.options import option
 from hf_dart.trees.vocabulary import same_vocabulary
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
+_COMPLETION = "completion"  # the field of what follows that called "prompt"
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
 
 
@@ -32,7 +33,8 @@ class DataArguments:
     A source is a file (.jsonl, .json, .parquet, .txt, .py, or .bin: raw uint16 token ids, each document with the
     end-of-text token after it), a folder, a pattern such as `data/*.jsonl`, or a dataset of the Hub as
     NAME[:CONFIG[:SPLIT]]. Its rows are `input_ids` (with `prompt_tokens`, how many of them the target did not
-    write), `messages` or ShareGPT's `conversations` (also `tools`), or `text`, whichever comes first.
+    write), `messages` or ShareGPT's `conversations` (also `tools`), `prompt` and `completion` (two texts, or messages),
+    or `text`, whichever comes first.
 
     Raises:
         ValueError: a field is out of range.
@@ -101,12 +103,7 @@ def load_rows(
         ValueError: a source cannot be read, holds nothing to train on, or does not fit the tokenizer.
     """
     datasets = datasets_library()
-    known = None if config is None else config.tokenizer_hash
-    if config is not None and known is not None and not same_vocabulary(known, tokenizer, config.vocab_size):
-        raise ValueError(
-            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it has other "
-            "tokens or ids; give the target's own."
-        )
+    _check_tokenizer(tokenizer, config)
     if arguments.max_length <= draft_length:
         raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
     train, held_out = [], []
@@ -128,10 +125,7 @@ def load_rows(
     for names in group_files(arguments.eval_data):
         documents, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
         held_out.append(_rows(arguments, documents, encoder))
-    chat = next((encoder.chat for encoder in encoders if encoder.chat is not None), None)
-    if config is not None and chat is not None:
-        config.chat_template_hash = template_hash(chat.template_text)
-        config.enable_thinking = chat.enable_thinking
+    _keep_template(config, encoders)
     if arguments.shares is not None and len(train) > 1:
         total = sum(arguments.shares)
         rows = datasets.interleave_datasets(
@@ -144,6 +138,48 @@ def load_rows(
         rows = datasets.concatenate_datasets(train)
     evaluation = datasets.concatenate_datasets(held_out).with_format("torch") if held_out else None
     return rows.with_format("torch"), evaluation
+
+
+def pack_dataset(
+    documents: Any, tokenizer: Any, draft_length: int, max_length: int, config: DartConfig | None = None
+) -> Any:
+    """Rows for a trainer from a `datasets.Dataset` of text, conversations or prompts and completions.
+
+    Args:
+        documents: with one of the fields that `DataArguments` names; or a `datasets.IterableDataset`.
+        tokenizer, draft_length, config: as for `load_rows`.
+        max_length: T, tokens of a row.
+
+    Returns:
+        A `datasets.Dataset` of `input_ids`, `documents` and `loss_mask` [T].
+
+    Raises:
+        ValueError: there is no such field, nothing to train on, or the tokenizer does not fit.
+    """
+    streaming = not hasattr(documents, "__len__")
+    arguments = DataArguments(train_data=["the dataset"], max_length=max_length, streaming=streaming)
+    _check_tokenizer(tokenizer, config)
+    source = Source("The dataset", documents, documents.column_names)
+    documents, encoder = encoded(arguments, source, tokenizer, draft_length)
+    _keep_template(config, [encoder])
+    return _rows(arguments, documents, encoder).with_format("torch")
+
+
+def _check_tokenizer(tokenizer: Any, config: DartConfig | None) -> None:
+    known = None if config is None else config.tokenizer_hash
+    if config is not None and known is not None and not same_vocabulary(known, tokenizer, config.vocab_size):
+        raise ValueError(
+            f"The tokenizer is not the one that the head was made with (that of {config.target_name}): it has other "
+            "tokens or ids; give the target's own."
+        )
+
+
+def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> None:
+    """Write into the config of a head how the conversations that it learns from are rendered."""
+    chat = next((encoder.chat for encoder in encoders if encoder.chat is not None), None)
+    if config is not None and chat is not None:
+        config.chat_template_hash = template_hash(chat.template_text)
+        config.enable_thinking = chat.enable_thinking
 
 
 def read_template(given: str | None) -> str | None:
@@ -190,11 +226,21 @@ def open_encoded(
         sample_by=arguments.sample_by,
         cache_dir=arguments.cache_dir,
     )
+    return encoded(arguments, source, tokenizer, draft_length)
+
+
+def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_length: int) -> tuple[Any, Encoder]:
+    """As `open_encoded`, of a source that is open."""
     kind, field_name = find_field(source, arguments.text_field, arguments.messages_field)
+    beside = _BESIDE
+    if kind == _COMPLETION:
+        beside = ("prompt", *_BESIDE)
+        if isinstance(next(iter(source.documents))[field_name], list):
+            kind = "messages"
     chat = None
     if kind == "messages":
         chat = ChatFormat(tokenizer, read_template(arguments.chat_template), arguments.enable_thinking)
-    columns = [field_name, *(name for name in _BESIDE if name in source.columns)]
+    columns = [field_name, *(name for name in beside if name in source.columns)]
     return source.documents.select_columns(columns), Encoder(
         kind=kind,
         columns=columns,
@@ -207,12 +253,14 @@ def open_encoded(
 
 
 def find_field(source: Source, text_field: str | None = None, messages_field: str | None = None) -> tuple[str, str]:
-    """Which field of a source to read: its kind ("input_ids", "messages" or "text") and its name.
+    """Which field of a source to read: its kind (`Encoder.kind`) and its name.
 
     Raises:
         ValueError: it has none of them.
     """
-    choices = [("input_ids", "input_ids"), ("messages", "messages"), ("messages", "conversations"), ("text", "text")]
+    choices = [("input_ids", "input_ids"), ("messages", "messages"), ("messages", "conversations")]
+    choices += [(_COMPLETION, _COMPLETION)] if "prompt" in source.columns else []
+    choices += [("text", "text")]
     given = [("messages", messages_field), ("text", text_field)]
     asked = [(kind, name) for kind, name in given if name is not None]
     for kind, name in asked or choices:

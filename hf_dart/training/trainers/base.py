@@ -27,6 +27,7 @@ from hf_dart.hub.push import push_folder
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
+from hf_dart.training.data.sources import pack_dataset
 from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
@@ -81,8 +82,11 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             it.
         target: the causal LM; it is put into evaluation mode and run without gradients, its weights stay.
         args: of the type of `training_arguments`.
-        kwargs: as for `Trainer`; rows of `train_dataset` and `eval_dataset` are those of [`PackedTokens`] (`input_ids`
-            [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T].
+        processing_class: the target's tokenizer, for datasets of text.
+        max_length: tokens of the rows that these are packed into.
+        kwargs: as for `Trainer`. `train_dataset` and `eval_dataset` are `datasets.Dataset`s with a field `text`,
+            `messages`, `prompt` and `completion`, or `input_ids`, which are tokenized and packed here; or rows of
+            [`PackedTokens`] (`input_ids` [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T].
 
     Raises:
         ValueError: the drafter does not fit the target, what `args` ask for could not be trained or saved, or one
@@ -97,7 +101,14 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     """The options of `hf-dart train`, for the record of the training."""
 
     def __init__(
-        self, drafter: AnyDrafter, target: PreTrainedModel, args: DrafterTrainingArguments, **kwargs: Any
+        self,
+        drafter: AnyDrafter,
+        target: PreTrainedModel,
+        args: DrafterTrainingArguments,
+        *,
+        processing_class: Any = None,
+        max_length: int = 2048,
+        **kwargs: Any,
     ) -> None:
         drafter.bind(target)
         places = getattr(target, "hf_device_map", None)
@@ -109,6 +120,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 "CUDA_VISIBLE_DEVICES, or spread the target over them with device_map='auto'."
             )
         kwargs.setdefault("data_collator", default_data_collator)
+        for name in ("train_dataset", "eval_dataset"):
+            columns = getattr(kwargs.get(name), "column_names", None)  # of `datasets`
+            if columns is not None and "documents" not in columns:
+                kwargs[name] = self._packed(kwargs[name], processing_class, max_length, drafter)
         super().__init__(model=drafter, args=args, **kwargs)
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
@@ -124,6 +139,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._evaluated = np.zeros(2)  # the sum of the losses of an evaluation, and its items
         self._packing_checked = False
+        self._agreement: Tensor | None = None  # of the step that is logged next
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
@@ -135,6 +151,16 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens, tree))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
+
+    @staticmethod
+    def _packed(documents: Any, tokenizer: Any, max_length: int, drafter: PretrainedDrafter) -> Any:
+        """Rows of a dataset of text or conversations."""
+        if tokenizer is None:
+            raise ValueError(
+                f"The dataset has the fields {', '.join(map(repr, documents.column_names))}, which are no packed rows; "
+                "pass processing_class=tokenizer, so that they can be tokenized."
+            )
+        return pack_dataset(documents, tokenizer, drafter.draft_length, max_length, drafter.config)
 
     # ---- what a kind of drafter may say otherwise ---------------------------------------------------------
 
@@ -200,7 +226,27 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), rows * ids.shape[1] + places, labels)
         if self._quality is not None:
             self.measure(self._quality, drafts)
+        elif (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0 and target_logits.shape[-1]:
+            self._agreement = self._agreement_of(drafts)
         return self.draft_loss(drafts), hidden
+
+    @torch.no_grad()
+    def _agreement_of(self, drafts: Drafts) -> Tensor | None:
+        """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any."""
+        part = next(drafts.split(self.args.loss_chunk or 256), None)
+        if part is None or not len(part.hidden):
+            return None
+        size = part.target_logits.shape[-1]
+        best = spread(self.drafter.logits(part.hidden), self.drafter.draft_vocabulary, size).argmax(-1)
+        return (best == part.target_logits[part.goals].argmax(-1)).float().mean(0)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log; training logs also say how often draft token k is the target's best one, as `agreement_k`."""
+        if self._agreement is not None and "loss" in logs:
+            shares = enumerate(self._agreement.tolist(), start=1)
+            logs.update({f"agreement_{place}": round(share, 4) for place, share in shares})
+            self._agreement = None
+        super().log(logs, *args, **kwargs)
 
     @torch.no_grad()
     def _acceptance(self, drafts: Drafts) -> Tensor:
