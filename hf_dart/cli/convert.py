@@ -12,7 +12,7 @@ from hf_dart.cli.common import positive, say
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
 
-_HEADS, _NGRAMS = ("dart", "original-dart", "vllm"), ("ngram", "trie")
+_HEADS, _NGRAMS = ("dart", "original-dart", "vllm", "eagle3"), ("ngram", "trie")
 
 
 def add(commands: Any) -> None:
@@ -24,7 +24,7 @@ def add(commands: Any) -> None:
         required=True,
         choices=(*_HEADS, *_NGRAMS),
         help="dart: our format, of every kind of head; original-dart: that of DART's released code; vllm: that of "
-        "speculators (P-EAGLE); ngram: our table of n-grams; trie: DART's",
+        "speculators (P-EAGLE); eagle3: the original one of EAGLE-3; ngram: our table of n-grams; trie: DART's",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as the head was saved")
@@ -51,12 +51,17 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dart.export import write_original, write_vllm
+    from hf_dart.drafters.eagle.drafter import EagleDrafter
+    from hf_dart.drafters.eagle.export import write_eagle3
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
     if arguments.to == "dart" and isinstance(head, PretrainedDrafter):
         head.save_pretrained(arguments.out)
         return
-    if not isinstance(head, DartHead):
+    if arguments.to == "eagle3" and isinstance(head, EagleDrafter):
+        write_eagle3(head, arguments.out)
+        return
+    if not isinstance(head, DartHead) or arguments.to == "eagle3":
         raise UserError(f"{arguments.source!r} is a {type(head).__name__}, which that format has no place for.")
     if head.adapted:
         head.merge_adapter()

@@ -182,7 +182,11 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
                 f"{path} holds {kind.texts.called}, and no {cls.described_as}: load it with {kind.class_name}, or "
                 f"train it on with --drafter {kind.trained_as}."
             )
-        raise ValueError(f"{path} holds no config.json of a {cls.described_as}; give what save_pretrained wrote.")
+        said = ", ".join(f"{name} {content[name]!r:.80}" for name in ("model_type", "architectures") if name in content)
+        raise ValueError(
+            f"{path} holds no config.json of a {cls.described_as}{f' ({said})' if said else ''}; give what "
+            "save_pretrained wrote, or a published drafter in a format that docs/drafters.md lists."
+        )
 
     def record_location(self, name: str, **place: Any) -> None:
         """Its weights have been written to this folder or repository; an adapter alone says nothing of its head."""
