@@ -51,11 +51,12 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dart.export import write_original, write_vllm
+    from hf_dart.drafters.dflash.drafter import DFlashDrafter
     from hf_dart.drafters.eagle.drafter import EagleDrafter
     from hf_dart.drafters.eagle.export import write_eagle3
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
-    if arguments.to == "dart" and isinstance(head, PretrainedDrafter):
+    if arguments.to == "dart" and isinstance(head, (PretrainedDrafter, DFlashDrafter)):
         head.save_pretrained(arguments.out)
         return
     if arguments.to == "eagle3" and isinstance(head, EagleDrafter):

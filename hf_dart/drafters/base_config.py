@@ -164,8 +164,6 @@ class DrafterConfig(PreTrainedConfig):
             )
         hidden = int(text.hidden_size)
         layers = layer_count(target)
-        # A folder's path says nothing on another machine; its name may.
-        name = target.config.name_or_path
         intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
         fields: dict[str, Any] = {
             "feature_layers": default_feature_layers(layers),
@@ -179,12 +177,21 @@ class DrafterConfig(PreTrainedConfig):
             "rms_norm_eps": _first(text, ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"), 1e-6),
             "rope_theta": _rope_theta(text),
             "vocab_size": int(embeddings.num_embeddings),
-            "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
-            "target_revision": cached_commit(target.config.name_or_path),
-            "target_model_type": target.config.model_type,
-            "target_num_layers": layers,
+            **told_of(target),
         }
         return cls(**{**fields, **overrides})
+
+
+def told_of(target: PreTrainedModel) -> dict[str, Any]:
+    """The fields of a `DrafterConfig` that say which target it is for."""
+    # A folder's path says nothing on another machine; its name may.
+    name = target.config.name_or_path
+    return {
+        "target_name": (Path(name).name if Path(name).is_dir() else name) or None,
+        "target_revision": cached_commit(name),
+        "target_model_type": target.config.model_type,
+        "target_num_layers": layer_count(target),
+    }
 
 
 def _first(config: Any, names: Sequence[str], default: Any) -> Any:

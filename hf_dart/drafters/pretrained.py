@@ -178,9 +178,9 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         registered()  # so that all kinds are known
         kind = KINDS.get(str(content.get("model_type")))
         if kind is not None:
+            train = "" if kind.trained_as is None else f", or train it on with --drafter {kind.trained_as}"
             raise ValueError(
-                f"{path} holds {kind.texts.called}, and no {cls.described_as}: load it with {kind.class_name}, or "
-                f"train it on with --drafter {kind.trained_as}."
+                f"{path} holds {kind.texts.called}, and no {cls.described_as}: load it with {kind.class_name}{train}."
             )
         said = ", ".join(f"{name} {content[name]!r:.80}" for name in ("model_type", "architectures") if name in content)
         raise ValueError(

@@ -16,6 +16,7 @@ from support.relatives import VARIANTS, pair_score, relative, relative_config, r
 from support.tiny import prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig
+from hf_dart.cli import main
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.features import features_request, gather_features
 
@@ -83,6 +84,30 @@ def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
     drafter.tree_config = TreeConfig(nodes=16)
     for mode in (GREEDY, SAMPLED):
         assert_identical(target, drafter, batch(4, "sdpa"), into=EXACT, **mode)
+
+
+@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark"])
+def test_saved_in_our_format_and_pushed(target: Any, tmp_path: Path, name: str) -> None:
+    folder = relative(tmp_path / "theirs", target, name)
+    (tmp_path / "theirs" / "README.md").write_text("---\nlicense: mit\n---\n")
+    first = load_drafter(folder, target=target)
+    first.save_pretrained(tmp_path / "ours")
+    again = load_drafter(str(tmp_path / "ours"), target=target)
+    assert isinstance(again, DFlashDrafter)
+    assert all(torch.equal(weight, first.state_dict()[key]) for key, weight in again.state_dict().items())
+    features, tokens = torch.randn(1, 6, 3 * 32, dtype=torch.float64), prompts([6])["input_ids"]
+    ours, theirs = (
+        one.propose(one.begin(1, 4), features, tokens, torch.tensor([6])).logits for one in (again, first)
+    )
+    assert torch.equal(ours, theirs)
+    assert main(["push", str(tmp_path / "ours"), "me/flash", "--dry-run", str(tmp_path / "pushed")]) == 0
+    card = (tmp_path / "pushed" / "README.md").read_text()
+    assert "license: mit" in card
+    assert "| published as | `theirs`, in another format |" in card
+    content = json.loads((tmp_path / "ours" / "config.json").read_text())
+    (tmp_path / "ours" / "config.json").write_text(json.dumps({**content, "published": {"model_type": "dart_dflash"}}))
+    with pytest.raises(ValueError, match="architectures"):
+        load_drafter(str(tmp_path / "ours"), target=target)
 
 
 @pytest.mark.parametrize("part", seeds(16, 600))

@@ -252,8 +252,9 @@ def test_other_drafters_are_not_converted(
     from support.guests import ZLAB, dflash_checkpoint
 
     path = dflash_checkpoint(tmp_path / "dflash", target, ZLAB)
-    assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 2
+    assert converted(path, tmp_path / "out", "--to", "vllm", "--target", saved / "target") == 2
     assert "DFlashDrafter" in capsys.readouterr().err
+    assert converted(path, tmp_path / "out", "--to", "dart", "--target", saved / "target") == 0
 
 
 def test_published_heads_on_the_command_line(

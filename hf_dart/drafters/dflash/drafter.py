@@ -11,10 +11,12 @@ The layers are Qwen3's, as in both published formats (`dflash.configuration`); n
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -22,14 +24,17 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.base import pair_scores
+from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
+from hf_dart.drafters.dflash.saved import CARD, DFlashFile
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
-from hf_dart.hub.download import checkpoint_config, weight_files
+from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
 from hf_dart.interop.checkpoint import read_tensors, weight_shapes
 from hf_dart.interop.eagle3 import draft_tokens
+from hf_dart.interop.vllm import vocabulary_maps
 from hf_dart.target.devices import as_dtype, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
@@ -40,7 +45,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
 
 
-@register("dflash", reads=dflash_format)
+@register("dflash", config=DFlashFile, card=CARD, reads=dflash_format)
 class DFlashDrafter(BoundDrafter, DFlashModel):
     """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
 
@@ -54,6 +59,8 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         self.tree_config = TreeConfig()
         self.last_stats = None
         self.name_or_path = ""
+        self._file: DFlashFile | None = None
+        self._names: dict[str, str] = {}
 
     @classmethod
     def from_pretrained(
@@ -68,7 +75,8 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         """Load a drafter; with `target=` also check that it fits, move it there and attach it.
 
         Args:
-            path: a folder or a Hub repository with the config.json and the safetensors of a DFlash drafter.
+            path: a folder or a Hub repository with the config.json and the safetensors of a DFlash drafter, published
+                or written by `save_pretrained`.
             target: the model to draft for; without it `bind` has to be called before drafting.
             tokenizer: the target's tokenizer, to be asked whether the mask token is in use. Left out, it is looked up
                 beside the target's weights, if they lie on this machine.
@@ -81,7 +89,8 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
             OSError: there are no such files, or the Hub does not give them.
         """
         wanted = as_dtype(dtype)
-        config = DFlashConfig.read(checkpoint_config(path, **where))
+        file = _file(path, checkpoint_config(path, **where), **where)
+        config = DFlashConfig.read(file.published)
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
         files = weight_files(path, **where)
@@ -106,12 +115,35 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
                 weights[name] = weights[name][rows]
         drafter.load_state_dict(weights, assign=True, strict=False)
         drafter.requires_grad_(False)
-        drafter.name_or_path = path
+        drafter.name_or_path, drafter._file, drafter._names = path, file, theirs
+        drafter.tree_config = TreeConfig(**file.tree)
         saved = tensors[theirs["fc.weight"]].dtype
         wanted = saved if wanted == "auto" else wanted
         if target is None:
             return drafter.to(dtype=wanted or saved).eval()
+        for name, value in told_of(target).items():
+            setattr(file, name, value)
         return attach_to(drafter, target, tokenizer, wanted)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write the drafter in our format: its published config.json with what is known of its target, and weights.
+
+        Raises:
+            ValueError: it was not loaded from files.
+        """
+        if self._file is None:
+            raise ValueError("This DFlash drafter was made, not loaded; only what was published can be saved.")
+        tensors = {
+            self._names[name]: tensor.detach().cpu().clone()
+            for name, tensor in self.state_dict().items()
+            if name in self._names
+        }
+        if self.draft_vocabulary is not None:
+            tensors["d2t"], tensors["t2d"] = vocabulary_maps(self._file, self.draft_vocabulary)
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        self._file.save_pretrained(folder)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
         super()._check_compatible(target, tokenizer)
@@ -214,6 +246,20 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         """Write keys and values of a layer into their slots; returns all of them."""
         key, value = pair
         return state.store.write(2 * index, key, slots), state.store.write(2 * index + 1, value, slots)
+
+
+def _file(path: str, content: dict[str, Any], **where: Any) -> DFlashFile:
+    """What there is to know of a drafter, whose config.json holds `content`, published or ours."""
+    if content.get("model_type") != DFlashFile.model_type:
+        config = DFlashConfig.read(content)
+        origin = Path(path).resolve().name if Path(path).is_dir() else path
+        return DFlashFile.of(config, content, origin=origin, origin_license=published_license(path, **where))
+    refuse_fields(path, content, DFlashFile)
+    try:
+        return DFlashFile.from_dict(content)
+    except Exception as error:  # transformers raises errors of many kinds for a field of another type
+        words = " ".join(str(error).split())[:200]
+        raise ValueError(f"The config.json in {path} describes no DFlash drafter ({words}); fetch it again.") from error
 
 
 def _check_mask_token(token: int, tokenizer: Any) -> None:
