@@ -25,6 +25,7 @@ from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
 from hf_dart.target.positions import refuse_crossing
+from hf_dart.target.stock_steps import beside_text
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
@@ -39,21 +40,6 @@ _OTHER_MODES = (
     "assistant_early_exit",
     "use_mtp",
 )
-# What stock hands the model at every step, and drafts are verified with too; or drops.
-_INPUTS = {
-    "attention_mask",
-    "inputs_embeds",
-    "labels",  # dropped
-    "logits_to_keep",
-    "mm_encoder_outputs",
-    "output_hidden_states",
-    "past_key_values",
-    "position_ids",
-    "use_cache",
-}
-# With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
-_KINDS_OF_TOKENS = ("mm_token_type_ids", "token_type_ids")
-
 
 FILL = 64
 """Tokens fed at once when rows that ended early are filled up for a cache that is handed back."""
@@ -107,7 +93,7 @@ def admit(
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     stock = refuse_cache(model_kwargs.get("past_key_values"))
     cached = int(stock.get_seq_length())
-    pads = left_padding(mask, model_kwargs.get("position_ids"), total, len(input_ids))
+    pads = left_padding(mask, total, len(input_ids))
     refuse_crossing(model, pads, cached, total, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
@@ -131,6 +117,7 @@ def admit(
         total=total,
         most=most,
         max_length=max_length,
+        sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=trace,
     )
@@ -180,13 +167,6 @@ def refuse_options(
     for refused, option, instead in named:
         if refused:
             raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
-    multimodal = "mm_encoder_outputs" in kwargs
-    if kwargs.get("mm_encoder_outputs"):  # generate itself passes an empty one with text alone
-        raise ValueError("Drafts are not verified after images or videos; leave them out, or leave assistant= out.")
-    for name, value in kwargs.items():
-        blank = multimodal and name in _KINDS_OF_TOKENS and value is not None and not bool(value.any())
-        if name not in _INPUTS and value is not None and not blank:
-            raise ValueError(f"Drafts are not verified with {name}; leave it out, or leave assistant= out.")
     _refuse_soft_prompts(model)
     _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
 
@@ -272,43 +252,24 @@ def refuse_cache_length(
         )
 
 
-def left_padding(attention_mask: Tensor | None, position_ids: Tensor | None, total: int, batch_size: int) -> list[int]:
+def left_padding(attention_mask: Tensor | None, total: int, batch_size: int) -> list[int]:
     """Pads in front of each row.
 
     Args:
         attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.
-        position_ids: [B, P] likewise; or [R, B, P], several kinds of positions as multimodal models have them.
         total: slots of prompt and cached prefix.
 
     Raises:
-        ValueError: masked slots elsewhere than in front, or positions that are not the usual ones.
+        ValueError: masked slots elsewhere than in front.
     """
     if attention_mask is None:
-        pads = [0] * batch_size
-    else:
-        seen = attention_mask.bool()
-        if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
-            raise ValueError(
-                "The attention mask hides tokens after visible ones; pad on the left (tokenizer.padding_side='left')."
-            )
-        pads = (~seen).sum(-1).tolist()
-        if total in pads:
-            raise ValueError("A row of the batch is all padding; give every row at least one token.")
-    if position_ids is not None:
-        usual = _usual(position_ids, pads, total)
-        if not usual and position_ids.ndim > 2:
-            raise ValueError(
-                "This prompt has positions of its own, as those with images have, which drafts do not follow; give "
-                "text alone, or leave assistant= out."
-            )
-        if not usual:
-            raise ValueError("position_ids other than the usual ones are not supported; leave them out.")
+        return [0] * batch_size
+    seen = attention_mask.bool()
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ValueError(
+            "The attention mask hides tokens after visible ones; pad on the left (tokenizer.padding_side='left')."
+        )
+    pads = (~seen).sum(-1).tolist()
+    if total in pads:
+        raise ValueError("A row of the batch is all padding; give every row at least one token.")
     return pads
-
-
-def _usual(position_ids: Tensor, pads: list[int], total: int) -> bool:
-    """Does each row end at the position that the tokens before it leave?"""
-    last = torch.tensor([total - pad - 1 for pad in pads])
-    if 0 in position_ids.shape or position_ids.shape[-2:-1] not in ((1,), last.shape):
-        return False
-    return not bool((position_ids[..., -1].cpu() != last).any())

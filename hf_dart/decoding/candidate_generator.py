@@ -26,6 +26,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.positions import position_limit
+from hf_dart.target.stock_steps import beside_text
 from hf_dart.target.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
 
@@ -208,7 +209,12 @@ def _assisted_decoding(
     _refuse(model, input_ids, logits_processor, stopping_criteria, generation_config, synced_gpus, model_kwargs)
     drafter.check_target(model)
     total = input_ids.shape[1]
-    pads = left_padding(model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"), total, 1)[0]
+    pads = left_padding(model_kwargs.get("attention_mask"), total, 1)[0]
+    positions = model_kwargs.get("position_ids")
+    if positions is not None and bool((positions[..., -1:] != total - pads - 1).any()):
+        raise ValueError(
+            "transformers' assisted loop takes usual position_ids alone; leave them or custom_generate= out."
+        )
     generator = DartCandidateGenerator(drafter, model, generation_config, logits_processor, pads)
     result = type(model)._assisted_decoding(
         _WithCandidates(model, generator),
@@ -236,7 +242,7 @@ def _refuse(
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
-    cache = refuse_cache(kwargs["past_key_values"])
+    cache, beside = refuse_cache(kwargs["past_key_values"]), beside_text(model, kwargs)
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
     disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
     lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
@@ -246,6 +252,7 @@ def _refuse(
     differs = {
         "runs one row at a time": len(input_ids) > 1,
         "needs token ids": kwargs.get("inputs_embeds") is not None,
+        f"does not hand on {' and '.join(beside)} as a plain call does": bool(beside),
         "cannot take back drafts from a running state or a static cache": model._is_stateful
         or isinstance(cache, StaticCache)
         or any(map(keeps_states, cache.layers)),

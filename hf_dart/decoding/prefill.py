@@ -30,7 +30,8 @@ from hf_dart.decoding.walk import Walker
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
-from hf_dart.target.stock_steps import next_inputs, position_shift
+from hf_dart.target.positions import refuse_shifted
+from hf_dart.target.stock_steps import beside_text, next_inputs, position_shift, refuse_beside_text
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
 
@@ -63,8 +64,11 @@ class PromptFeed:
         self._next = 0  # slot of the first position that was not handed on
         self._last: Tensor | None = None  # [B, 1, F]
 
-    def __call__(self, features: Tensor) -> None:
+    def __call__(self, features: Tensor, embeddings: Tensor | None = None) -> None:
         """Take in the features [B, C, F] of the next C slots.
+
+        Args:
+            embeddings: [B, C, E] what the target read there, in place of the prompt's ids.
 
         Raises:
             ValueError: there are more than the prompt has.
@@ -82,7 +86,7 @@ class PromptFeed:
         skipped = (self._pads - self._next).clamp(0, ready)
         counts = ready - skipped
         entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
-        next_tokens = self._prompt[:, slots]
+        next_tokens = self._prompt[:, slots] if embeddings is None else embeddings[:, -ready:]
         for first in range(0, entries.shape[1], _AT_ONCE):
             piece = entries[:, first : first + _AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
@@ -117,10 +121,13 @@ class PrefillRecorder:
         shift: `position_shift` of stock's first step after the prompt.
     """
 
-    def __init__(self, target: PreTrainedModel, feed: PromptFeed, feature_layers: list[int]) -> None:
+    def __init__(
+        self, target: PreTrainedModel, feed: PromptFeed, feature_layers: list[int], reads_embeddings: bool
+    ) -> None:
         self._target = target
         self._feed = feed
         self._feature_layers = feature_layers
+        self._reads_embeddings = reads_embeddings
         self.width = 0
         self.shift: Tensor | None = None
 
@@ -128,14 +135,27 @@ class PrefillRecorder:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> Any:
+        merged = self._reads_embeddings and inputs.get("input_ids") is not None
+        merged = merged and bool(beside_text(self._target, inputs))
         if not inputs.get("output_hidden_states"):
-            inputs.update(features_request(self._feature_layers))
+            inputs.update(features_request(sorted({*self._feature_layers, 0}) if merged else self._feature_layers))
         with users_default():
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
-        self._feed(gather_features(outputs, self._feature_layers, ran, stream_width(self._target)))
+        features = gather_features(outputs, self._feature_layers, ran, stream_width(self._target))
+        self._feed(features, self._merged(outputs, ran) if merged else None)
         return outputs
+
+    def _merged(self, outputs: Any, ids: Tensor) -> Tensor | None:
+        """Embeddings [B, C, E] of token ids [B, C] with those of images and sounds in their places.
+
+        None where the first hidden states are no embeddings, not even of text: some models scale them, or add others.
+        """
+        merged, embeddings = gather_features(outputs, [0], ids), self._target.get_input_embeddings()
+        known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
+        same = merged.shape == known.shape and bool((merged == known).all(-1).any())
+        return merged if same else None
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Asked by `_prefill` before it runs chunks; a compiled forward would pass this recorder by."""
@@ -151,11 +171,12 @@ class PrefillRecorder:
             total: slots of prompt and cached prefix.
 
         Raises:
-            ValueError: stock's next step has positions that rounds cannot follow.
+            ValueError: stock's next step has positions that rounds cannot follow, or inputs beside text.
         """
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
         inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
+        refuse_beside_text(self._target, inputs)
         self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
         return outputs
 
@@ -191,6 +212,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
                 request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads
             )
             drafter_state = drafter_state or _begun(request, rows)
+            drafter_state.sees |= request.sees
             ran = _run(request, rows, drafter_state)
         hidden_states = None
         if request.collects("output_hidden_states"):
@@ -256,7 +278,7 @@ class _Prefilled(NamedTuple):
     Attributes:
         outputs: of the last chunk, which had `width` positions.
         features: [B, 1, F] of the last position.
-        shift: [B] how far positions that the target is told lie above a row's own; None if nowhere.
+        shift: [..., B] how far positions that the target is told lie above a row's own; None if nowhere.
         kinds: of masks.
         stock: stock's cache.
         cache: the one that takes over from it.
@@ -288,14 +310,18 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
     """Stock's prefill, and the cache that takes over from it."""
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
+    if request.sees and not tail.is_floating_point():
+        # Ids of images may have no embedding: such models read another token there, until they put the image's.
+        tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
     pads = [max(pad - request.cached, 0) for pad in request.pads]
     feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
     with undone_on_failure(request.stock_cache):
-        recorder = PrefillRecorder(model, feed, layers)
+        recorder = PrefillRecorder(model, feed, layers, request.drafter.reads_embeddings)
         outputs = recorder.prefill(
             request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
         )
         last = feed.finish()
+        refuse_shifted(model, recorder.shift, request.most)
         # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
         stock = refuse_cache(outputs.past_key_values)
         refuse_compressed(stock, request.total)

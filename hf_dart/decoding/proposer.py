@@ -62,6 +62,14 @@ class Proposer(ABC, Generic[State]):
     def feature_layers(self) -> list[int]:
         """Indices of the target's `hidden_states` that the drafter reads; may be empty."""
 
+    @property
+    def reads_embeddings(self) -> bool:
+        """Does it read tokens as the target does, so that the embeddings of an image may stand for its tokens?
+
+        Then `extend` gets those of a prompt with images or sounds, and token ids otherwise.
+        """
+        return False
+
     @abstractmethod
     def check_target(self, target: nn.Module) -> None:
         """Raise a `ValueError` that names the remedy if this drafter cannot draft for `target`."""
@@ -104,7 +112,7 @@ class Proposer(ABC, Generic[State]):
         Args:
             features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
             next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given
-                as `inputs_embeds`.
+                as `inputs_embeds`, or has images or sounds (`reads_embeddings`).
             counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
         """
 

@@ -31,6 +31,7 @@ class Request:
         total: slots of the prompts, the cached ones included.
         most: slots of the prompts and of all tokens that may be generated.
         max_length: tokens that a row may have, the P of `input_ids` included.
+        sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
     """
@@ -49,6 +50,7 @@ class Request:
     total: int
     most: int
     max_length: int
+    sees: bool
     in_step: bool
     traced: bool
 

@@ -254,5 +254,9 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         return self.config.draft_length
 
     @property
+    def reads_embeddings(self) -> bool:
+        return self.embed_tokens is None and not self.reads_rows
+
+    @property
     def feature_layers(self) -> list[int]:
         return list(self.config.feature_layers)

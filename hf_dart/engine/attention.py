@@ -21,6 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_dart.drafters.layers import attend_in_groups, for_groups
+from hf_dart.engine.cache import FixedCache
 from hf_dart.target.attention import PACKED, attention_of
 from hf_dart.target.verify import Verifier
 
@@ -101,13 +102,24 @@ class PackedVerifier(Verifier):
     """A verifier on fixed shapes, which tells `packed_attention` what that need not find out in every layer.
 
     Args:
+        like: of a call; its rows' shifts of positions are to be filled in (`load`).
+        cache: where the committed tokens of B rows are.
         hands_down: does the target hand arguments that it does not know down to its attention?
-        more: as for `Verifier`.
     """
 
-    def __init__(self, *more: Any, hands_down: bool) -> None:
-        super().__init__(*more)
+    def __init__(self, like: Verifier, cache: FixedCache, hands_down: bool) -> None:
+        shift = like.shift
+        if shift is not None:
+            with torch.inference_mode(False):  # as all that a round reads
+                size = (*shift.shape[:-1], len(cache.lengths))
+                shift = torch.zeros(size, dtype=shift.dtype, device=cache.lengths.device)
+        super().__init__(like.target, cache, like.kinds, like.feature_layers, shift=shift)
         self._hands_down = hands_down
+
+    def load(self, like: Verifier, seats: Sequence[int]) -> None:
+        """Take over the shifts of positions of a call's rows `seats` [B]."""
+        if self.shift is not None and like.shift is not None:
+            self.shift.copy_(like.shift[..., list(seats)])
 
     def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
         if not self._hands_down:

@@ -30,7 +30,6 @@ def job_of(session: Session) -> Job | str:
         return "the target's cache keeps more than keys and values"
     asked = [
         (session.hidden_states is not None, "it collects hidden states"),
-        (verify.shift is not None, "the target counts positions of its own"),
         (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),
         (any(hasattr(part, "_hf_hook") for part in target.modules()), "the target is offloaded by accelerate"),

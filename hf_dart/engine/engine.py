@@ -159,7 +159,7 @@ class Engine:
         nodes, slots = filled_up(job.config.resolve_nodes(batch, job.rows.device.type)), self.config.first_tier
         while cache.longest + nodes > slots:
             slots *= 2
-        key = (batch, slots, nodes, *cache.store.specs)
+        key = (batch, slots, nodes, job.kinds_of_positions, *cache.store.specs)
         if key not in self._forwards:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
             self._forwards[key] = self._made_forward(job, slots, nodes)
@@ -287,7 +287,7 @@ class Engine:
 def _key(shape: Shape, job: HeadJob) -> tuple[Any, ...]:
     """Calls of one target and head for which this is the same go into one tier."""
     features = job.session.seen.features
-    return shape, features.shape[-1], features.dtype, *job.cache.store.specs
+    return shape, features.shape[-1], features.dtype, job.kinds_of_positions, *job.cache.store.specs
 
 
 def _loaded(tier: Tier, job: HeadJob) -> Tier | _Refused:

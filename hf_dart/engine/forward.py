@@ -42,7 +42,6 @@ class Forward:
 
     def __init__(self, job: Job, slots: int, nodes: int, capture: Capture) -> None:
         self.nodes, self._capture = nodes, capture
-        self._kinds = job.verify.kinds
         with torch.inference_mode(False), torch.no_grad():
             self._whole = FixedCache(job.cache, len(job.rows), slots, nodes, job.model.device, capture.memory)
         self.sizes: dict[int, SizedForward] = {}
@@ -60,6 +59,8 @@ class Forward:
         self._whole.store.copy_from(cache.store, cache.longest)
         self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
         self._whole.lengths.copy_(cache.lengths)
+        for sized in self.sizes.values():
+            sized.verifier.load(job.verify, range(len(job.rows)))
         if self.draft_pass is not None:
             self.draft_pass.load(job)
 
@@ -96,8 +97,8 @@ class Forward:
         if size not in self.sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(job.cache, size)
-                layers, hands_down = job.drafter.feature_layers, self._capture.hands_down
-                verifier = PackedVerifier(job.model, cache, self._kinds, layers, hands_down=hands_down)
+                verifier = PackedVerifier(job.verify, cache, self._capture.hands_down)
+                verifier.load(job.verify, range(len(job.rows)))
                 self.sizes[size] = SizedForward(verifier, cache, size, self._capture)
         return self.sizes[size]
 
@@ -110,7 +111,7 @@ class SizedForward:
     """The forward over trees of N nodes, launched on buffers that are filled in before."""
 
     def __init__(self, verifier: PackedVerifier, cache: FixedCache, nodes: int, capture: Capture) -> None:
-        self.cache, self._target, device = cache, verifier.target, cache.lengths.device
+        self.cache, self.verifier, device = cache, verifier, cache.lengths.device
         batch = len(cache.lengths)
         none = torch.zeros(batch, nodes, dtype=torch.long, device=device)
         alone = torch.eye(nodes, dtype=torch.bool, device=device).repeat(batch, 1, 1)
@@ -121,7 +122,7 @@ class SizedForward:
 
     def step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
         """What a launch does, by `run`: the forward over the buffers."""
-        with torch.inference_mode(False), torch.no_grad(), packed(self._target):
+        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
             self._found = run(self._tree, self._roots)
 
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:

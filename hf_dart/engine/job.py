@@ -58,6 +58,12 @@ class Job:
         return self.session.request.returns_cache
 
     @property
+    def kinds_of_positions(self) -> tuple[Any, ...]:
+        """Are positions shifted (`Verifier.shift`), how many kinds of them, and of which dtype?"""
+        shift = self.verify.shift
+        return () if shift is None else (*shift.shape[:-1], shift.dtype)
+
+    @property
     def draft_state(self) -> Any:
         """What the drafter has read, as its `begin` returned it."""
         return self.session.drafter_runner.drafter_state.state

@@ -44,9 +44,7 @@ class Tier:
             self.cache = FixedCache(job.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
             self.draft = FixedDraftCache.of(job.draft_state, shape.batch, shape.draft_slots, memory)
             self.state = State.empty(shape, features, memory)
-        verifier = PackedVerifier(
-            job.model, self.cache, job.verify.kinds, job.head.feature_layers, hands_down=hands_down
-        )
+        verifier = self._verifier = PackedVerifier(job.verify, self.cache, hands_down)
         self._supplied = 0  # positions whose noise was handed on
         self._places: Tensor | None = None  # of the seats in blocks of noise; None where all rows have one
         processors = FixedProcessors(job.session.request.processors, shape.vocab_size, device)
@@ -81,6 +79,7 @@ class Tier:
             pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
             mine.store.copy_from(given.store, int(lengths.max()), pairs)
             mine.lengths.copy_(lengths)
+        self._verifier.load(job.verify, seats)
         taken, next_tokens, counts = (part[seats] for part in job.session.seen)
         width = taken.shape[1]
         state.features.zero_()

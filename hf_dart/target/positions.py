@@ -6,6 +6,7 @@ import sys
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 
@@ -74,7 +75,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
     # The last token is not run through the model.
     if most - 1 <= rotary.trained:
         return
-    starts_anew = not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
+    starts_anew = _starts_anew(target, rotary)
     if not rotary.grows and total - min(pads) > rotary.trained and not (starts_anew and 0 < cached <= rotary.trained):
         return
     if len(pads) > 1 or starts_anew:
@@ -82,6 +83,33 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
             f"{type(target).__name__} changes its rotary frequencies beyond {rotary.trained} tokens, for "
             f"{'the text so far' if starts_anew else 'all rows of a batch'} too; set max_length to "
             f"{rotary.trained + 1} or less, or leave assistant= out."
+        )
+
+
+def _starts_anew(target: PreTrainedModel, rotary: _MovingRotary) -> bool:
+    """Does stock throw its cache away there (Phi-3)?"""
+    return not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
+
+
+def refuse_shifted(target: PreTrainedModel, shift: Tensor | None, most: int) -> None:
+    """Raise where rotary frequencies may change with the length of texts whose positions are not their tokens' numbers.
+
+    Args:
+        target: the causal LM.
+        shift: [..., B] of `stock_steps.position_shift`.
+        most: slots of the prompts and of all tokens that may be generated.
+
+    Raises:
+        ValueError: they may.
+    """
+    rotary = _MovingRotary.of(target)
+    if rotary is None or shift is None or not bool(shift.any()):
+        return
+    alone = shift.shape[-1] == 1 and not _starts_anew(target, rotary)
+    if not alone and most - 1 + max(int(shift.max()), 0) > rotary.trained:
+        raise ValueError(
+            f"{type(target).__name__} changes its rotary frequencies beyond {rotary.trained} positions, and those of "
+            "this prompt are not the usual ones; set a smaller max_length, or leave assistant= out."
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,6 +12,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.target.devices import users_default
+
+# Text, and how it is run: what stock hands the target with every token, and drafts are verified with too, or need not
+# be, such as the `cache_position` that code of a model's own may ask for; or drops after the prompt.
+_STEP = {
+    "attention_mask",
+    "cache_position",
+    "input_ids",
+    "inputs_embeds",
+    "labels",
+    "logits_to_keep",
+    "output_hidden_states",
+    "past_key_values",
+    "position_ids",
+    "return_dict",
+    "use_cache",
+}
+# With these, processors of multimodal models mark the tokens of images; all are 0 in plain text.
+_MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
@@ -38,28 +57,62 @@ def next_inputs(
 def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
     """How far the positions that stock tells the target lie above those of each row's own text, [B]; None if nowhere.
 
-    A target that is told none counts slots, so that padding counts too.
+    Where it tells several kinds of positions (of text, time, height and width), [K, B], of each kind. They lie below
+    after an image, which takes up more tokens than positions. A target that is told none counts slots, so that padding
+    counts too.
 
     Args:
-        position_ids: [..., B or 1, 1] of a token after `total` slots; None if stock hands on none.
+        position_ids: [B or 1, 1] or [K, B or 1, 1] of a token after `total` slots; None if stock hands on none.
         pads: left padding of each row.
 
     Raises:
-        ValueError: positions of several kinds differ, as those of images do.
+        ValueError: positions of another shape.
     """
     if not takes_positions(target):
         return None
+    own = torch.tensor([total - pad for pad in pads])
     if position_ids is None:
         shift = torch.tensor(pads)
+    elif position_ids.ndim not in (2, 3) or position_ids.shape[-2] not in (1, len(pads)):
+        raise ValueError(
+            f"{type(target).__name__} prepares positions of shape {list(position_ids.shape)} for {len(pads)} rows, "
+            "which drafts do not follow; leave assistant= out."
+        )
     else:
-        kinds = position_ids[..., -1].cpu().flatten(0, -2) if position_ids.ndim > 2 else position_ids[None, :, -1].cpu()
-        if bool((kinds != kinds[:1]).any()):
-            raise ValueError(
-                f"{type(target).__name__} prepares positions of several kinds, which drafts do not follow; leave "
-                "assistant= out."
-            )
-        shift = kinds[0].long() - torch.tensor([total - pad for pad in pads])
-    return shift if bool(shift.any()) else None
+        shift = position_ids[..., -1].cpu() - own
+    return shift if shift.ndim > 1 or bool(shift.any()) else None
+
+
+def beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
+    """What of a forward's keyword arguments says more than text does: images, sounds, and marks of their tokens."""
+    multimodal = target.config.get_text_config(decoder=True) is not target.config
+
+    def says_nothing(name: str, value: Any) -> bool:
+        if isinstance(value, Tensor):
+            # Of blank marks multimodal models take no notice; models of text have embeddings of them.
+            return multimodal and name in _MARKS and not bool(value.any())
+        return value is None or (isinstance(value, dict) and not value)
+
+    return [name for name, value in inputs.items() if name not in _STEP and not says_nothing(name, value)]
+
+
+def refuse_beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
+    """Raise where stock's step hands the target more than text, which is all that drafts are verified with.
+
+    Of images and sounds that is seldom so: stock's prefill has read them, and its steps drop them.
+
+    Args:
+        inputs: of a step after the prompt (`next_inputs`).
+
+    Raises:
+        ValueError: the message names what.
+    """
+    names = beside_text(target, inputs)
+    if names:
+        raise ValueError(
+            f"{type(target).__name__} is handed more than text with every token ({', '.join(names)}), and drafts are "
+            "not verified with it; leave it out, or leave assistant= out."
+        )
 
 
 class StockSteps:

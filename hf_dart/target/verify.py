@@ -42,7 +42,8 @@ class Verifier:
         feature_layers: indices of the `hidden_states` that the drafter reads.
         keep_hidden_states: leave the last tree's hidden states of all layers, [..., B, N, ..., H] each, in
             `hidden_states`.
-        shift: [B] how far positions that the target is told lie above a row's own (`position_shift`); None if nowhere.
+        shift: [B] or [K, B], how far positions that the target is told lie above a row's own (`position_shift`); None
+            if nowhere.
     """
 
     def __init__(
@@ -77,7 +78,9 @@ class Verifier:
 
     def room(self, lengths: Tensor) -> Tensor:
         """How many positions [B] the position table still holds after the roots of rows with `lengths` [B]."""
-        positions = lengths if self.shift is None else lengths + self.shift.to(lengths.device)
+        positions = lengths
+        if self.shift is not None:
+            positions = (lengths + self.shift.to(lengths.device)).view(-1, len(lengths)).amax(0)
         left = (self._last_position - positions).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
         return left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)
@@ -122,10 +125,10 @@ class Verifier:
             tree, roots = tree.to(self._device), roots.to(self._device)
         positions = at = roots[:, None] + tree.depths
         if self.shift is not None:
-            at = positions + self.shift[:, None].to(positions.device)
+            at = positions + self.shift[..., None].to(positions.device)
         tokens = tree.tokens
         if computed is not None:
-            tokens, at = tokens.flatten()[computed][None], at.flatten()[computed][None]
+            tokens, at = tokens.flatten()[computed][None], at.flatten(-2)[..., None, computed]
         masks: Any = self._no_masks
         inputs: dict[str, Any] = {}
         if masked:

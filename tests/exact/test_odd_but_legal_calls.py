@@ -214,3 +214,13 @@ def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatc
         for row, length in enumerate(states[0].counted.tolist()):
             left, right = (state.store.buffer(index)[row, :, :length] for state in states)
             torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("first", [[3], [0, 3]], ids=["one row", "one of two"])
+def test_positions_of_the_users_own(first: list[int]) -> None:
+    """Stock counts on from where they end."""
+    target = tiny_target("llama")
+    inputs = prompts([7] * len(first))
+    given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
+    stock, _ = assert_identical(target, tiny_head(target), given, do_sample=False, max_new_tokens=12)
+    assert not torch.equal(stock.sequences, run(target, inputs, 0, do_sample=False, max_new_tokens=12).sequences)

@@ -47,11 +47,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "right padding": (RIGHT_PADDED, "left"),
     "a hole in the mask": ({"attention_mask": torch.tensor([[1, 1, 0, 1, 1, 1, 1]])}, "left"),
     "a row of padding": ({**prompts([3, 3]), "attention_mask": torch.tensor([[1, 1, 1], [0, 0, 0]])}, "padding"),
-    "positions": ({"position_ids": torch.arange(7)[None] + 3}, "position_ids"),
-    "positions of one row": (
-        {**prompts([7, 7]), "position_ids": torch.arange(7) + torch.tensor([[0], [3]])},
-        "position_ids",
-    ),
     "an empty prompt": ({"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "empty"),
     "no rows": ({name: value[:0] for name, value in INPUTS.items()}, "one row"),
     "ids that are no integers": ({"input_ids": INPUTS["input_ids"].float()}, "long"),

@@ -127,26 +127,6 @@ def test_text_alone(family: str) -> None:
     assert torch.equal(stock, ours)
 
 
-def test_images_are_refused() -> None:
-    target = tiny(llava)
-    head = tiny_head(target)
-    ids = torch.tensor([[5, 47, 47, 47, 47, 6]])
-    seen = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "pixel_values": torch.zeros(1, 3, 8, 8).double()}
-    target.generate(**seen, **GREEDY)
-    named = "images" if encodes_first(target) else "pixel_values"
-    with pytest.raises(ValueError, match=rf"{named}.*leave assistant= out\.$"):
-        target.generate(**seen, **GREEDY, assistant=head)
-
-
-def test_positions_of_images_are_refused() -> None:
-    target = tiny(qwen2_5_vl)
-    head = tiny_head(target)
-    inputs = prompts([7])
-    positions = torch.arange(7).expand(4, 1, 7) - torch.tensor([0, 2, 2, 2])[:, None, None]
-    with pytest.raises(ValueError, match=r"positions of its own.*leave assistant= out\.$"):
-        target.generate(**inputs, **GREEDY, position_ids=positions, assistant=head)
-
-
 def test_padding_that_counts_as_positions_is_followed() -> None:
     target = tiny(exaone4_5)
     head = tiny_head(target)

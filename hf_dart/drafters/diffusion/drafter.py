@@ -111,6 +111,10 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         config = self.config
         return SlotState.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
 
+    @property
+    def reads_embeddings(self) -> bool:
+        return self.config.share_embeddings
+
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         x = self.embed_text(next_tokens, features)
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.

@@ -156,6 +156,10 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
+    @property
+    def reads_embeddings(self) -> bool:
+        return True
+
     def begin(self, batch_size: int, capacity: int) -> SlotCacheState:
         return SlotCacheState.begin(1, batch_size, capacity + self.beam * self.draft_length)
 
@@ -174,9 +178,7 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
         rows, ends = torch.arange(len(counts)), (counts.cpu() - 1).clamp(min=0)
         return states[rows, ends.to(states.device)][:, None]
 
-    def draft_level(
-        self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
-    ) -> Tensor:
+    def draft_level(self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         return self._run(state, previous, tokens, View.of_level(state.lengths, level, sees))
 
     def log_chances(self, states: Tensor) -> Tensor:

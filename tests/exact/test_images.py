@@ -1,0 +1,177 @@
+"""Texts with images: stock's prefill reads them, and drafts are verified at the positions that come after them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.compare import assert_identical, run, tally
+from support.engines import engine
+from support.refusals import refused
+from support.sights import SEEING, behind_sights, seeing_target, sights
+from support.tiny import VOCABULARY, ReplayDrafter, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
+from support.turns import taken_up  # noqa: F401
+from torch import Tensor
+from transformers import DynamicCache
+
+from hf_dart.drafters.base import Drafter
+
+SEEN = tally("float64, with images")
+GREEDY = {"do_sample": False, "max_new_tokens": 20}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
+WORDS = {"suppress_tokens": [43, 44, 45, 46, 47]}  # no image's tokens, of which another turn would want the image
+
+
+def knows(stock: Tensor, inputs: dict[str, Tensor]) -> ReplayDrafter:
+    """A drafter that misses some of stock's tokens."""
+    pads = (1 - inputs["attention_mask"]).sum(1).tolist()
+    return ReplayDrafter(stock, pads, VOCABULARY, misses=[0.1, 0.4][: len(pads)])
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_two_rows_with_images(family: str) -> None:
+    target, inputs = seeing_target(family), sights(family)
+    stock = run(target, inputs, 0, **GREEDY)
+    blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
+    assert not torch.equal(blind.sequences, stock.sequences), "images were to matter"
+    drafter = knows(stock.sequences, inputs)
+    assert_identical(target, drafter, inputs, into=SEEN, **GREEDY)
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 2
+    head = tiny_head(target)
+    assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
+    assert head.last_stats is not None
+    assert head.last_stats.tau > 1.3
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_one_row_in_chunks(family: str) -> None:
+    target, inputs = seeing_target(family), sights(family, rows=1)
+    stock = run(target, inputs, 0, **GREEDY)
+    assert_identical(target, knows(stock.sequences, inputs), inputs, into=SEEN, **GREEDY)
+    if family == "qwen2_5_vl":  # masks of gemma3 let an image's tokens see each other, across chunks too
+        assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY, prefill_chunk_size=5)
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
+def test_drafters_read_what_the_target_reads(make: Any) -> None:
+    """The embeddings of images in place of their tokens' own, and of text those that they know."""
+    target, inputs = seeing_target("llava"), sights("llava")
+    drafter, read = make(target), []
+
+    def note(state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        read.append((next_tokens, counts))
+        type(drafter).extend(drafter, state, features, next_tokens, counts)
+
+    drafter.extend = note
+    assert_identical(target, drafter, inputs, **GREEDY)
+    tokens, counts = read[0]
+    with torch.no_grad():
+        images = target.model.get_image_features(inputs["pixel_values"]).pooler_output
+    for row, ids in enumerate(inputs["input_ids"]):
+        text = ids[ids > 0][1:]
+        wanted = target.get_input_embeddings()(text).detach().clone()
+        wanted[text == 47] = images[row]
+        assert counts[row] == len(text)
+        torch.testing.assert_close(tokens[row, : len(text)], wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])
+def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  # noqa: F811
+    target = seeing_target(family)
+    head, texts = tiny_head(target), []
+    for drafting in ({}, {"assistant": head}):
+        inputs, cache = sights(family), DynamicCache(config=target.config.get_text_config())
+        for turn in range(3):
+            out = run(target, inputs, turn, past_key_values=cache, **SAMPLED, **WORDS, **drafting)
+            texts.append(out.sequences)
+            inputs = behind_sights(family, inputs, out.sequences, sees=turn == 0)
+    assert all(torch.equal(stock, ours) for stock, ours in zip(texts[:3], texts[3:], strict=True))
+    assert taken_up == [False, True, True]
+
+
+def test_other_images_are_another_text(taken_up: list[bool]) -> None:  # noqa: F811
+    """The head starts over where the cache is not the one that it left: the tokens of both texts are the same."""
+    target = seeing_target("llava")
+    head, one, other = tiny_head(target), sights("llava"), sights("llava", seed=0, image=1)
+    assert torch.equal(one["input_ids"], other["input_ids"])
+    assert not torch.equal(one["pixel_values"], other["pixel_values"])
+    cache = DynamicCache(config=target.config.get_text_config())
+    first = run(target, one, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS)
+    # Stock reads the other one, up to where the head left its state.
+    inputs = {**other, "input_ids": first.sequences[:, :-1]}
+    inputs["attention_mask"] = behind_sights("llava", one, inputs["input_ids"], more=0)["attention_mask"]
+    cache.layers = target(**inputs, use_cache=True).past_key_values.layers
+    more = {name: value for name, value in inputs.items() if name != "pixel_values"}
+    more["input_ids"] = first.sequences
+    more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
+    assert cache.get_seq_length() == first.sequences.shape[1] - 1
+    run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY)
+    assert taken_up == [False, False]
+
+
+def test_positions_of_the_users_own_are_followed() -> None:
+    target = seeing_target("qwen2_5_vl")
+    head, inputs = tiny_head(target), sights("qwen2_5_vl")
+    width = inputs["input_ids"].shape[1]
+    positions = torch.arange(width).expand(4, 2, width) + torch.tensor([0, 1, 5, 2])[:, None, None]
+    plain = run(target, inputs, 0, **GREEDY)
+    stock, _ = assert_identical(target, head, {**inputs, "position_ids": positions}, into=SEEN, **GREEDY)
+    assert not torch.equal(plain.sequences, stock.sequences), "positions were to matter"
+
+
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+def test_captured_rounds_after_images(family: str) -> None:
+    """The next call's images are of other sizes, and a text without any is at its own positions."""
+    target = seeing_target(family)
+    head = tiny_head(target)
+    made = engine(target, head)
+    inputs = sights(family)
+    assert_identical(target, head, inputs, into=SEEN, **GREEDY)
+    turned = sights(family, turned=True)
+    assert_identical(target, head, turned, into=SEEN, **SAMPLED)
+    assert_identical(target, head, turned, into=SEEN, **GREEDY)
+    with pytest.warns(UserWarning, match="forward alone is captured"):
+        assert_identical(target, head, inputs, into=SEEN, **GREEDY, no_repeat_ngram_size=3)
+    assert_identical(target, head, turned, into=SEEN, **GREEDY, no_repeat_ngram_size=3)
+    text = {name: inputs[name] % 43 for name in ("input_ids", "attention_mask")}
+    assert_identical(target, head, text, into=SEEN, **GREEDY)
+    assert all(made.tiers)
+    assert all(made.forwards)
+
+
+def test_what_stock_hands_on_with_every_token_is_refused() -> None:
+    plain = type(seeing_target("llava"))
+
+    class Sees(plain):  # type: ignore[misc, valid-type]
+        sizes: Any = None
+
+        def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+            return {**super().prepare_inputs_for_generation(*args, **kwargs), "image_sizes": self.sizes}
+
+    target = seeing_target("llava")
+    target.__class__ = Sees
+    head, inputs = tiny_head(target), sights("llava")
+    target.sizes = torch.tensor([[8, 8]] * 2)
+    for mode in (GREEDY, SAMPLED):
+        refused(lambda mode=mode: target.generate(**inputs, **mode, assistant=head), ValueError, "Sees.*image_sizes")
+    target.sizes = None
+    assert_identical(target, head, {name: inputs[name] % 43 for name in ("input_ids", "attention_mask")}, **GREEDY)
+
+
+def test_reading_embeddings_is_for_those_that_can() -> None:
+    """A drafter gets ids unless it says otherwise."""
+    read = []
+
+    class Reads(ReplayDrafter):
+        def extend(self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+            read.append(next_tokens.dtype)
+            super().extend(state, features, next_tokens, counts)
+
+    target, inputs = seeing_target("llava"), sights("llava")
+    stock = run(target, inputs, 0, **GREEDY)
+    drafter: Drafter[Any] = Reads(stock.sequences, [6, 0], VOCABULARY, misses=[0.1, 0.1])
+    assert not drafter.reads_embeddings
+    target.generate(**inputs, **GREEDY, assistant=drafter)
+    assert read[0] == torch.long
