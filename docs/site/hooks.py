@@ -133,10 +133,19 @@ _INTERFACES = {
 }
 
 
+_USED = (
+    "from_pretrained", "from_target", "save_pretrained", "push_to_hub", "bind", "generate", "ngram",
+    "tree_config", "last_stats", "add_adapter", "load_adapter", "set_adapter", "merge_adapter", "train", "evaluate",
+    "save_model", "record",
+)  # fmt: skip
+
+
 def _names(package: str, names: Iterable[str]) -> str:
     """A page with an entry for every public name of a package, functions first."""
     shown = sorted((name for name in names if not name.startswith("__")), key=lambda name: (name[0].isupper(), name))
-    return "\n\n".join([f"# {package}", *(f"::: {package}.{name}" for name in shown)])
+    # Of what is inherited, what a user calls; "Interfaces" has the rest.
+    options = f"    options: {{inherited_members: [{', '.join(_USED)}]}}"
+    return "\n\n".join([f"# {package}", *(f"::: {package}.{name}\n{options}" for name in shown)])
 
 
 def _modules(title: str, parts: dict[str, Iterable[str]]) -> str:
@@ -215,7 +224,9 @@ def _recipe() -> str:
                 kinds.setdefault(part, []).append(kind)
     for part in sorted(keys, key=lambda part: not part.__module__.startswith("hf_dart")):  # what is inherited, last
         some = "" if len(kinds[part]) == len(trainers()) else f"With `drafter: {'` or `'.join(kinds[part])}`."
-        lines += [f"## {part.__name__}", some, _keys(keys[part])]
+        about = (part.__doc__ or "").partition("\n\n")[0] if part.__module__.startswith("hf_dart") else ""
+        about = re.sub(r"\[(`\w+`)\]", r"\1", " ".join(about.split()))
+        lines += [f"## {part.__name__}", f"{about} {some}".strip(), _keys(keys[part])]
     return "\n\n".join(lines)
 
 
@@ -224,5 +235,6 @@ def _keys(actions: Iterable[argparse.Action]) -> str:
     for action in actions:
         default = "" if action.default in (None, argparse.SUPPRESS) else f"<code>{_cell(str(action.default))}</code>"
         choices = f" One of {', '.join(f'`{one}`' for one in action.choices)}." if action.choices else ""
-        rows.append(f"| `{action.dest}` | {default} | {_cell(action.help or '')}{choices} |")
+        said = _cell(action.help or "").rstrip(".")
+        rows.append(f"| `{action.dest}` | {default} | {f'{said}.' if said else ''}{choices} |")
     return "\n".join(rows)

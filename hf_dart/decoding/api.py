@@ -80,7 +80,14 @@ def attached(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> An
 
 
 def detach(model: PreTrainedModel) -> Any:
-    """Undo `attach`."""
+    """Undo `attach`: `generate` of this model is what it was, without `assistant=` and without a default drafter.
+
+    Args:
+        model: a causal LM, or a wrapper of one by PEFT or `torch.compile`; one that is not attached stays as it is.
+
+    Returns:
+        The model.
+    """
     target = unwrapped(model)
     own = vars(target).pop("generate", None)
     if isinstance(own, AttachedGenerate):
@@ -164,6 +171,18 @@ def generate(
     **kwargs: Any,
 ) -> Any:
     """`model.generate(*args, **kwargs)` with the keywords that `attach` adds, on a model that need not be attached.
+
+    Args:
+        model: the target.
+        args: those of `model.generate`.
+        assistant: the drafter; None is stock's own call.
+        tree_config: the shape of draft trees in this call; None is the drafter's own.
+        refine: how often the drafter looks at its draft again; None is what `tree_config` says.
+        trace: keep every round and its tree in the statistics, for `hf_dart.view.View`.
+        kwargs: those of `model.generate`.
+
+    Returns:
+        What `model.generate` returns; with `return_dict_in_generate=True` also the statistics, as `draft_stats`.
 
     Raises:
         TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.

@@ -25,7 +25,9 @@ class Proposer(ABC, Generic[State]):
     """
 
     tree_config: TreeConfig
+    """The shape of its draft trees in calls that give none themselves (`generate(..., tree_config=...)`)."""
     last_stats: DraftStats | None
+    """What the last finished call with it did: τ, acceptance, time; None before the first."""
     engine: Any = None
     """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
     warned: bool = False

@@ -16,7 +16,7 @@ PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
 @dataclass
 class DraftStats:
-    """Counted over all rows of one `generate` call.
+    """What the drafts of one `generate` call did, counted over all its rows: rounds, tokens, acceptance, time.
 
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).
@@ -70,7 +70,7 @@ class DraftStats:
             self._spend(name, perf_counter() - start)
 
     def count(self, emitted: list[int], limits: list[int], nodes: int, level: str = "tree") -> None:
-        """Add one round.
+        """Add one round to the counts.
 
         Args:
             emitted: tokens that each row committed; all but the last of them were drafted.
@@ -102,7 +102,7 @@ class DraftStats:
         self.committed.append([0] * len(ran))
 
     def merge(self, other: DraftStats) -> None:
-        """Add what another call did."""
+        """Add the counts and times of another call."""
         self.rounds += other.rounds
         self.plain_rounds += other.plain_rounds
         self.chain_rounds += other.chain_rounds
@@ -128,7 +128,7 @@ class DraftStats:
         return summary(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything above but the single rounds, ready for JSON."""
+        """All figures but those of single rounds, as numbers, lists and dicts that JSON takes."""
         return {
             "rounds": self.rounds,
             "plain_rounds": self.plain_rounds,

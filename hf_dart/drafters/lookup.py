@@ -31,15 +31,15 @@ class LookupDrafter(Drafter[None]):
         return []
 
     def check_target(self, target: nn.Module) -> None:
-        """Every target will do."""
+        """Refuses no target: every one can be drafted for by copies."""
 
     def begin(self, batch_size: int, capacity: int) -> None:
-        """No state: the decoding loop keeps the texts."""
+        """A state for one call: there is none, the decoding loop keeps the texts."""
 
     def extend(self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        """Nothing is taken in: the decoding loop keeps the texts."""
+        """Takes in nothing: the decoding loop keeps the texts."""
 
     def propose(
         self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> None:
-        """Nothing of its own."""
+        """No distributions: the tree is made of copies of earlier text alone."""

@@ -66,7 +66,7 @@ def register(
     card: CardTexts | None = None,
     reads: Callable[[dict[str, Any]], str | None] = _nothing_else,
 ) -> Callable[[Class], Class]:
-    """Make a class of drafters known.
+    """A decorator that makes a class of drafters known: to loading, to `hf-dart train`, to cards, and in `hf_dart`.
 
     Args:
         name: of the kind, such as "eagle".
@@ -118,6 +118,9 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
         default: let every later `generate` of `target` draft with it, as `hf_dart.attach(target, drafter)` does.
         options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
 
+    Returns:
+        The drafter, such as a [`DartHead`], for `generate(..., assistant=...)`.
+
     Raises:
         OSError: there are no such files, or the Hub does not give them.
         ValueError: drafter and target do not fit together, or the files are not those of a drafter.
@@ -140,7 +143,9 @@ _LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], Any]] = WeakKeyDict
 
 
 def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
-    """The drafter at `path`, loaded for `target` at the first call and kept as long as that; its `generate` stays.
+    """The drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
+
+    `target.generate` stays as it is. Repositories with a `custom_generate` folder load their own drafter so.
 
     Raises:
         OSError, ValueError: as [`load_drafter`].

@@ -85,7 +85,7 @@ class SlotDrafter(Drafter[SlotState]):
     @property
     @abstractmethod
     def slot_spec(self) -> SlotSpec:
-        """Of the buffers that `begin` makes."""
+        """Heads, width, dtype and device of the buffers of keys and values that `begin` makes."""
 
     def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
         spec = self.slot_spec

@@ -13,7 +13,7 @@ Rows = dict[str, str]  # of the card's table; empty ones are left out
 
 @dataclass(frozen=True)
 class CardTexts:
-    """What is said of one kind of drafter.
+    """What a card on the Hub says of one kind of drafter.
 
     Attributes:
         called: what it is called, with its article.

@@ -63,7 +63,7 @@ class View:
 
     @classmethod
     def of(cls, output: Any, tokenizer: Any, row: int = 0, notes: tuple[str, ...] = ()) -> View:
-        """The view of one row of what `generate` returned.
+        """The view of one row of what `generate(..., trace=True, return_dict_in_generate=True)` returned.
 
         Raises:
             ValueError: the call kept no trace, or has no such row.
@@ -91,7 +91,7 @@ class View:
         return self.stats.trace.rounds
 
     def save(self, file: str | Path) -> None:
-        """Write the page."""
+        """Write the page to a file, which any browser opens."""
         Path(file).write_text(self.html(), encoding="utf8", errors="replace")
 
     def _repr_html_(self) -> str:
@@ -101,7 +101,7 @@ class View:
         return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 42em; border: 1px solid #ddd"></iframe>'
 
     def html(self) -> str:
-        """The page."""
+        """The page as HTML, with nothing to load and no script."""
         notes = "".join(f"<p>{_clean(note)}</p>" for note in self.notes)
         return f"""<!DOCTYPE html>
 <html lang="en">

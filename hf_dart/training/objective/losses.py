@@ -27,7 +27,7 @@ def log_probabilities(logits: Tensor) -> Tensor:
 
 
 def kl_divergence(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
-    """KL(target || draft)."""
+    """KL(target || draft) in nats: [..., V] and [..., V] to [...]."""
     return _kl(log_probabilities(draft_logits), log_probabilities(target_logits))
 
 

@@ -86,7 +86,7 @@ def _json_object(name: str, text: str | None, example: str) -> dict[str, Any]:
 
 @dataclass
 class HeadArguments(DrafterArguments):
-    """A [`DartHead`]."""
+    """Options of a new [`DartHead`], beside those of every drafter."""
 
     block_attention: Literal["causal", "bidirectional"] | None = option(
         None, "what the mask slots of a draft see of each other"

@@ -32,7 +32,7 @@ _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 
 @dataclass
 class DiffusionArguments(DrafterArguments):
-    """A [`DiffusionDrafter`]."""
+    """Options of a new [`DiffusionDrafter`], beside those of every drafter."""
 
     denoise_steps: int | None = option(None, "T, reverse steps per draft")
     unmasking: Literal["confidence", "left_to_right"] | None = option(None, "which slots a reverse step reveals")

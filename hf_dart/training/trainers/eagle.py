@@ -16,7 +16,7 @@ from hf_dart.training.trainers.base import DrafterTrainer
 
 @dataclass
 class EagleArguments(DrafterArguments):
-    """An [`EagleDrafter`]."""
+    """Options of a new [`EagleDrafter`], beside those of every drafter."""
 
     beam: int | None = option(None, "W, tokens of each depth that are drafted on from")
 

@@ -103,7 +103,7 @@ class NgramTable:
 
     @classmethod
     def load(cls, path: str | Path, check: bool = True) -> NgramTable:
-        """Open a table.
+        """Open the n-gram table in a file, which stays there and is read as it is needed.
 
         Args:
             path: of the file.
