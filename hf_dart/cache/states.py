@@ -8,7 +8,7 @@ them until it is written back, and are what a row goes back to that has gone too
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -17,6 +17,8 @@ from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states
 from hf_dart.trees.levels import TreeLevels
+from hf_dart.trees.paths import TreePaths
+from hf_dart.trees.tree import DraftTree
 
 
 class StateSlot(NamedTuple):
@@ -90,18 +92,36 @@ class RunningStates:
 
     Attributes:
         committed: after the committed tokens of each row.
-        levels: of the tree that is being verified.
     """
 
     def __init__(self, prompt: States) -> None:
         self.prompt = prompt
         self.committed = dict(prompt)
-        self.levels: TreeLevels | None = None
         self._nodes: list[NodeStates] = []
 
-    def begin(self, levels: TreeLevels) -> None:
+    def begin(self, tree: DraftTree) -> None:
         """A tree is about to be verified; node states of the one before are dropped."""
-        self.levels, self._nodes = levels, []
+        self._tree, self._nodes = tree, []
+        self._levels: TreeLevels | None = None
+        self._paths: dict[torch.device, TreePaths] = {}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and N of the tree that is being verified."""
+        return self._tree.tokens.shape[0], self._tree.tokens.shape[1]
+
+    @property
+    def levels(self) -> TreeLevels:
+        """Those of that tree."""
+        if self._levels is None:
+            self._levels = TreeLevels.of(self._tree)
+        return self._levels
+
+    def paths(self, device: torch.device) -> TreePaths:
+        """Those of that tree, on `device`."""
+        if device not in self._paths:
+            self._paths[device] = TreePaths.of(self._tree, device)
+        return self._paths[device]
 
     def keep(self, nodes: NodeStates) -> None:
         """Keep states of the nodes of this tree until one of them is committed."""
@@ -109,10 +129,14 @@ class RunningStates:
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Take the states after the first `counts[b]` nodes of `path[b]` [B, A]; all at once, or none."""
+        self.committed, self._nodes = self.after(path, counts), []
+
+    def after(self, path: Tensor, counts: list[int]) -> States:
+        """What `commit` would take."""
         new = dict(self.committed)
         for nodes in self._nodes:
             new.update(nodes.after(path, counts, self.committed))
-        self.committed, self._nodes = new, []
+        return new
 
     def back_to_prompt(self, rows: Tensor) -> None:
         """Take the states after the prompt again in some rows, [B] bool."""
@@ -148,8 +172,8 @@ class StatefulCache(Cache):
                     own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
         super().__init__(layers=own)
 
-    def lend(self, states: States) -> Cache:
-        """A stock cache that holds these states, and may write into them."""
+    def lend(self, states: Mapping[StateSlot, Any]) -> Cache:
+        """A stock cache that holds these states, tensors or what stands for them, and may write into them."""
         layers = list(self.layers)
         for place in {slot.layer for slot in states}:
             layers[place] = LinearAttentionLayer()

@@ -18,7 +18,8 @@ from hf_dart.cache.states import StateSlot, states_of
 from hf_dart.target.devices import device_of
 from hf_dart.target.identity import identity
 from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.tree_forward import Mixer
+from hf_dart.target.tree_form import form_of
+from hf_dart.target.tree_forward import Form, Mixer
 from hf_dart.target.untouched import as_before
 
 _TOKENS = 4
@@ -32,8 +33,9 @@ class _Seen:
     entries: bool = False
 
 
-# Of each model, as it was then: names of its mixers, and their slots.
-_found: WeakKeyDictionary[Any, tuple[Any, list[tuple[str, tuple[StateSlot, ...]]]]] = WeakKeyDictionary()
+# Of each model, as it was then: names of its mixers, their slots, and how they take trees.
+_Found = list[tuple[str, tuple[StateSlot, ...], Form]]
+_found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
@@ -46,38 +48,47 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
     now = identity(model)
     if model not in _found or _found[model][0] != now:
         _found[model] = now, _names_of(model)
-    return [Mixer(model.get_submodule(name), slots) for name, slots in _found[model][1]]
+    return [Mixer(model.get_submodule(name), slots, form) for name, slots, form in _found[model][1]]
 
 
-def _names_of(model: PreTrainedModel) -> list[tuple[str, tuple[StateSlot, ...]]]:
+def _names_of(model: PreTrainedModel) -> _Found:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     tokens = torch.arange(_TOKENS, device=device_of(model.get_input_embeddings()))[None]
-    with as_before(model), _noted(model, cache) as seen:
+    with as_before(model), _noted(model, cache) as (seen, given):
         StockSteps(model, tokens, [0], cache).prefill()
-    found: list[tuple[str, tuple[StateSlot, ...]]] = []
+    found: _Found = []
+    forms: dict[Any, Form] = {}
     for name, module in model.named_modules():
         inside = {part: seen[part] for part in module.modules() if part in seen}
-        if module in seen and seen[module].slots and not any(name.startswith(f"{outer}.") for outer, _ in found):
+        if module in seen and seen[module].slots and not any(name.startswith(f"{outer}.") for outer, *_ in found):
             if any(one.entries for one in inside.values()):
                 raise ValueError(
                     f"A {type(module).__name__} keeps keys and values and a running state in one module, which cannot "
                     "be run node by node; call generate without assistant=."
                 )
             slots = {slot for one in inside.values() for slot in one.slots} & states_of(cache).keys()
-            found.append((name, tuple(sorted(slots))))
+            own = tuple(sorted(slots))
+            code = type(module), *((slot.kind, slot.number) for slot in own)
+            if code not in forms:
+                forms[code] = form_of(module, own, cache, *given[module])
+            found.append((name, own, forms[code]))
     return found
 
 
 @contextmanager
-def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _Seen]]:
-    """Which module runs whenever the cache is asked for something."""
+def _noted(
+    model: nn.Module, cache: DynamicCache
+) -> Iterator[tuple[dict[nn.Module, _Seen], dict[nn.Module, tuple[Any, Any]]]]:
+    """Which module runs whenever the cache is asked for something, and what modules were last called with."""
     running: list[nn.Module] = []
+    calls: dict[nn.Module, tuple[Any, Any]] = {}
     seen: dict[nn.Module, _Seen] = {}
     thread = get_ident()  # others may run the model at the same time
 
-    def enter(module: nn.Module, *_: Any) -> None:
+    def enter(module: nn.Module, args: Any, kwargs: Any) -> None:
         if get_ident() == thread:
             running.append(module)
+            calls[module] = args, kwargs
 
     def leave(*_: Any) -> None:
         if get_ident() == thread:
@@ -104,9 +115,9 @@ def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _S
         setattr(cache, name, watched(name, getattr(cache, name)))
     try:
         for module in model.modules():
-            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True))
             hooks.append(module.register_forward_hook(leave, always_call=True))
-        yield seen
+        yield seen, calls
     finally:
         for hook in hooks:
             hook.remove()

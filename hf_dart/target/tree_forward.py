@@ -28,10 +28,12 @@ class Mixer:
     Attributes:
         module: what runs.
         slots: where the cache keeps its states.
+        form: how it takes trees of several nodes; a single node is always stock's own step.
     """
 
     module: nn.Module
     slots: tuple[StateSlot, ...]
+    form: Form | None = None
 
 
 def by_levels(
@@ -39,8 +41,9 @@ def by_levels(
 ) -> Any:
     """What a mixer gives for the nodes of a tree: level by level, each node as stock's own single-token step.
 
-    This is right for every mixer whose single steps are. A faster form for one kind of mixer has the same signature,
-    keeps the states of the nodes in `cache.states` (`RunningStates.keep`) likewise, and is held against this one.
+    This is right for every mixer whose single steps are. A faster form for one kind of mixer (a `Form`, see
+    `hf_dart.target.tree_at_once`) keeps the states of the nodes in `cache.states` likewise (`RunningStates.keep`), and
+    is held against this one before it is used (`hf_dart.target.tree_form`).
 
     Args:
         forward: the module's own forward.
@@ -51,7 +54,6 @@ def by_levels(
         The module's outputs, in which tensors are [B, N, ...].
     """
     levels = cache.states.levels
-    assert levels is not None
     states = {slot: cache.states.committed[slot] for slot in mixer.slots}
     flat, form = tree_flatten((args, kwargs))
     moved = _Moved(levels)
@@ -64,6 +66,10 @@ def by_levels(
         kept.append(states)
     cache.states.keep(LevelStates(levels, kept))
     return tree_map(lambda *parts: _of_nodes(parts, moved), *outputs)
+
+
+Form = Callable[[Mixer, Callable[..., Any], StatefulCache, tuple[Any, ...], dict[str, Any]], Any]
+"""What a mixer gives for the nodes of a tree; the arguments are those of `by_levels`."""
 
 
 class _Moved:
@@ -123,7 +129,8 @@ class TreeForward:
         cache = next((part for part in given if isinstance(part, StatefulCache)), None)
         if cache is None:
             return self._forward(*args, **kwargs)
-        return by_levels(self._mixer, self._forward, cache, args, kwargs)
+        form = self._mixer.form if cache.states.shape[1] > 1 else None
+        return (form or by_levels)(self._mixer, self._forward, cache, args, kwargs)
 
 
 def forward_before(forward: Any) -> Any:
@@ -137,7 +144,7 @@ _INSTALLING = threading.Lock()
 @contextmanager
 def tree_forwards(mixers: Sequence[Mixer], cache: StatefulCache, tree: DraftTree) -> Iterator[None]:
     """Let the mixers take a tree for a while: a forward of their model over `cache` gives what the nodes need."""
-    cache.states.begin(TreeLevels.of(tree))
+    cache.states.begin(tree)
     entered: list[Mixer] = []
     try:
         for mixer in mixers:

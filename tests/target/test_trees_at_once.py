@@ -1,0 +1,197 @@
+"""A tree through a gated delta rule in one call: the same as level by level, and as stock's own steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.cases import MODES, batch, replay
+from support.compare import assert_identical, tally
+from support.tiny import tiny_head, tiny_target
+from torch import Tensor
+from transformers import DynamicCache
+from transformers.models.qwen3_5 import modeling_qwen3_5
+from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
+
+from hf_dart import attach
+from hf_dart.cache.states import RunningStates, StatefulCache, states_of
+from hf_dart.target import tree_form
+from hf_dart.target.mixers import mixers_of
+from hf_dart.target.stock_steps import StockSteps
+from hf_dart.target.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
+from hf_dart.target.tree_forward import Mixer, by_levels
+from hf_dart.trees.paths import TreePaths
+from hf_dart.trees.tree import DraftTree
+
+DELTA = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"]
+SHORT = ["lfm2", "lfm2_moe", "lfm3"]
+EXACT = tally("float64, tiny targets whose trees go through gated delta rules at once")
+# Of three rows: a path and branches off it, two paths, and a tree with empty nodes.
+PARENTS = torch.tensor(
+    [[-1, 0, 1, 2, 3, 4, 1, 0, 7, 2], [-1, 0, 0, 1, 2, 3, 4, 5, 6, 7], [-1, 0, 1, 1, 2, -1, 3, 6, -1, -1]]
+)
+TREE = DraftTree.from_parents(torch.arange(30).view(3, 10) + 3, PARENTS, 5)
+PATHS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 0], [0, 1, 3, 6, 7, 0]])
+LENGTHS = [6, 5, 5]
+REAL = (PARENTS >= 0) | (torch.arange(10) == 0)
+
+
+def drawn(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def node_by_node(text: Tensor, inputs: list[Tensor], norms: bool) -> tuple[Tensor, Tensor]:
+    """Outputs [B, N, H, V] and states [B, N, H, K, V] of a gated delta rule, written down as it is defined."""
+    query, key, value, log, rate = inputs
+    if norms:
+        query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
+    groups = value.shape[2] // key.shape[2]
+    outputs, states = torch.zeros_like(value), torch.zeros(*value.shape[:2], *text.shape[1:], dtype=text.dtype)
+    for row, parents in enumerate(PARENTS.tolist()):
+        for node, parent in enumerate(parents):
+            for head in range(value.shape[2]):
+                before = text[row, head] if parent < 0 else states[row, parent, head]
+                k, q = key[row, node, head // groups], query[row, node, head // groups] / key.shape[-1] ** 0.5
+                kept = before * log[row, node, head].exp().expand(len(k))[:, None]
+                correction = rate[row, node, head] * (value[row, node, head] - k @ kept)
+                states[row, node, head] = kept + k[:, None] * correction
+                outputs[row, node, head] = q @ states[row, node, head]
+    return outputs, states
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "decays", "norms"), [(2, "head", True), (4, "channel", True), (4, "head", False)]
+)
+def test_the_rule_is_what_it_is_defined_as(key_heads: int, decays: str, norms: bool) -> None:
+    """To 1e-12 in float64: outputs, and states after 0, 1, 2, ... accepted nodes of each row."""
+    rows, nodes = PARENTS.shape
+    shape = (rows, nodes, 4, 5) if decays == "channel" else (rows, nodes, 4)
+    query, key = (drawn(rows, nodes, key_heads, 5, seed=seed) * (1 if norms else 0.3) for seed in (1, 2))
+    # From next to no decay to one that forgets the text.
+    log = -drawn(*shape, seed=4).mul(2).exp()
+    value, rate, text = drawn(rows, nodes, 4, 3, seed=3), drawn(rows, nodes, 4, seed=5).sigmoid() * 2, drawn(3, 4, 5, 3)
+    wanted, states = node_by_node(text, [query, key, value, log, rate], norms)
+    rule = _Rule(text, TreePaths.of(TREE, text.device))
+    flat = [part.flatten(0, 1)[:, None] for part in (query, key, value)]
+    named = {"g": log.flatten(0, 1)[:, None], "beta": rate.flatten(0, 1)[:, None], "initial_state": rule}
+    got, _ = rule.step(print, tuple(flat), {**named, "use_qk_l2norm_in_kernel": norms})
+    torch.testing.assert_close(got.view(wanted.shape)[REAL], wanted[REAL], rtol=1e-12, atol=1e-12)
+    made: Any = _StatesAtOnce({"slot": rule})  # type: ignore[dict-item]
+    for first in range(7):
+        counts = [min(first + row, length) if first else 0 for row, length in enumerate(LENGTHS)]
+        after = made.after(PATHS, counts, {"slot": text})["slot"]
+        for row, count in enumerate(counts):
+            want = states[row, PATHS[row, count - 1]] if count else text[row]
+            torch.testing.assert_close(after[row], want, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("width", [2, 4, 7])
+def test_windows_are_those_of_stocks_steps(width: int) -> None:
+    rows, nodes = PARENTS.shape
+    text, inputs, weight = drawn(rows, 6, width), drawn(rows * nodes, 6, 1, seed=1), drawn(6, width, seed=2)
+    window = _Window(text, TreePaths.of(TREE, text.device))
+    got = window.step(causal_conv1d_update, (inputs, window, weight), {"activation": "silu"}).view(rows, nodes, 6)
+    states: dict[tuple[int, int], Tensor] = {}
+    for row, parents in enumerate(PARENTS.tolist()):
+        for node, parent in enumerate(parents):
+            state = (text[row] if parent < 0 else states[row, parent]).clone()[None]
+            want = causal_conv1d_update(inputs[row * nodes + node][None], state, weight, activation="silu")
+            states[row, node] = state[0]
+            torch.testing.assert_close(got[row, node], want[0, :, 0], rtol=1e-13, atol=1e-13)
+            at = torch.zeros(rows, dtype=torch.long)
+            at[row] = node
+            assert torch.equal(window.after(at)[row], state[0])
+
+
+def loud(family: str, dtype: torch.dtype) -> tuple[Mixer, StatefulCache, Tensor]:
+    """A mixer of a family, a cache of three rows with random states, and inputs for the nodes of a tree."""
+    model = tiny_target(family, dtype=dtype)
+    cache = DynamicCache(config=model.config)
+    StockSteps(model, torch.arange(3, 24).view(3, 7), [0, 0, 0], cache).prefill()
+    for number, state in enumerate(states_of(cache).values()):
+        state.copy_(drawn(*state.shape, seed=number))
+    held = StatefulCache(cache.layers, cache, RunningStates(states_of(cache)))
+    held.states.begin(TREE)
+    return mixers_of(model)[1], held, drawn(*PARENTS.shape, model.config.hidden_size).to(dtype)
+
+
+def run(form: Any, mixer: Mixer, cache: StatefulCache, hidden: Tensor, name: str) -> tuple[Tensor, list[Any]]:
+    """What a form gives, and the states after 1, 2, ... accepted nodes of the rows."""
+    cache.states.begin(TREE)
+    kwargs = {name: cache, "attention_mask": None}
+    outputs = form(mixer, mixer.module.forward, cache, (hidden,), kwargs)
+    counts = [[min(first + row, length) for row, length in enumerate(LENGTHS)] for first in range(7)]
+    return outputs, [cache.states.after(PATHS, its) for its in counts]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", [*DELTA, *SHORT])
+def test_modules_give_what_they_give_by_levels(family: str) -> None:
+    """In float32, in which the models' rules are computed, whatever their dtype."""
+    mixer, cache, hidden = loud(family, torch.float32)
+    assert isinstance(mixer.form, AtOnce)
+    name = "past_key_values" if family in SHORT else "cache_params"
+    (got, states), (wanted, those) = (run(form, mixer, cache, hidden, name) for form in (mixer.form, by_levels))
+    torch.testing.assert_close(got[REAL], wanted[REAL], rtol=2e-6, atol=2e-6 * float(wanted.abs().max()))
+    for some, others in zip(states, those, strict=True):
+        for slot in mixer.slots:
+            torch.testing.assert_close(some[slot], others[slot], rtol=2e-6, atol=2e-6 * float(others[slot].abs().max()))
+
+
+def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rule in the same place, states that are used otherwise, and a rule in float32 of a wider target."""
+    plain = modeling_qwen3_5.torch_recurrent_gated_delta_rule
+    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+
+    def slower(*args: Any, g: Tensor, **kwargs: Any) -> Any:
+        return plain(*args, g=g * 1.001, **kwargs)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(modeling_qwen3_5, "torch_recurrent_gated_delta_rule", slower)
+        assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.bfloat16)))
+    assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("falcon_h1", dtype=torch.float32)))
+    assert all(mixer.form is by_levels for mixer in mixers_of(tiny_target("qwen3_5", dtype=torch.float64)))
+
+
+@pytest.fixture
+def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules are admitted in float64, too, although they round to float32 inside."""
+    monkeypatch.setattr(tree_form, "_ROUNDINGS", 2**37)
+
+
+@pytest.mark.usefixtures("rounds_as_float32")
+@pytest.mark.parametrize(
+    "family",
+    [name if name in ("qwen3_next", "kimi_linear") else pytest.param(name, marks=pytest.mark.matrix) for name in DELTA],
+)
+def test_text_is_stocks(family: str) -> None:
+    target = attach(tiny_target(family))
+    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
+    for size, mode, drafter in ((4, "greedy", "known"), (1, "T=1", "known"), (4, "T=1", "head")):
+        inputs, options = batch(size, "sdpa"), {**MODES[mode], "max_new_tokens": 16}
+        known = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.4][:size], **options)
+        assert_identical(target, known if drafter == "known" else tiny_head(target), inputs, into=EXACT, **options)
+        assert drafter != "known" or known.last_stats.tau > 1.3
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+def test_one_graph_without_a_break(family: str) -> None:
+    """A tree, and a commit of what was accepted: nothing is read on the host."""
+    mixer, cache, hidden = loud(family, torch.float32)
+    torch._dynamo.reset()
+
+    def whole(hidden: Tensor, parents: Tensor, ancestors: Tensor, path: Tensor, counts: Tensor) -> Any:
+        cache.states.begin(DraftTree(parents, parents, parents, ancestors, 5))
+        assert mixer.form is not None
+        outputs = mixer.form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache})
+        after = cache.states.after(path, counts)  # type: ignore[arg-type]
+        return outputs, [after[slot] for slot in mixer.slots]
+
+    inputs = (hidden, PARENTS, TREE.ancestors, PATHS, torch.tensor([0, 3, 5]))
+    outputs, states = torch.compile(whole, fullgraph=True, backend="aot_eager")(*inputs)
+    wanted, those = whole(*inputs)
+    torch.testing.assert_close(outputs, wanted)
+    torch.testing.assert_close(states, those)
+    assert torch.equal(states[-1][0], cache.states.committed[mixer.slots[-1]][0]), "nothing was accepted there"
