@@ -6,9 +6,32 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.base import EntryCache, TreeCache
+from hf_dart.cache.base import TreeCache
 from hf_dart.cache.states import RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import undone_on_failure
+
+
+class NoEntries(TreeCache):
+    """What there is of attention in a model that has none: lengths of rows, counted from the prompt on."""
+
+    def __init__(self, prefilled: Cache, rows: int) -> None:
+        self.cache = Cache(layers=list(prefilled.layers))
+        self.lengths = self.prompt_lengths = torch.zeros(rows, dtype=torch.long)
+
+    def past_positions(self, layer: int, nodes: int) -> Tensor:
+        raise ValueError("No layer keeps entries.")
+
+    def prepare(self, nodes: int) -> None:
+        """Nothing is written."""
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        self.lengths = self.lengths + torch.tensor(counts)
+
+    def truncate(self, lengths: Tensor) -> None:
+        self.lengths = torch.minimum(self.lengths, lengths)
+
+    def write_back(self, grown: int) -> None:
+        """Nothing was taken over."""
 
 
 class HybridCache(TreeCache):
@@ -21,7 +44,7 @@ class HybridCache(TreeCache):
         attention: has taken over its keys and values.
     """
 
-    def __init__(self, prefilled: Cache, attention: EntryCache) -> None:
+    def __init__(self, prefilled: Cache, attention: TreeCache) -> None:
         self._stock, self._attention = prefilled, attention
         self.states = RunningStates(states_of(prefilled))
         self.cache = StatefulCache(attention.cache.layers, prefilled, self.states)

@@ -80,6 +80,11 @@ def attention_layers(cache: Cache) -> list[Any]:
     return [cache.layers[index] for index in attention_places(cache)]
 
 
+def slots_of(cache: Cache) -> int:
+    """How many slots the attention layers of a cache hold; of running states alone nobody can tell: 0."""
+    return int(cache.get_seq_length()) if any(map(keeps_entries, cache.layers)) or not cache.layers else 0
+
+
 def take_states(layer: Any, source: Any) -> None:
     """Give a stock layer copies of the running states of another one of its kind."""
     for name in vars(LinearAttentionLayer()):

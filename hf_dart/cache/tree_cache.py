@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.aligned import RightAlignedCache
-from hf_dart.cache.base import EntryCache, TreeCache
-from hf_dart.cache.hybrid import HybridCache
+from hf_dart.cache.base import TreeCache
+from hf_dart.cache.hybrid import HybridCache, NoEntries
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers, keeps_states
+from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers, keeps_entries, keeps_states
 
 
 def keeps_only_entries(cache: Cache) -> bool:
@@ -36,8 +36,10 @@ def tree_cache(
         most: positions that the call will need at most, if that is known.
         windows: as for `RaggedCache`.
     """
-    attention: EntryCache
-    if keeps_only_entries(prefilled):
+    attention: TreeCache
+    if not any(map(keeps_entries, prefilled.layers)):
+        attention = NoEntries(prefilled, len(pads))
+    elif keeps_only_entries(prefilled):
         attention = RaggedCache(prefilled, pads, capacity, keep, most, windows)
     else:
         attention = RightAlignedCache(prefilled, pads, keep)

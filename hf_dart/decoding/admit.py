@@ -18,14 +18,14 @@ from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hf_dart.cache.stock_layers import attention_layers
+from hf_dart.cache.stock_layers import attention_layers, slots_of
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
 from hf_dart.target.positions import refuse_crossing
-from hf_dart.target.stock_steps import beside_text
+from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
@@ -91,8 +91,8 @@ def admit(
     drafter.check_target(model)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
-    stock = refuse_cache(model_kwargs.get("past_key_values"))
-    cached = int(stock.get_seq_length())
+    stock = refuse_cache(model_kwargs.get(cache_name(model)))
+    cached = slots_of(stock)
     pads = left_padding(mask, total, len(input_ids))
     refuse_crossing(model, pads, cached, total, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)

@@ -18,7 +18,7 @@ from transformers import (
 )
 from transformers.generation import CandidateGenerator
 
-from hf_dart.cache.stock_layers import keeps_states
+from hf_dart.cache.stock_layers import keeps_states, slots_of
 from hf_dart.decoding.admit import left_padding, refuse_options
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
@@ -26,7 +26,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import host_by_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.positions import position_limit
-from hf_dart.target.stock_steps import beside_text
+from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
 
@@ -60,7 +60,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self._drafter, self._processors, self._pads = drafter, processors, pads
         self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
         self._last_position, self._hard = position_limit(target)
-        self._width = stream_width(target)
+        self._width, self._cache_name = stream_width(target), cache_name(target)
         self._max_length = int(generation_config.max_length)
         self._do_sample = bool(generation_config.do_sample)
         eos = generation_config._eos_token_tensor
@@ -110,7 +110,7 @@ class DartCandidateGenerator(CandidateGenerator):
     ) -> tuple[Tensor, Tensor | None]:
         skipped, positions = 0, outputs.logits.shape[1]  # rejected drafts among them
         if self._state is None:
-            refuse_cache(model_kwargs["past_key_values"])  # some layers show their kind only when they are used
+            refuse_cache(model_kwargs[self._cache_name])  # some layers show their kind only when they are used
             self._state = self._drafter.begin(1, self._max_length)
             first = ids[:, self._pads : self._pads + 1]
             self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
@@ -242,7 +242,7 @@ def _refuse(
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
-    cache, beside = refuse_cache(kwargs["past_key_values"]), beside_text(model, kwargs)
+    cache, beside = refuse_cache(kwargs.get(cache_name(model))), beside_text(model, kwargs)
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
     disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
     lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
@@ -256,7 +256,7 @@ def _refuse(
         "cannot take back drafts from a running state or a static cache": model._is_stateful
         or isinstance(cache, StaticCache)
         or any(map(keeps_states, cache.layers)),
-        "reads the whole prompt again after a cached prefix": cache.get_seq_length() > 0,
+        "reads the whole prompt again after a cached prefix": slots_of(cache) > 0,
         "gives hidden states to the drafter only": bool(config.output_hidden_states),
         f"asks {', '.join(overshot)} once a round and runs past it": bool(overshot),
         "drafts past a MaxLengthCriteria or EosTokenCriteria of your own (give max_length= and eos_token_id=)": lengths

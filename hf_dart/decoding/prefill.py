@@ -31,7 +31,7 @@ from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
-from hf_dart.target.stock_steps import beside_text, next_inputs, position_shift, refuse_beside_text
+from hf_dart.target.stock_steps import beside_text, cache_name, next_inputs, position_shift, refuse_beside_text
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
 
@@ -323,7 +323,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         last = feed.finish()
         refuse_shifted(model, recorder.shift, request.most)
         # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
-        stock = refuse_cache(outputs.past_key_values)
+        stock = refuse_cache(outputs[cache_name(model)])
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)
         nodes = request.tree_config.resolve_nodes(batch, rows.device.type)

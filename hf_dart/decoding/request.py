@@ -11,6 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.cache_utils import Cache
 
 from hf_dart.decoding.proposer import Proposer
+from hf_dart.target.stock_steps import cache_name
 from hf_dart.trees.config import TreeConfig
 
 
@@ -62,7 +63,7 @@ class Request:
     @property
     def stock_cache(self) -> Cache:
         """The cache that stock made for the call, or that the user passed in."""
-        return self.model_kwargs["past_key_values"]
+        return self.model_kwargs[cache_name(self.model)]
 
     @property
     def users_cache(self) -> bool:

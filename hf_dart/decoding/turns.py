@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
-from hf_dart.cache.stock_layers import attention_layers
+from hf_dart.cache.stock_layers import attention_layers, slots_of
 from hf_dart.decoding.proposal import Verified
 from hf_dart.decoding.proposer import Proposer
 
@@ -79,7 +79,7 @@ def resume_state(
         pads: left padding of each row.
     """
     left = _left.pop(cache, None)
-    cached = int(cache.get_seq_length())
+    cached = slots_of(cache)
     if left is None or left.drafter() is not drafter or left.state.pads != pads or cached <= left.state.start:
         return None
     # A position is taken in together with the token after it, so one more than the cache holds has to agree.
@@ -101,5 +101,5 @@ def _first_layer(cache: Cache) -> Any:
 
 
 def _first_keys(cache: Cache) -> ref[Tensor] | None:
-    layer = _first_layer(cache)
+    layer = _first_layer(cache) if attention_layers(cache) else None
     return ref(layer.keys) if isinstance(layer, DynamicLayer) else None

@@ -15,6 +15,8 @@ from hf_dart.target.features import default_feature_layers, layer_count
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
+# Of a drafter for a target that has no attention.
+_HEAD_WIDTH = 64
 _SIZES = (
     "hidden_size", "embedding_size", "feature_size", "num_attention_heads", "num_key_value_heads", "head_dim",
     "intermediate_size", "vocab_size", "target_num_layers",
@@ -156,13 +158,8 @@ class DrafterConfig(PreTrainedConfig):
                 f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "
                 "language model (AutoModelForCausalLM)."
             )
-        heads = _first(text, ("num_attention_heads",), 0)
-        if not heads:
-            raise ValueError(
-                f"{type(target).__name__} has no attention layers to verify a tree with; call generate without "
-                "assistant=."
-            )
         hidden = int(text.hidden_size)
+        heads = _first(text, ("num_attention_heads",), max(hidden // _HEAD_WIDTH, 1))
         layers = layer_count(target)
         intermediate = _first(text, ("intermediate_size", "ffn_dim", "n_inner"), 4 * hidden)
         fields: dict[str, Any] = {

@@ -32,6 +32,11 @@ _STEP = {
 _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
+def cache_name(target: PreTrainedModel) -> str:
+    """What the target calls its cache: models without attention have a name of their own."""
+    return "cache_params" if "cache_params" in inspect.signature(type(target).forward).parameters else "past_key_values"
+
+
 def takes_positions(target: PreTrainedModel) -> bool:
     """Can the target be told positions? Otherwise it counts them itself."""
     # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
@@ -130,11 +135,12 @@ class StockSteps:
 
     def __init__(self, target: PreTrainedModel, ids: Tensor, pads: list[int], cache: Any) -> None:
         self._target, self._ids, self._pads = target, ids, pads
+        self._cache = cache_name(target)
         mask = (torch.arange(ids.shape[1]) >= torch.tensor(pads)[:, None]).long().to(ids.device)
-        kwargs: dict[str, Any] = {"attention_mask": mask, "past_key_values": cache, "use_cache": True}
+        kwargs: dict[str, Any] = {"attention_mask": mask, self._cache: cache, "use_cache": True}
         # As `generate` does, which looks at the instance's forward.
         if "position_ids" in inspect.signature(target.forward).parameters:
-            asked = {**kwargs, "past_key_values": None}
+            asked = {**kwargs, self._cache: None}
             kwargs["position_ids"] = target._prepare_position_ids_for_generation(ids, asked)
         if not any(pads):
             kwargs["attention_mask"] = None
@@ -152,7 +158,7 @@ class StockSteps:
     def resumed(self, outputs: Any) -> StockSteps:
         """Go on from the cache, as if these outputs of a prefill were those of this prompt."""
         self._outputs = copy.copy(outputs)
-        self._outputs["past_key_values"] = self._kwargs["past_key_values"]
+        self._outputs[self._cache] = self._kwargs[self._cache]
         return self
 
     def __call__(self, tokens: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from hf_dart.cache.stock_layers import (
     StaticIndexedLayer,
     attention_layers,
     held_by,
+    keeps_entries,
 )
 from hf_dart.target.attention import attention_of
 
@@ -156,6 +157,8 @@ def refuse_compressed(cache: Cache, total: int) -> None:
     Raises:
         ValueError: hooks dropped some, as kvpress does, or layers of cross-attention hold an image.
     """
+    if not any(map(keeps_entries, cache.layers)):
+        return
     whole = [layer for layer in attention_layers(cache) if not getattr(layer, "is_sliding", False)]
     for held in (int(cache.get_seq_length()), *(held_by(layer)[0].shape[2] for layer in whole)):
         if held != total:

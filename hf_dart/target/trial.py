@@ -12,7 +12,6 @@ One row, a batch and a padded batch are three facts: each is shown when it is fi
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -32,7 +31,7 @@ from hf_dart.target.devices import device_of, host_by_default, matmul_precision,
 from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
 from hf_dart.target.positions import position_limit
-from hf_dart.target.stock_steps import StockSteps
+from hf_dart.target.stock_steps import StockSteps, cache_name
 from hf_dart.target.support import refuse_cache, refuse_compressed, refuse_model, refuse_ties
 from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier
@@ -161,15 +160,13 @@ class _Trial:
         size = (len(pads), _PROMPT + _TRIES * (len(TRIAL_TREE) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        short = None
-        if "cache_params" not in inspect.signature(type(model).forward).parameters:  # stock's name for running states
-            with _explained(model, self._described("plain text over a DynamicCache")):
-                self._outputs = self._prefill(_PROMPT, pads)
-            short = getattr(self._outputs, "past_key_values", None)
+        with _explained(model, self._described("plain text over a DynamicCache")):
+            self._outputs = self._prefill(_PROMPT, pads)
+        short = getattr(self._outputs, cache_name(model), None)
         if not isinstance(short, Cache):
             raise _RefusalError(
-                f"{type(model).__name__} keeps no keys and values from which rejected drafts could be taken back; "
-                "call generate without assistant=."
+                f"{type(model).__name__} keeps neither keys and values nor running states in a cache, from which "
+                "rejected drafts could be taken back; call generate without assistant=."
             )
         if type(short) is not DynamicCache:
             raise _RefusalError(
@@ -242,7 +239,7 @@ class _Trial:
         Layers that keep more than keys and values are filled by a prompt of that length.
         """
         if not keeps_only_entries(self.short):
-            return _with_loud_states(self._prefill(length, self._pads).past_key_values)
+            return _with_loud_states(self._prefill(length, self._pads)[cache_name(self._model)])
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
@@ -332,15 +329,15 @@ class _Trial:
 
     def _coarsest(self, logits: Tensor) -> float:
         """The relative rounding of what the target computes in: under autocast, its weights do not tell."""
-        states = attention_layers(self.short)[0].values
-        return max(torch.finfo(dtype).eps for dtype in (logits.dtype, states.dtype, self._model.dtype))
+        values = {layer.values.dtype for layer in attention_layers(self.short)}
+        return max(torch.finfo(dtype).eps for dtype in {logits.dtype, self._model.dtype, *values})
 
     def _feeds_otherwise(self, length: int, tokens: Tensor, allowed: float) -> bool:
         """Is plain text another one when it is fed at once?"""
         steps, cache = self._steps(length)(tokens), self._prefix(length)
         try:
             with users_default():
-                whole = self._model(input_ids=tokens, past_key_values=cache, use_cache=True).logits
+                whole = self._model(input_ids=tokens, **{cache_name(self._model): cache}, use_cache=True).logits
         except Exception:  # unknown code may fail in any way at all
             return False
         return whole.shape == steps.shape and _difference(steps, whole) > allowed

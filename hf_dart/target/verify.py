@@ -16,7 +16,7 @@ from hf_dart.target.features import features_request, gather_features, stream_wi
 from hf_dart.target.masks import MaskKind, maskless_kinds
 from hf_dart.target.mixers import mixers_of
 from hf_dart.target.positions import position_limit
-from hf_dart.target.stock_steps import takes_positions
+from hf_dart.target.stock_steps import cache_name, takes_positions
 from hf_dart.target.tree_forward import tree_forwards
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
@@ -62,7 +62,7 @@ class Verifier:
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
         self._keep_hidden_states = keep_hidden_states
-        self._takes_positions = takes_positions(target)
+        self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
         # Eager attention adds its mask in any case.
@@ -142,7 +142,7 @@ class Verifier:
             outputs = self.target(
                 input_ids=tokens,
                 attention_mask=masks,
-                past_key_values=self.cache.cache,
+                **{self._cache_name: self.cache.cache},
                 use_cache=True,
                 return_dict=True,
                 **inputs,
@@ -160,11 +160,11 @@ class Verifier:
         """Keyword arguments for the target beside the usual ones."""
         return {}
 
-    def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor] | None:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
 
         Float masks are right under every attention implementation; eager would add a bool one to its scores.
-        Models with several kinds of layers take a dict, the others one tensor.
+        Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         dtype = self.target.dtype
         hidden = torch.finfo(dtype).min
@@ -179,4 +179,4 @@ class Verifier:
                 seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
             masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
-        return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()))
+        return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)

@@ -39,13 +39,18 @@ def test_a_sample() -> None:
     ("name", "says"),
     [
         ("BltForCausalLM", "keeps its past in a cache of its own"),
-        ("MambaForCausalLM", "keeps no keys and values"),
+        ("RecurrentGemmaForCausalLM", "keeps neither keys and values nor running states in a cache"),
+        ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
+        ("MiniMaxForCausalLM", "cannot run plain text over a DynamicCache"),
+        ("RwkvForCausalLM", "keeps neither keys and values nor running states in a cache"),
+        ("InklingForCausalLM", "computes something else for a token tree than for plain text"),
+        ("Glm5NextForConditionalGeneration", "computes something else for a token tree than for plain text"),
         ("ReformerModelWithLMHead", "cannot run plain text over a DynamicCache"),
         ("XLNetLMHeadModel", "cannot run plain text over a DynamicCache"),  # names a position table of -1
     ],
 )
 def test_what_cannot_be_taken_back_is_told_when_attaching(name: str, says: str) -> None:
-    with pytest.raises(ValueError, match=f"^{name} {says}.*; call generate without assistant=.$"):
+    with pytest.raises(ValueError, match=f"^{name} {says}.*[;,] call generate without assistant=.$"):
         attach(build(name, "eager", torch.float32))
 
 

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.caches import assert_same_cache
+from support.caches import assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.families import HYBRIDS
+from support.families import HYBRIDS, WITHOUT_ATTENTION
 from support.interruptions import interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
@@ -22,7 +22,7 @@ from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import prefill
 
 EXACT = tally("float64, tiny targets with running states")
-SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
+SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
 # Stock itself goes on wrongly there when several tokens come after a cached text: it drops the state.
 FORGETS_STATES = ["jamba", "zamba"]
 
@@ -59,6 +59,7 @@ TURNS: list[Any] = [
 MORE_TURNS = [
     (family, kind, lengths, mode)
     for family in HYBRIDS
+    if family not in WITHOUT_ATTENTION  # their caches go by another name: below
     for kind in KINDS
     if (family, kind) != ("qwen4_exp", "static")  # refused: entries of its indexer
     for lengths in ([7], RAGGED)
@@ -72,6 +73,28 @@ TURNS += [pytest.param(*case, marks=pytest.mark.matrix) for case in MORE_TURNS]
 @pytest.mark.parametrize(("family", "kind", "lengths", "mode"), TURNS)
 def test_turns_over_one_cache(family: str, kind: str, lengths: list[int], mode: str) -> None:
     assert_turns_are_stocks(family, kind, lengths, mode)
+
+
+@pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.matrix)])
+def test_turns_without_attention(family: str) -> None:
+    """Such a cache does not tell how long its text is: stock feeds it all that it is given."""
+    target = attach(tiny_target(family))
+    head, told = tiny_head(target), {"do_sample": True, "top_k": 0, "max_new_tokens": 9}
+    caches = [DynamicCache(config=target.config) for _ in range(2)]
+    turns = [prompts(RAGGED), prompts([4] * len(RAGGED), seed=9)]
+    for seed, inputs in enumerate(turns):
+        stock = run(target, inputs, seed, cache_params=caches[0], **told)
+        ours = run(target, inputs, seed, cache_params=caches[1], assistant=head, **told)
+        assert torch.equal(ours.sequences, stock.sequences)
+        assert torch.equal(ours.state, stock.state)
+        for left, right in zip(caches[1].layers, caches[0].layers, strict=True):
+            assert_same_states(left, right)
+    kept = {"return_dict_in_generate": True, "output_hidden_states": True, **told}
+    stock, ours = (run(target, turns[0], 0, **kept, **drafting) for drafting in ({}, {"assistant": head}))
+    for one, two in zip(ours.output.hidden_states[-1], stock.output.hidden_states[-1], strict=True):
+        torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+    for left, right in zip(ours.output.past_key_values.layers, stock.output.past_key_values.layers, strict=True):
+        assert_same_states(left, right)
 
 
 def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> None:

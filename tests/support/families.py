@@ -94,6 +94,7 @@ _MAMBA = {
     "mamba_d_state": 8,
     "mamba_chunk_size": 16,
 }
+_MAMBA_1 = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 3, "state_size": 8, "time_step_rank": 4}
 _LLAMA4 = {
     **_EXPERTS,
     "num_experts_per_tok": 1,
@@ -265,8 +266,25 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         num_experts=2,
         num_experts_per_tok=1,
     ),
+    # Without attention.
+    "mamba": ("mamba", _MAMBA_1),
+    "falcon_mamba": ("falcon_mamba", _MAMBA_1),
+    "mamba2": (
+        "mamba2",
+        {
+            **_TOKENS,
+            "hidden_size": 32,
+            "num_hidden_layers": 2,
+            "num_heads": 8,
+            "head_dim": 8,
+            "state_size": 8,
+            "n_groups": 1,
+            "chunk_size": 16,
+            "expand": 2,
+        },
+    ),
 }
-"""Those that keep running states beside attention: short convolutions, delta rules, Mamba 2, Mamba 1."""
+"""Those that keep running states, most of them beside attention: short convolutions, delta rules, Mamba 2, Mamba 1."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     # Windows and biases that follow slots instead of positions.
@@ -288,22 +306,9 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         "falcon",
         {**_SHORT, "alibi": True, "new_decoder_architecture": False, "multi_query": True},
     ),
-    # States in caches of their own.
-    "mamba2": (
-        "mamba2",
-        {
-            **_TOKENS,
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_heads": 8,
-            "head_dim": 8,
-            "state_size": 8,
-            "n_groups": 1,
-            "chunk_size": 16,
-            "expand": 2,
-        },
-    ),
 }
+WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
+"""Those that know no attention implementation but "eager"."""
 # Stock's grouped and batched expert kernels take no float64.
 EXPERTS_IN_A_LOOP = {
     name
