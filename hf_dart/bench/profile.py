@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import DynamicCache
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
+from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.trees.config import TreeConfig
@@ -19,6 +21,8 @@ from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
+_CHAIN, _BUSHY = -1, -2  # two trees of as many nodes, of many levels and of few
+_FEW = 2  # levels
 _DEPTH = 8  # of drafts where the drafter has none of its own
 
 
@@ -29,19 +33,22 @@ class Profile:
     Attributes:
         verify: (tokens, cost) of a round less its draft, as `TreeConfig.verify_costs` takes them.
         draft: of a draft, as `TreeConfig.draft_cost` takes it.
+        level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target has no running states.
         token_ms: stock's time per token.
         plain_ms: that of a round without a draft.
     """
 
     verify: Points
     draft: float
+    level: float | None
     token_ms: float
     plain_ms: float
 
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of a `TreeConfig` that it decides."""
-        return {"verify_costs": self.verify, "draft_cost": self.draft}
+        levels = {} if self.level is None else {"level_cost": self.level}
+        return {"verify_costs": self.verify, "draft_cost": self.draft, **levels}
 
 
 class _AnyDraft(LookupDrafter):
@@ -96,7 +103,13 @@ def measure(
     if not head.draft_length:
         head = _AnyDraft(rows, pair.model.device)
     depth = depth or head.tree_config.depth
-    trees = {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
+    stateful = _keeps_states(pair.model)
+    # With running states, levels cost beside nodes: sizes are measured on trees of few.
+    trees = {size: TreeConfig(nodes=size, depth=_FEW if stateful else depth, lookup=0, top_k=16) for size in sizes}
+    longest = min(_DEPTH, head.draft_length)
+    if stateful and longest > _FEW:
+        trees[_CHAIN] = TreeConfig.chain(longest)
+        trees[_BUSHY] = replace(trees[sizes[-1]], nodes=longest + 1)
 
     def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, float, int]:
         """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
@@ -109,7 +122,7 @@ def measure(
         return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
 
     ways: list[tuple[int, TreeConfig | None]] = [(0, None), *trees.items()]
-    best = dict.fromkeys([0, *sizes], float("inf"))
+    best = dict.fromkeys([0, *trees], float("inf"))
     draft = prefill = float("inf")
     for _, tree in ways:
         timed(_WARMUP, tree)
@@ -118,13 +131,23 @@ def measure(
         prefill = min(prefill, timed(1, None)[0])
         for size, tree in ways:
             # A deeper tree brings more tokens per round.
-            seconds, drafting, count = timed(rounds * (1 if size < 2 else 2) + 1, tree)
+            seconds, drafting, count = timed(rounds * (1 if size in (0, 1) else 2) + 1, tree)
             best[size] = min(best[size], (seconds - drafting) / max(count, 1))
-            if size > 1:
+            if size > 1 and size in sizes:
                 draft = min(draft, drafting / max(count, 1))
     token = max(best[0] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
     plain = best[1]
+    level = 0.0
+    if _CHAIN in best:
+        level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - _FEW), 0.0)
     verify: list[tuple[float, float]] = []
     for size in sizes:
-        verify.append((float(size), round(max(best[size] / plain, verify[-1][1] if verify else 1.0), 3)))
-    return Profile(tuple(verify), round(draft / plain, 3), 1000 * token, 1000 * plain)
+        alone = best[size] / plain - level * min(size - 1, _FEW)
+        verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
+    known = round(level, 3) if _CHAIN in best else None
+    return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)
+
+
+def _keeps_states(model: Any) -> bool:
+    """Has the target running states, so that it computes trees level by level?"""
+    return any(map(keeps_states, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))

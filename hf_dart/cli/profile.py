@@ -44,6 +44,8 @@ def _run(arguments: argparse.Namespace) -> int:
     cells = ["cost", *(f"{cost:.2f}" for cost in costs)]
     print("\n".join(markdown(["nodes", *(f"{size:g}" for size in sizes)], [cells])))
     print(f"a draft: {found.draft:.2f}")
+    if found.level is not None:
+        print(f"a level of nodes, beside them: {found.level:.2f}")
     print("tree=" + json.dumps(found.settings))
     about = {"hardware": hardware(pair.model.device), "versions": versions()}
     write_json(arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **found.settings})

@@ -18,7 +18,7 @@ from transformers.generation import GenerationMode
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
-from hf_dart.cache.stock_layers import attention_layers, slots_of
+from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
@@ -89,9 +89,10 @@ def admit(
     prompt = input_ids if embeddings is None else embeddings
     refuse_drafter(drafter)
     drafter.check_target(model)
+    stock = refuse_cache(model_kwargs.get(cache_name(model)))
+    tree_config = tree_config.for_levels(any(map(keeps_states, stock.layers)), input_ids.device.type)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
-    stock = refuse_cache(model_kwargs.get(cache_name(model)))
     cached = slots_of(stock)
     pads = left_padding(mask, total, len(input_ids))
     refuse_crossing(model, pads, cached, total, most)

@@ -86,8 +86,8 @@ class Pace:
         """Is the coming round to be drafted?"""
         return self.level != PAUSE
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int) -> None:
-        """Learn from a round, given as to `DraftStats.count`."""
+    def count(self, emitted: list[int], limits: list[int], nodes: int, levels: int = 0) -> None:
+        """Learn from a round, given as to `DraftStats.count`, whose trees had so many levels below the root."""
         if not self._weighs:
             return
         before = self._emitted or [0] * len(emitted)
@@ -99,7 +99,7 @@ class Pace:
             return
         rows = sum(limit > 0 for limit in limits)
         config = replace(self._config, refine=0) if self.level == CHAIN else self._config
-        gain = headway(before, emitted, limits) - config.round_cost(rows, self._device).of(nodes)
+        gain = headway(before, emitted, limits) - config.round_cost(rows, self._device).of(nodes, levels)
         memory = min(_MEMORY, self._rounds / (self._rounds + 1))
         self._gain = memory * self._gain + (1 - memory) * gain
         self._lost -= gain

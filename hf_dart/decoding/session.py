@@ -153,6 +153,6 @@ class Session:
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
-        self.pace.count(accepted.counts, budget.limits, tree.size)
+        self.pace.count(accepted.counts, budget.limits, tree.size, tree.max_depth)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_dart.errors import check_types
-from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, RoundCost, checked_points
+from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, LEVEL_COST, RoundCost, checked_points
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 MAX_NODES = 1024
 """Most nodes of a tree per row, and candidates and paths per depth: memory and time of masks grow with the square."""
+
+_LEVELLED = 16, 5
+"""Most nodes, and levels, of trees that are computed level by level, where nothing else is said."""
 
 _RETIRED = {"calibrate"}
 """Fields of earlier versions that saved configs may hold."""
@@ -34,6 +37,8 @@ class TreeConfig:
         verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
+        level_cost: what each level of nodes costs beside them on a target that computes its trees level by level, as
+            those with running states are (`hf_dart.cache.states`): None is an estimate there, and nothing elsewhere.
         draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`).
             Where drafts bring less than they cost, they pause for a while and only copied text is verified
             (`decoding.pace`).
@@ -58,6 +63,7 @@ class TreeConfig:
     lookup: int = 24
     node_cost: float = 0.03
     verify_costs: tuple[tuple[float, float], ...] = ()
+    level_cost: float | None = None
     draft_cost: float | None = None
     selector: bool = True
     ngram_weight: float = 0.5
@@ -73,7 +79,7 @@ class TreeConfig:
                 raise ValueError(f"TreeConfig.{name} is {value}; give 1 or more.")
             if value is not None and most is not None and value > most:
                 raise ValueError(f"TreeConfig.{name} is {value}; give {most} or less.")
-        for name in ("lookup", "node_cost", "draft_cost", "ngram_weight", "refine"):
+        for name in ("lookup", "node_cost", "level_cost", "draft_cost", "ngram_weight", "refine"):
             value = getattr(self, name)
             if value is not None and value < 0:
                 raise ValueError(f"TreeConfig.{name} is {getattr(self, name)}; give 0 or more.")
@@ -104,9 +110,19 @@ class TreeConfig:
         """The most nodes per row in a batch of `batch_size` rows."""
         if self.nodes is not None:
             return self.nodes
-        if device_type != "cpu":
-            return max(2, min(64, 256 // batch_size))
-        return max(2, 32 // batch_size)
+        most = max(2, min(64, 256 // batch_size) if device_type != "cpu" else 32 // batch_size)
+        return min(most, _LEVELLED[0]) if self.level_cost else most
+
+    def for_levels(self, computed: bool, device_type: str) -> TreeConfig:
+        """The same for a target whose trees are computed level by level, or (not `computed` so) for any other.
+
+        Where trees are not sized by their worth, they are kept shallow.
+        """
+        if not computed:
+            return replace(self, level_cost=0.0)
+        cost = LEVEL_COST if self.level_cost is None else self.level_cost
+        shallow = self.depth is None and self.nodes is None and device_type != "cpu"
+        return replace(self, level_cost=cost, depth=_LEVELLED[1] if shallow else self.depth)
 
     def round_cost(self, batch_size: int, device_type: str, drafted: bool = True) -> RoundCost:
         """What rounds of a batch cost, with a draft or without.
@@ -114,14 +130,15 @@ class TreeConfig:
         Where neither is known, an accelerator verifies many nodes in the time of one; `nodes` says to take so many
         anyway.
         """
+        level = self.level_cost or 0.0
         once = DRAFT_COST if self.draft_cost is None else self.draft_cost
         draft = once * (1 + self.refine) if drafted else 0.0
         if self.nodes is None and self.verify_costs:
-            return RoundCost.measured(draft, self.verify_costs, batch_size)
+            return replace(RoundCost.measured(draft, self.verify_costs, batch_size), level=level)
         counts = self.nodes is None and device_type == "cpu"
         if counts and self.node_cost:
-            return RoundCost.linear(draft, self.node_cost, batch_size, ANY_TREE)
-        return RoundCost.linear(draft, 0.0, batch_size)
+            return replace(RoundCost.linear(draft, self.node_cost, batch_size, ANY_TREE), level=level)
+        return replace(RoundCost.linear(draft, 0.0, batch_size), level=level)
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:

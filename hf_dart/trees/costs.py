@@ -24,6 +24,9 @@ Points = tuple[tuple[float, float], ...]
 DRAFT_COST = 0.2
 """What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
 
+LEVEL_COST = 0.4
+"""What a level costs on a target with running states where nothing is known of it."""
+
 ANY_TREE = 0.1
 """What a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query."""
 
@@ -57,10 +60,12 @@ class RoundCost:
     Attributes:
         draft: of the draft.
         points: (nodes per row, cost of verifying so many).
+        level: of each level of nodes below the roots, where a target computes its trees level by level.
     """
 
     draft: float
     points: Points
+    level: float = 0.0
 
     @classmethod
     def linear(cls, draft: float, per_node: float, batch: int, first: float = 0.0) -> RoundCost:
@@ -77,12 +82,12 @@ class RoundCost:
             knots.append(2.0)
         return cls(draft, tuple((nodes, interpolated(tokens, nodes * batch) / plain) for nodes in knots))
 
-    def of(self, nodes: float) -> float:
-        """The cost of a round that verifies trees of so many nodes, after a draft."""
-        return self.draft + interpolated(self.points, nodes)
+    def of(self, nodes: float, levels: int = 0) -> float:
+        """The cost of a round that verifies trees of so many nodes and levels below the root, after a draft."""
+        return self.draft + interpolated(self.points, nodes) + self.level * levels
 
     def of_each(self, most: int) -> NDArray[Any]:
-        """`of` of 1 to `most` nodes."""
+        """`of` of 1 to `most` nodes, levels left out."""
         sizes, costs = np.array(self.points).T
         nodes = np.arange(1, most + 1)
         beyond = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) * np.maximum(nodes - sizes[-1], 0)

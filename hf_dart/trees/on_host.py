@@ -43,7 +43,8 @@ def grow_on_host(
 ) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
-    The size is the one at which the tokens expected of the round, over its cost, are most.
+    The size is the one at which the tokens expected of the round, over its cost, are most; and so is the number of
+    levels, where these have a cost of their own.
 
     Args:
         candidates: arrays; `deepest` is a sequence or None.
@@ -59,14 +60,21 @@ def grow_on_host(
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of what is no candidate
         levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
-    chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
-    chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
-    scores = take(pool, chosen)
-    size = _best_size(scores, cost, np.ones(len(roots)) if shares is None else np.array(shares))
-    if size == 1:
+    weights = np.ones(len(roots)) if shares is None else np.array(shares)
+    drafted = candidates.tokens.shape[1]
+    if cost is not None and cost.level:
+        depths = _depths(levels, drafted)
+        # What was looked at down to a depth is the same, however deep the search went on.
+        best = [
+            _best(np.where(depths <= deepest, pool, -inf), nodes, cost, weights, deepest)
+            for deepest in range(1, int(depths.max(initial=0)) + 1)
+        ]
+        chosen, scores, _ = max(best, key=lambda tree: tree[2], default=(pool[:, :0].astype(np.int64), pool[:, :0], 0))
+    else:
+        chosen, scores, _ = _best(pool, nodes, cost, weights)
+    if not chosen.shape[1]:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
-    chosen, scores = chosen[:, : size - 1], scores[:, : size - 1]
-    tokens, parents, depths = _look_up(levels, candidates.tokens.shape[1], chosen)
+    tokens, parents, depths = _look_up(levels, drafted, chosen)
     empty = scores == -inf
     none = np.zeros_like(roots)
     return _tree(
@@ -130,15 +138,36 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
     return levels
 
 
-def _best_size(scores: Array, cost: RoundCost | None, shares: Array) -> int:
-    """Nodes, the root included, of trees whose nodes below it have scores [B, n] by falling score."""
+def _best(
+    pool: Array, nodes: int, cost: RoundCost | None, shares: Array, levels: int = 0
+) -> tuple[Array, Array, float]:
+    """Places and scores [B, n] of the nodes below the root of the best tree of a pool [B, P] of scores, and its rate.
+
+    Args:
+        levels: of any tree that is more than its root.
+    """
+    chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
+    chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
+    scores = take(pool, chosen)
     gains = shares @ np.exp(scores)
     gains = gains[: np.count_nonzero(gains)]
-    if cost is None:
-        return 1 + len(gains)
-    expected = shares.sum() + np.concatenate([[0.0], gains.cumsum()])
-    rates = expected / cost.of_each(len(expected))
-    return len(rates) - int(rates[::-1].argmax())  # the largest of the best
+    size, rate = 1 + len(gains), 0.0
+    if cost is not None:
+        expected = shares.sum() + np.concatenate([[0.0], gains.cumsum()])
+        costs = cost.of_each(len(expected))
+        costs[1:] += cost.level * levels
+        rates = expected / costs
+        size = len(rates) - int(rates[::-1].argmax())  # the largest of the best
+        rate = float(rates[size - 1])
+    return chosen[:, : size - 1], scores[:, : size - 1], rate
+
+
+def _depths(levels: list[_Level], drafted: int) -> Array:
+    """[P] depths of all nodes that were looked at."""
+    depths = [np.full(level.scores[0].shape, depth) for depth, level in enumerate(levels, 1)]
+    if len(levels) > drafted:  # in the last one, tokens follow each other
+        depths[-1] = depths[-1] + np.arange(levels[-1].scores.shape[2])
+    return np.concatenate([np.empty(0, dtype=np.int64), *(depth.ravel() for depth in depths)])
 
 
 def _look_up(levels: list[_Level], drafted: int, chosen: Array) -> tuple[Array, Array, Array]:

@@ -19,6 +19,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import TreeConfig, attach
 from hf_dart.target.masks import mask_kinds
+from hf_dart.target.stock_steps import cache_name
 from support.cases import MODES, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
 from support.families import FAMILIES, HYBRIDS, REFUSED
@@ -122,7 +123,7 @@ def refusal(family: str, attention: str = "eager") -> str:
 def mask_form(family: str) -> str:
     """Which kinds of layers the family's tiny target has, as its masks are named."""
     target = tiny_target(family, "eager")
-    cache = target(**prompts([3]), use_cache=True).past_key_values
+    cache = target(**prompts([3]), use_cache=True)[cache_name(target)]
     kinds = mask_kinds(target, cache)
     masks = [kind.name.removesuffix("_attention") for kind in kinds]
     return " + ".join(masks + ["states"] * (family in HYBRIDS))

@@ -279,6 +279,28 @@ def test_no_node_that_costs_more_than_it_brings() -> None:
     assert shrunk > 10
 
 
+def test_levels_that_cost_are_as_few_as_pay() -> None:
+    depths = set()
+    for seed in range(12):
+        tokens = torch.arange(2, 22).view(1, 5, 4).repeat(2, 1, 1)
+        table = torch.randn(2, 5, 1, 4, generator=torch.Generator().manual_seed(seed)).sub(0.5).log_softmax(-1)
+        level = 0.02 * seed
+        cost = RoundCost(0.1, ((1, 1.0), (20, 1.5)), level)
+
+        def rate(tree: DraftTree, cost: RoundCost = cost) -> float:
+            assert tree.scores is not None
+            return float(tree.scores.exp().sum()) / cost.of(tree.size, tree.max_depth)
+
+        rates = []
+        for deepest in range(1, 6):
+            limited = candidates_of(tokens, table, deepest=[deepest] * 2).on_host()
+            rates += [rate(grow_on_host(limited, nodes=nodes)) for nodes in range(1, 21)]
+        tree = grow_on_host(candidates_of(tokens, table).on_host(), nodes=20, cost=cost)
+        assert rate(tree) == pytest.approx(max(rates), rel=1e-9)
+        depths.add(tree.max_depth)
+    assert len(depths) > 2
+
+
 def test_trees_grow_for_the_rows_that_count() -> None:
     """One row's draft is sure, the other's is not: nodes are worth their cost if the sure row is not far ahead."""
     candidates = candidates_of(torch.tensor([[[3, 4]]] * 2), torch.tensor([[[-0.05, -5.0]], [[-5.0, -6.0]]])).on_host()
