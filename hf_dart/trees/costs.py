@@ -24,8 +24,8 @@ Points = tuple[tuple[float, float], ...]
 DRAFT_COST = 0.2
 """What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
 
-LEVEL_COST = 0.4
-"""What a level costs on a target with running states where nothing is known of it."""
+LEVEL_COST = 0.25
+"""What a level costs on a target with running states where nothing is known of it (`model_cards/hybrid_costs`)."""
 
 ANY_TREE = 0.1
 """What a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query."""
