@@ -46,10 +46,10 @@ def test_tau_rises_on_running_states(family: str, tmp_path: Path) -> None:
     torch.manual_seed(3)
     fields = {**fields, "initializer_range": 0.3, "tie_word_embeddings": True, "eos_token_id": 0, "pad_token_id": 1}
     target = attach(AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**fields)).eval())
-    assert_tau_rises(target, tiny_head(target, feature_layers=[0, 1, 2]), tmp_path, "dart")
+    assert_tau_rises(target, tiny_head(target, feature_layers=[0, 1, 2]), tmp_path, "dart", untrained=1.3)
 
 
-def assert_tau_rises(target: Any, head: DartHead, folder: Path, loss: str) -> None:
+def assert_tau_rises(target: Any, head: DartHead, folder: Path, loss: str, untrained: float = 1.2) -> None:
     rows, held_out = own_text(target, 48, seed=1), own_text(target, 12, seed=2)
     trainer = tiny_trainer(folder, head, target, rows, held_out, loss=loss, max_steps=50, per_device_train_batch_size=8)
     chain = TreeConfig.chain(head.draft_length)
@@ -59,5 +59,5 @@ def assert_tau_rises(target: Any, head: DartHead, folder: Path, loss: str) -> No
     trainer.train()
     after = trainer.evaluate()
     for figure in ("eval_tau", "eval_tau_decoded"):
-        assert before[figure] < 1.2
+        assert before[figure] < untrained
         assert after[figure] > before[figure] + 0.25
