@@ -17,6 +17,7 @@ from hf_dart.target.devices import users_default
 # be, such as the `cache_position` that code of a model's own may ask for; or drops after the prompt.
 _STEP = {
     "attention_mask",
+    "cache_params",
     "cache_position",
     "input_ids",
     "inputs_embeds",
