@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.training.objective.objective import PRESETS, Objective
+from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.trees.ngram.build import build
 
 ROOT = Path(__file__).parents[2]
@@ -121,6 +124,25 @@ def test_training(names: dict[str, Any], tmp_path: Path) -> None:
         run(code, names, tmp_path)
     assert (tmp_path / "head" / "final" / "model.safetensors").is_file()
     assert names["trainer"].state.global_step == 2
+
+
+def test_metrics_names_all_that_is_logged() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text(encoding="utf8")
+    names = {"loss", "agreement_1", *(f"eval_{name}" for name in ("loss", "tau_decoded", *DraftQuality.names(1)))}
+    assert {name for name in names if f"| `{name}`" not in page} == set()
+
+
+def test_losses_explains_all_that_can_be_chosen() -> None:
+    page = (ROOT / "docs" / "losses.md").read_text(encoding="utf8")
+    fields = {one.name for one in dataclasses.fields(Objective)}
+    kinds = {f"`divergence: {one}`" for one in ("ce", "kl", "tv", "lk")}
+    kinds |= {f"`position_weights: {one}`" for one in ("uniform", "exponential", "dpace")}
+    kinds |= {f"`chain_form: {one}`" for one in ("linear", "log")}
+    for shown in (*(f"`{name}`" for name in fields), *kinds, *(f"| `{preset}`" for preset in PRESETS)):
+        assert shown in page, shown
+    for shown in kinds:  # they can indeed be chosen
+        name, _, value = shown.strip("`").partition(": ")
+        Objective(**{name: value})
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
