@@ -49,7 +49,8 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
     ids = prompts([9])["input_ids"]
     outputs = target(input_ids=ids[:, :-1], use_cache=False, **features_request(list(range(9))))
     features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
-    taps = config.get("eagle_aux_hidden_state_layer_ids") or drafter.feature_layers
+    counted = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [1, 3, 4])  # L // 2 and L - 3
+    taps = config.get("eagle_aux_hidden_state_layer_ids") or [tap + 1 for tap in counted]
     theirs = gather_features(outputs, taps, ids[:, :-1])[0]
     state = drafter.begin(1, 4)
     drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 from support.attacks import changed, damaged, seeds, survives
 from support.compare import assert_identical
-from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3
+from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, YARN, eagle3_config, eagle3_tensors, save_eagle3, variant
 from support.tiny import prompts, tiny_target
 
 from hf_dart import EagleDrafter, TreeConfig
@@ -201,6 +201,40 @@ def test_weights(target: Any, tmp_path: Path, pickled: bool, part: range) -> Non
             drafter = load(tmp_path, target)
             drafter.tree_config = TreeConfig(nodes=8)
             assert_identical(target, drafter, prompts([5]), **GREEDY)
+
+
+PEAGLE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no mask token": ({"mask_token_id": None}, "mask_token_id"),
+    "a mask token beyond the vocabulary": ({"mask_token_id": 48}, "mask_token_id"),
+    "a norm of what is fused": ({"norm_before_fc": True}, "norm_before_fc"),
+    "scaled rotations": ({"rope_parameters": {**YARN, "rope_theta": 1e4}}, "yarn"),
+}
+
+
+@pytest.mark.parametrize("name", PEAGLE_WRONG)
+def test_what_peagle_heads_must_not_say(target: Any, tmp_path: Path, name: str) -> None:
+    changes, words = PEAGLE_WRONG[name]
+    folder = variant(tmp_path, target, "peagle")
+    config = json.loads((tmp_path / "config.json").read_text())
+    for field, value in changes.items():
+        (config["transformer_layer_config"] if field.startswith("rope") else config)[field] = value
+    tensors = eagle3_tensors(config, first="layers.0")
+    tensors.setdefault("mask_hidden", torch.zeros(1, 1, 96, dtype=torch.float64))
+    save_eagle3(tmp_path, config, tensors)
+    refused(lambda: load_drafter(folder, target=target), words)
+
+
+@pytest.mark.parametrize("part", seeds(16, 600))
+def test_peagle_files_under_attack(target: Any, tmp_path: Path, part: range) -> None:
+    folder = variant(tmp_path, target, "peagle, 0.9's defaults")
+    config, weights = json.loads((tmp_path / "config.json").read_text()), (tmp_path / "model.safetensors").read_bytes()
+    for seed in part:
+        (tmp_path / "config.json").write_text(changed(config, seed), encoding="latin1")
+        survives(lambda: load_drafter(folder, target=target))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for seed in part:
+        (tmp_path / "model.safetensors").write_bytes(damaged(weights, seed))
+        survives(lambda: load_drafter(folder, target=target))
 
 
 def test_it_needs_a_target(target: Any, tmp_path: Path) -> None:
