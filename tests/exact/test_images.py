@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+import transformers
 from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.refusals import refused
 from support.sights import SEEING, behind_sights, seeing_target, sights
+from support.sights_of_classes import examine, seeing_classes
 from support.tiny import VOCABULARY, ReplayDrafter, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
 from support.turns import taken_up  # noqa: F401
+from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import DynamicCache
+from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast
 
 from hf_dart.drafters.base import Drafter
 
@@ -175,3 +179,42 @@ def test_reading_embeddings_is_for_those_that_can() -> None:
     assert not drafter.reads_embeddings
     target.generate(**inputs, **GREEDY, assistant=drafter)
     assert read[0] == torch.long
+
+
+def test_images_of_a_real_processor() -> None:
+    """Two rows, three images."""
+    Image = pytest.importorskip("PIL.Image")
+    if not hasattr(transformers, "CLIPImageProcessorPil"):
+        pytest.skip("this release of transformers reads images by torchvision alone")
+    words = {f"w{token}": token for token in range(47)} | {"<image>": 47}
+    words_of = Tokenizer(models.WordLevel(words, unk_token="w2"))
+    words_of.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=words_of, pad_token="w0", additional_special_tokens=["<image>"], padding_side="left"
+    )
+    reads = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(
+        reads,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+    draw = np.random.default_rng(0)
+    images = [Image.fromarray(draw.integers(256, size=(12 + 4 * index, 16, 3), dtype=np.uint8)) for index in range(3)]
+    texts = ["w3 w4 <image> w5", "w5 <image> w7 <image> w9 w10"]
+    inputs = dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
+    inputs["pixel_values"] = inputs["pixel_values"].double()
+    assert (inputs["input_ids"] == 47).sum(1).tolist() == [4, 8]
+    target = seeing_target("llava")
+    assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
+    assert_identical(target, tiny_head(target), inputs, into=SEEN, **SAMPLED)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", seeing_classes())
+def test_a_class_that_sees_or_hears(name: str) -> None:
+    seen = examine(name)
+    assert seen.kind not in ("wrong", "crash"), seen
+    assert seen.kind != "exact" or seen.tau > 1.3
