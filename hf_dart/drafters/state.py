@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from dataclasses import dataclass
+from typing import Self
 
 import torch
 from torch import Tensor
@@ -30,7 +31,7 @@ class SlotState:
     counted: Tensor
 
     @classmethod
-    def begin(cls, spec: SlotSpec, buffers: int, batch_size: int, capacity: int) -> SlotState:
+    def begin(cls, spec: SlotSpec, buffers: int, batch_size: int, capacity: int) -> Self:
         """An empty one, of so many buffers."""
         none = torch.zeros(batch_size, dtype=torch.long)
         return cls(SlotStore([spec] * buffers, batch_size, capacity), none.to(spec.device), none)

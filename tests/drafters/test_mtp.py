@@ -24,7 +24,9 @@ from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.mtp.modules import module_count, read_module
 
 EXACT = tally("float64, multi-token prediction modules")
-FAMILIES = ["glm4_moe", pytest.param("deepseek_v3", marks=pytest.mark.matrix)]
+MORE = ("greedy", "several EOS")
+LATER = ("deepseek_v3", "qwen3_5")
+FAMILIES = ["glm4_moe", "qwen3_next", *(pytest.param(name, marks=pytest.mark.matrix) for name in LATER)]
 
 
 @pytest.fixture(scope="module")
@@ -42,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return of
 
 
-@pytest.mark.parametrize("mode", ["greedy", "T=1", pytest.param("several EOS", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("mode", ["T=1", *(pytest.param(mode, marks=pytest.mark.matrix) for mode in MORE)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_modes(folders: Any, family: str, mode: str) -> None:
     target, _, _ = folders(family)
@@ -121,21 +123,11 @@ def test_the_modules_of_qwen3_next(folders: Any) -> None:
     rotation = target.model.rotary_emb(x, position_ids=places)
     x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
     expected = target.lm_head(norm(x, "norm")).log_softmax(-1)
-    drafter = object.__new__(MtpDrafter)  # as its targets cannot be hybrid everywhere yet
-    drafter_of(drafter, module, target)
+    drafter = MtpDrafter(module, target)
     state = drafter.begin(1, 4)
     drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
     found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
-
-
-def drafter_of(drafter: MtpDrafter, module: Any, target: Any) -> None:
-    from hf_dart.drafters.mtp import drafter as home
-
-    patch = pytest.MonkeyPatch()
-    patch.setattr(home, "attached", lambda target: target)
-    drafter.__init__(module, target)  # type: ignore[misc]
-    patch.undo()
 
 
 def test_the_text_of_stocks_own_use(folders: Any) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from transformers import SynthIDTextWatermarkingConfig, WatermarkingConfig
 
-from hf_dart import LookupDrafter, TreeConfig, attach
+from hf_dart import LanguageModelDrafter, LookupDrafter, TreeConfig, attach
 from hf_dart.decoding.proposal import Proposal
 from support.tiny import (
     PAD,
@@ -19,6 +19,7 @@ from support.tiny import (
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
+    tiny_uno_drafter,
 )
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -58,7 +59,8 @@ HEADS: dict[str, dict[str, Any]] = {
     "editor": {"editor": True},
     "draft vocabulary": {"draft_vocabulary": range(2, 40)},
 }
-DRAFTERS = [*HEADS, "lookup", "diffusion", "eagle", *["replay"] * 60, *["hostile"] * 3, *["engine"] * 9]
+OTHERS = ["lookup", "diffusion", "eagle", "language model", "uno"]
+DRAFTERS = [*HEADS, *OTHERS, *["replay"] * 60, *["hostile"] * 3, *["engine"] * 9]
 
 # ---- what users put into GenerationConfig: how often, and which values -----------------------------------
 
@@ -274,8 +276,11 @@ def made_drafter(name: str, attention: str, weights: int, kind: str) -> Any:
     target = made_target(name, attention, weights)
     if kind == "lookup":
         return LookupDrafter()
-    if kind in ("diffusion", "eagle"):
-        return (tiny_diffusion_drafter if kind == "diffusion" else tiny_eagle_drafter)(target)
+    if kind == "language model":
+        return LanguageModelDrafter(tiny_target("qwen3", num_hidden_layers=1), target)
+    makers = {"diffusion": tiny_diffusion_drafter, "eagle": tiny_eagle_drafter, "uno": tiny_uno_drafter}
+    if kind in makers and (kind, name) != ("uno", "gpt2"):  # whose modules are not called linear
+        return makers[kind](target)
     return tiny_head(target, **HEADS.get(kind, {}))
 
 

@@ -160,19 +160,24 @@ def interrupt(
     cases: int,
     seed: int,
     make: Callable[[Any], Any] = tiny_head,
+    replayed: bool = True,
     **more: Any,
 ) -> list[int]:
-    """Break calls off at that many lines; returns how many tokens had been generated in each."""
+    """Break calls off at that many lines; returns how many tokens had been generated in each.
+
+    They are drafted by a replay, or by what `make` makes.
+    """
     target, head = used(family, make)
     inputs, options = prompts(lengths), {**(SAMPLED if sampled else GREEDY), **more}
     run(target, inputs, 0, assistant=head, max_new_tokens=2)  # proves it for such rows
     stock = run(target, inputs, seed, **options).sequences
     states = states_by_token(len(lengths), target.config.vocab_size, seed)
-    drafter = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5][: len(lengths)], seed=seed, **options)
+    misses = [0.1, 0.7, 0.3, 0.5][: len(lengths)]
+    drafter = replay(target, inputs, misses=misses, seed=seed, **options) if replayed else head
 
     def call(line: int, cache: Any, listener: Listener) -> int:
         with interrupted_at(line) as passed:
-            same = copy.deepcopy(drafter)  # it draws its misses
+            same = copy.deepcopy(drafter) if replayed else drafter  # it draws its misses
             run(target, inputs, seed, past_key_values=cache, streamer=listener, assistant=same, **options)
         return passed[0]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
@@ -18,6 +18,7 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter
+from hf_dart.drafters.uno.drafter import UnoDrafter
 from hf_dart.target import trial as probe
 from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, PAD, REFUSED, WITHOUT_ATTENTION
 from support.families import VOCABULARY as VOCABULARY
@@ -70,6 +71,19 @@ def tiny_eagle_drafter(target: Any, **config: Any) -> EagleDrafter:
     fields: dict[str, Any] = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "beam": 3}
     fields["tree"] = {"nodes": 8}
     return EagleDrafter.from_target(target, **{**fields, **config})
+
+
+def tiny_uno_drafter(target: Any, **config: Any) -> UnoDrafter:
+    """A random LoRA on a tiny target; on all that is linear where that is called as it is nowhere else."""
+    usual = any(name.endswith((".q_proj", ".kv_b_proj")) for name, _ in target.named_modules())
+    linear = sorted({name.rpartition(".")[2] for name, part in target.named_modules() if isinstance(part, nn.Linear)})
+    others = {} if usual else {"target_modules": [name for name in linear if name not in ("lm_head", "embed_out")]}
+    drafter = UnoDrafter.from_target(target, **{"mask_token_id": VOCABULARY - 1, "rank": 4, **others, **config})
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for weight in drafter.lora.parameters():
+            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    return drafter
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:

@@ -140,7 +140,7 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
     def feature_layers(self) -> list[int]:
         return self._features
 
-    def check_target(self, target: PreTrainedModel) -> None:  # type: ignore[override]
+    def check_target(self, target: PreTrainedModel) -> None:
         """Refuse other targets than the module's own, deep copies and PEFT wrappers of it aside."""
         if target in self._targets:
             return
@@ -149,7 +149,7 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
             raise ValueError("This module belongs to another target; call MtpDrafter.from_target(model) with this one.")
         self._targets.add(target)
 
-    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:  # type: ignore[override]
+    def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         call = call_cost(target)
         own = weights_read(self.module.layers, call) + weights_read(self.module.shared_head, call)
         return relative_cost(depth or self.draft_length, own, target)

@@ -16,6 +16,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -38,6 +39,7 @@ from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
+from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config, optional_json, refuse_fields
@@ -63,8 +65,9 @@ def _gated(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     return output if gate is None else output * gate.to(device=output.device, dtype=output.dtype)
 
 
-class Loan:
-    """The state of one call: the target's cache, as far as it is lent.
+@dataclass
+class Loan(SlotState):
+    """The state of one call, which keeps nothing itself: the target's cache is lent.
 
     Attributes:
         verify: runs trees over it through the twin; None before it is lent.
@@ -133,7 +136,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         """PEFT does it."""
 
     @property
-    def engine(self) -> None:  # type: ignore[override]
+    def engine(self) -> None:
         """None: captured forwards keep the text elsewhere."""
         return None
 
@@ -248,23 +251,24 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         """Of no buffers: the target keeps the text."""
         return SlotSpec(0, 0, self.dtype, self.device)
 
-    def begin(self, batch_size: int, capacity: int) -> Loan:  # type: ignore[override]
-        return Loan()
+    def begin(self, batch_size: int, capacity: int) -> Loan:
+        return Loan.begin(self.slot_spec, 0, batch_size, capacity)
 
-    def lend(self, state: Loan, verify: Verifier) -> None:
+    def lend(self, state: SlotState, verify: Verifier) -> None:
+        assert isinstance(state, Loan)
         state.verify = Verifier(self.twin, verify.cache, verify.kinds, [], shift=verify.shift)
 
-    def extend(self, state: Loan, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         """Nothing is taken in: the target keeps the text."""
 
-    def resume(self, state: Loan, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
         return True
 
     def propose(
-        self, state: Loan, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         """Draft after each row's last token, over the target's own cache, which is left as it was."""
-        verify = state.verify
+        verify = state.verify if isinstance(state, Loan) else None
         if verify is None:
             raise ValueError(
                 "A self-drafting LoRA drafts over the target's own cache, which is not lent here; call "
@@ -301,7 +305,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
     def active_adapters(self) -> list[str]:
         return [_NAME]
 
-    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:  # type: ignore[override]
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
         """Write the adapter in PEFT's format to a folder, and config.json beside it."""
         if not kwargs.get("is_main_process", True):
             return
