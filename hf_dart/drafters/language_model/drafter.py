@@ -42,9 +42,9 @@ _OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculator
 
 
 def _reads(content: dict[str, Any]) -> str | None:
-    known = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(content.get("model_type"))
+    known = str(content.get("model_type")) in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
     # Of a checkpoint that has a module for it, that drafts.
-    return None if known is None or _OF_DRAFTERS & content.keys() or module_count(content) else "a language model"
+    return None if not known or _OF_DRAFTERS & content.keys() or module_count(content) else "a language model"
 
 
 @register("language_model", reads=_reads)

@@ -56,13 +56,26 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 _NAME = "default"
 _WEIGHTS = "adapter_model.safetensors"
 
-# Where the LoRA works in the pass that is running, [1, Q, 1]; None for everywhere.
+# Where the LoRA works among the Q entries of the pass that is running, [1, Q, 1]; None outside of any.
 _gate: ContextVar[Tensor | None] = ContextVar("_gate", default=None)
 
 
 def _gated(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """What a LoRA adds, where it works. Some modules are also run over what the target keeps of the text before."""
     gate = _gate.get()
-    return output if gate is None else output * gate.to(device=output.device, dtype=output.dtype)
+    if gate is None:
+        return output
+    gate = nn.functional.pad(gate, (0, 0, output.shape[1] - gate.shape[1], 0))
+    return output * gate.to(device=output.device, dtype=output.dtype)
+
+
+@contextmanager
+def _working(gate: Tensor) -> Iterator[None]:
+    token = _gate.set(gate)
+    try:
+        yield
+    finally:
+        _gate.reset(token)
 
 
 @dataclass
@@ -229,14 +242,15 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         """The training pass: states [B, Q, H] of the masked tokens of many blocks, over a text that the target read."""
         twin = self.twin
         last = [layer_count(twin)]
-        outputs = twin(
-            input_ids=tokens,
-            position_ids=positions,
-            attention_mask=attention_mask,
-            past_key_values=cache,
-            use_cache=True,
-            **features_request(last),
-        )
+        with _working(torch.ones(1, tokens.shape[1], 1)):
+            outputs = twin(
+                input_ids=tokens,
+                position_ids=positions,
+                attention_mask=attention_mask,
+                past_key_values=cache,
+                use_cache=True,
+                **features_request(last),
+            )
         return gather_features(outputs, last, tokens)
 
     # ---- drafting -----------------------------------------------------------------------------------
@@ -282,11 +296,10 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         cache.prepare(block.size)
         # No entry stands beyond the target's positions; what is drafted there is not verified either.
         last = max(position_limit(self.twin)[0] - block.size + 1, 0)
-        gate = _gate.set(torch.arange(block.size)[None, :, None] > 0)
         try:
-            logits, _ = verify.run(block, cache.lengths.clamp(max=last).to(block.tokens.device))
+            with _working(torch.arange(block.size)[None, :, None] > 0):
+                logits, _ = verify.run(block, cache.lengths.clamp(max=last).to(block.tokens.device))
         finally:
-            _gate.reset(gate)
             cache.commit(torch.zeros(len(roots), 1, dtype=torch.long), [0] * len(roots))
         return Proposal(logits, logits)
 
