@@ -37,6 +37,8 @@ try:
         LinearAttentionLayer,
     )
 
+    if not hasattr(Cache, "get_conv_state"):  # models of older releases reach into the layers themselves
+        raise ImportError
     MIXED_LAYERS: tuple[type, ...] = (
         LinearAttentionAndFullAttentionLayer,
         LinearAttentionAndSlidingWindowAttentionLayer,

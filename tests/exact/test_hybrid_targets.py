@@ -7,20 +7,24 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from support.caches import assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, WITHOUT_ATTENTION
-from support.interruptions import interrupt
+from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
 from support.users import TOKENIZER
 from transformers import DynamicCache
+from transformers.cache_utils import Cache
+from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import LookupDrafter, TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import prefill
 
+pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="such targets are refused in this release")
 EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
 # Stock itself goes on wrongly there when several tokens come after a cached text: it drops the state.
@@ -127,6 +131,59 @@ def test_rows_that_ran_on_are_brought_back(monkeypatch: pytest.MonkeyPatch) -> N
 def test_interrupted_anywhere(family: str, lengths: list[int]) -> None:
     reached = interrupt(family, "dynamic", lengths, True, cases=6, seed=1)
     assert len(set(reached)) > 3
+
+
+class Fails(BaseStreamer):
+    """A listener who fails at its n-th token."""
+
+    def __init__(self, tokens: int) -> None:
+        self.left = tokens + 1  # the first is the prompt
+
+    def put(self, value: Any) -> None:
+        self.left -= 1
+        if self.left == 0:
+            raise KeyboardInterrupt
+
+    def end(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("family", "lengths"),
+    [("lfm2", [7]), *(pytest.param(family, RAGGED, marks=pytest.mark.matrix) for family in SAMPLE[:5])],
+)
+def test_interrupted_at_every_token(family: str, lengths: list[int]) -> None:
+    """What the cache holds then goes on as if nothing had happened."""
+    target = attach(tiny_target(family))
+    inputs, options = prompts(lengths), {"do_sample": False, "max_new_tokens": TOKENS}
+    stock = run(target, inputs, 0, **options).sequences
+    known = replay(target, inputs, misses=[0.1, 0.7, 0.3, 0.5][: len(lengths)], **options)
+    for token in range(1, TOKENS):
+        cache = DynamicCache(config=target.config)
+        with pytest.raises(KeyboardInterrupt):
+            run(target, inputs, 0, past_key_values=cache, assistant=known, streamer=Fails(token), **options)
+        assert_goes_on(target, cache, inputs, stock, token, **options, assistant=known)
+    assert_identical(target, known, inputs, **options)
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.matrix)])
+def test_a_target_with_adapters(family: str) -> None:
+    """LoRA on the projections of mixers and attention; switched off, and merged, it is another text."""
+    target = tiny_target(family)
+    inputs, options = prompts(RAGGED), {"do_sample": False, "max_new_tokens": 12}
+    projections = sorted({name.split(".")[-1] for name, _ in target.named_modules() if "proj" in name.split(".")[-1]})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        tuned = get_peft_model(target, LoraConfig(r=2, target_modules=projections, init_lora_weights=False)).eval()
+    attach(tuned)
+    head = tiny_head(target)
+    for _ in range(2):
+        known = replay(tuned, inputs, misses=[0.1, 0.5, 0.3, 0.4], **options)
+        for drafter in (known, head):
+            assert_identical(tuned, drafter, inputs, **options)
+        assert known.last_stats.tau > 1.3
+        tuned.merge_adapter()
 
 
 @pytest.mark.matrix
