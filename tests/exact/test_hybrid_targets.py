@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from support.caches import assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.families import HYBRIDS, WITHOUT_ATTENTION
+from support.guests import ZLAB, dflash_checkpoint
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
@@ -23,6 +25,7 @@ from transformers.generation.streamers import BaseStreamer
 from hf_dart import LookupDrafter, TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import prefill
+from hf_dart.drafters.dflash.drafter import DFlashDrafter
 
 pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="such targets are refused in this release")
 EXACT = tally("float64, tiny targets with running states")
@@ -213,6 +216,13 @@ def test_all_that_a_call_returns() -> None:
     for ours_, stocks in zip(ours.output.hidden_states[1:], stock.output.hidden_states[1:], strict=True):
         for one, two in zip(ours_, stocks, strict=True):
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+
+
+def test_dflash(tmp_path: Path) -> None:
+    target = attach(tiny_target("qwen3_5"))
+    drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(tmp_path, target, ZLAB), target=target, dtype="float64")
+    for size, mode in ((1, "T=1"), (4, "greedy")):
+        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=16, **MODES[mode])
 
 
 def test_eagle() -> None:
