@@ -147,7 +147,7 @@ def main() -> None:
             progress(f"what a draft of {_NAMES[kind]} costs, depth {depth}")
             costs[kind][depth] = profile.measure(pair._replace(head=drafter), depth=depth)
     measured = methods(drafters, costs)
-    measurements = speed.measure(pair, prompts, settings, measured, progress)
+    measurements = speed.measure(pair, prompts, settings, measured)
     command = ["python", "examples/experiments/autoregressive.py", *sys.argv[1:]]
     trained = {name: str(value) if isinstance(value, Path) else value for name, value in vars(arguments).items()}
     content = {

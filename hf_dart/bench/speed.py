@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ class Settings:
         prompt_tokens: most tokens of a prompt.
         new_tokens: generated per prompt.
         repeats: how often everything is run.
-        batches: batch sizes; prompts that fill no batch are left out.
+        batches: batch sizes; prompts that fill no batch are left out. None given: those of 1 and 4 that prompts fill.
         seed: of the sampled runs.
 
     Raises:
@@ -46,14 +47,16 @@ class Settings:
     prompt_tokens: int = 96
     new_tokens: int = 128
     repeats: int = 5
-    batches: tuple[int, ...] = (1, 4)
+    batches: tuple[int, ...] = ()
     seed: int = 0
 
     def __post_init__(self) -> None:
         for name in ("prompts", "prompt_tokens", "new_tokens", "repeats"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)}; give 1 or more.")
-        if not self.batches or min(self.batches) < 1 or max(self.batches) > self.prompts:
+        if not self.batches:
+            object.__setattr__(self, "batches", tuple(size for size in (1, 4) if size <= self.prompts))
+        if min(self.batches) < 1 or max(self.batches) > self.prompts:
             raise ValueError(f"--batch takes sizes from 1 to the number of prompts, {self.prompts}.")
 
 
@@ -131,7 +134,7 @@ def measure(
     prompts: list[list[int]],
     settings: Settings,
     methods: Mapping[str, dict[str, Any]],
-    progress: Callable[[str], object] = lambda line: None,
+    progress: Callable[[int, int], object] = lambda done, calls: None,
     modes: Mapping[str, dict[str, Any]] = MODES,
 ) -> list[Measurement]:
     """Run all methods on all prompts, `settings.repeats` times, and compare what they wrote.
@@ -140,6 +143,7 @@ def measure(
         prompts: token ids.
         methods: options of `generate` by name, such as `rivals.methods` gives; stock's own is always measured.
         modes: options of all of them by name.
+        progress: told after every call how many are done, and how many there are, those that warm up included.
 
     Within each repeat the methods take turns prompt by prompt (`in_turn`).
     """
@@ -165,13 +169,16 @@ def measure(
         for batch in settings.batches
     }
     short = min(_WARMUP_TOKENS, settings.new_tokens)
-    for one in measurements:
-        whole = one.method in COMPILED  # every length is compiled again
-        options = {**modes[one.mode], **drafting[one.method]}
-        for inputs in groups[one.batch] if whole else groups[one.batch][:1]:
-            run(pair.model, inputs, {**options, "max_new_tokens": settings.new_tokens if whole else short})
+    # Every length is compiled again.
+    warming = [groups[one.batch] if one.method in COMPILED else groups[one.batch][:1] for one in measurements]
+    calls = sum(map(len, warming)) + settings.repeats * sum(len(groups[one.batch]) for one in measurements)
+    done = count(1)
+    for one, inputs_of in zip(measurements, warming, strict=True):
+        new_tokens = settings.new_tokens if one.method in COMPILED else short
+        for inputs in inputs_of:
+            run(pair.model, inputs, {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens})
+            progress(next(done), calls)
     for repeat in range(settings.repeats):
-        progress(f"repeat {repeat + 1} of {settings.repeats}")
         for one in measurements:
             one.seconds.append(0.0)
         for batch, mode in {(one.batch, one.mode): None for one in measurements}:
@@ -182,10 +189,11 @@ def measure(
                 runs = {}
                 for one in in_turn(rivals, repeat + number):
                     reset_peak(pair.model.device)
-                    done = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
-                    one.add(done, peak_bytes(pair.model.device))
-                    runs[one.method] = done
-                    written[one.method] += _texts(pair, inputs, done)
+                    ran = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
+                    one.add(ran, peak_bytes(pair.model.device))
+                    runs[one.method] = ran
+                    written[one.method] += _texts(pair, inputs, ran)
+                    progress(next(done), calls)
                 for one in rivals:
                     if one.verdict is not None:
                         one.verdict += compare(

@@ -15,6 +15,7 @@ from hf_dart.cli.common import (
     say,
     seed,
     set_threads,
+    show,
     tree_config,
     tree_options,
     write_json,
@@ -66,6 +67,6 @@ def _run(arguments: argparse.Namespace) -> int:
         **report.describe_tree(pair, tree, settings.batches),
         **audit.audit(pair, prompts, settings, tree, say),
     }
-    print(audit.as_table(content))
+    show(audit.as_table(content))
     write_json(arguments.json, content)
     return 0 if content["passed"] else 1

@@ -18,8 +18,10 @@ from hf_dart.cli.common import (
     load,
     pair_options,
     positive,
+    progress_bar,
     say,
     set_threads,
+    show,
     sizes,
     text_option,
     tree_config,
@@ -53,7 +55,7 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--new-tokens", type=positive, help="per prompt (default: 128)")
     parser.add_argument("--repeats", type=positive, help="default: 5")
-    parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help="such as 1,4, the default")
+    parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help="default: 1,4, as far as --prompts fills them")
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help="of greedy,penalty,sampled (default: all)")
     parser.add_argument(
         "--rivals",
@@ -123,7 +125,7 @@ def _run_train(arguments: argparse.Namespace) -> int:
     with as_user_error(ValueError):
         measurements = train.measure(pair, rows, settings, say)
     content = train.as_json(measurements, pair, settings, text, command_line(arguments))
-    print(train.as_table(content))
+    show(train.as_table(content))
     write_json(arguments.json, content)
     return 0
 
@@ -155,13 +157,14 @@ def _run(arguments: argparse.Namespace) -> int:
         for text, prompts in _prompts(arguments, pair.tokenizer, settings.prompts):
             case = {"text": text, "dtype": about["dtype"], "prompt_tokens": max(map(len, prompts))}
             say(", ".join([text, case["dtype"], f"prompts of up to {case['prompt_tokens']} tokens"]))
-            measurements = speed.measure(pair, prompts, settings, methods, say, wanted)
+            with progress_bar() as advance:
+                measurements = speed.measure(pair, prompts, settings, methods, advance, wanted)
             found += report.results(measurements, **case)
             identical &= all(one.identical for one in measurements if one.ours)
     about["settings"]["prompt_tokens"] = max(one["prompt_tokens"] for one in found)
     every = {name: ", ".join(dict.fromkeys(one[name] for one in found)) for name in ("text", "dtype")}
     content = {**about, **every, "drafters": rivals.parameters(methods), "results": found}
-    print(tables.as_table(content))
+    show(tables.as_table(content))
     write_json(arguments.json, content)
     if arguments.plots is not None:
         with writing(arguments.plots):

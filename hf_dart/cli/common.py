@@ -5,17 +5,21 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
 from typing import Any
 
+from tqdm import tqdm
+
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
 from hf_dart.target.loading import DTYPES, PACKAGED
+from hf_dart.view.layout import laid_out
 
 
 def pair_options() -> argparse.ArgumentParser:
@@ -68,6 +72,29 @@ def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]
 def command_line(arguments: argparse.Namespace) -> list[str]:
     """The words that were typed, for reports."""
     return ["hf-dart", *arguments.words]
+
+
+@contextmanager
+def progress_bar() -> Iterator[Callable[[int, int], None]]:
+    """Show on standard error, where that is a terminal, how far a command is and how long it will still take.
+
+    Yields:
+        What takes how many calls are done, and how many there are.
+    """
+    with tqdm(disable=None, unit="call", dynamic_ncols=True, leave=False) as bar:
+
+        def advance(done: int, calls: int) -> None:
+            bar.total = calls
+            bar.update(done - bar.n)
+
+        yield advance
+
+
+def show(markdown: str) -> None:
+    """Print tables: laid out for the eye on a terminal, as Markdown elsewhere."""
+    if sys.stdout.isatty():
+        markdown = laid_out(markdown, shutil.get_terminal_size().columns)
+    print(markdown)
 
 
 def say(line: str) -> None:

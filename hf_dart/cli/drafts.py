@@ -16,8 +16,10 @@ from hf_dart.cli.common import (
     load,
     pair_options,
     positive,
+    progress_bar,
     say,
     set_threads,
+    show,
     sizes,
     text_option,
     write_json,
@@ -73,7 +75,8 @@ def _run(arguments: argparse.Namespace) -> int:
         ways |= draft_methods.of_ranks(pair.head, arguments.ranks, arguments.nodes)
     methods = {name: way.options for name, way in ways.items()}
     modes = {mode: speed.MODES[mode] for mode in arguments.modes}
-    measurements = speed.measure(pair, prompts, settings, methods, say, modes)
+    with progress_bar() as advance:
+        measurements = speed.measure(pair, prompts, settings, methods, advance, modes)
     content = {
         **report.circumstances(pair, settings, text, command_line(arguments)),
         **report.describe_tree(pair, pair.head.tree_config, settings.batches),
@@ -81,6 +84,6 @@ def _run(arguments: argparse.Namespace) -> int:
         **({} if costs is None else {"costs": asdict(costs)}),
         "results": report.results(measurements),
     }
-    print(draft_methods.as_table(content))
+    show(draft_methods.as_table(content))
     write_json(arguments.json, content)
     return 0 if all(one.identical for one in measurements) else 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, write_json
+from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, show, write_json
 from hf_dart.errors import as_user_error
 
 _NUMBERS = {
@@ -47,6 +47,6 @@ def _run(arguments: argparse.Namespace) -> int:
     with as_user_error(ValueError):
         settings = engine.Settings(**asked)
     content = engine.measure(settings, say)
-    print(engine.as_table(content))
+    show(engine.as_table(content))
     write_json(arguments.json, content)
     return 0 if all(one["same_tokens"] for one in content["results"]) else 1
