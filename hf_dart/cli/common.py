@@ -76,7 +76,7 @@ def command_line(arguments: argparse.Namespace) -> list[str]:
 
 @contextmanager
 def progress_bar() -> Iterator[Callable[[int, int], None]]:
-    """Show on standard error, where that is a terminal, how far a command is and how long it will still take.
+    """Show on standard error how far a command is and, where that is a terminal, how long it will still take.
 
     Yields:
         What takes how many calls are done, and how many there are.
@@ -86,6 +86,8 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
         def advance(done: int, calls: int) -> None:
             bar.total = calls
             bar.update(done - bar.n)
+            if bar.disable and 10 * done // calls > 10 * (done - 1) // calls:
+                say(f"{done} of {calls} calls")
 
         yield advance
 

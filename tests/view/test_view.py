@@ -102,6 +102,7 @@ def test_a_note_is_text_and_a_notebook_gets_a_frame(output: Any, hostile_tokeniz
     frame = view._repr_html_()
     assert frame.startswith("<iframe srcdoc=")
     assert frame.count("<") == 2
+    assert pages.read(frame).parts
     inside = html.unescape(frame.partition('srcdoc="')[2].partition('"')[0])
     assert inside.replace('\n<base href="about:srcdoc">', "") == view.html()
     statistics = pages.read(output.draft_stats._repr_html_())
