@@ -27,7 +27,8 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
     case = "pytest's source, float32, prompts of up to 24 tokens"
     assert shown.err.splitlines()[0] == case
     assert len(shown.err.splitlines()) == 1 + 10
-    assert shown.err.splitlines()[-1] == "42 of 42 calls"
+    # 8 measurements of two prompts each, and 6 of one batch; once to warm up, and twice all.
+    assert shown.err.splitlines()[-1] == "58 of 58 calls"
 
     report = json.loads(file.read_text(encoding="utf8"))
     assert report["dtype"] == "float32"
