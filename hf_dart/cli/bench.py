@@ -55,7 +55,8 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--new-tokens", type=positive, help="per prompt (default: 128)")
     parser.add_argument("--repeats", type=positive, help="default: 5")
-    parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help="default: 1,4, as far as --prompts fills them")
+    batches = "default: 1,4, as far as --prompts fills them"
+    parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help=batches)
     parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help="of greedy,penalty,sampled (default: all)")
     parser.add_argument(
         "--rivals",

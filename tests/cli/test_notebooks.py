@@ -1,9 +1,10 @@
-"""The notebooks of `examples/notebooks` run, each in a fresh process, and are stored without outputs."""
+"""The notebooks of `examples/notebooks` run, each in a fresh process, and show what is kept in them."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,7 +21,7 @@ SHORT = ("1_quick_start",)
     "file",
     [pytest.param(file, marks=() if file.stem in SHORT else pytest.mark.matrix, id=file.stem) for file in NOTEBOOKS],
 )
-def test_every_cell_runs(file: Path, tmp_path: Path) -> None:
+def test_every_cell_shows_what_is_kept(file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, str(TESTS / "support" / "run_notebook.py"), str(file)],
@@ -30,14 +31,34 @@ def test_every_cell_runs(file: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("file", NOTEBOOKS, ids=lambda file: file.stem)
-def test_it_is_a_notebook_without_outputs(file: Path) -> None:
-    notebook = json.loads(file.read_text(encoding="utf8"))
+def test_it_is_a_whole_notebook(file: Path) -> None:
+    text = file.read_text(encoding="utf8")
+    notebook = json.loads(text)
     assert (notebook["nbformat"], notebook["nbformat_minor"]) == (4, 5)
     assert notebook["cells"][0]["cell_type"] == "markdown"
     assert len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    code = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert [cell["execution_count"] for cell in code] == list(range(1, len(code) + 1))
+    assert any(cell["outputs"] for cell in code)
     for cell in notebook["cells"]:
         assert cell["source"]
-        if cell["cell_type"] == "code":
-            assert cell["outputs"] == []
-            assert cell["execution_count"] is None
-            compile("".join(cell["source"]), file.name, "exec")
+        for picture in re.findall(r"!\[.*?\]\((.*?)\)", "".join(cell["source"])):
+            assert (FOLDER / picture).is_file()
+    for cell in code:
+        compile("".join(cell["source"]), file.name, "exec")
+    assert str(Path.home()) not in text
+
+
+def test_another_text_is_noticed(tmp_path: Path) -> None:
+    cell = {"cell_type": "code", "id": "a", "execution_count": 1, "source": ["print(2 + 3)"]}
+    file = tmp_path / "one.ipynb"
+    cases = [("5\n", [], True), ("6\n", [], False), ("6\n", ["varies"], True), ("six\n", ["varies"], False)]
+    for kept, tags, right in cases:
+        outputs = [{"output_type": "stream", "name": "stdout", "text": [kept]}]
+        cells = [{**cell, "outputs": outputs, "metadata": {"tags": tags}}]
+        file.write_text(json.dumps({"cells": cells}), encoding="utf8")
+        done = subprocess.run(
+            [sys.executable, str(TESTS / "support" / "run_notebook.py"), str(file)],
+            capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        assert (done.returncode == 0) == right, done.stderr
