@@ -37,6 +37,8 @@ from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 from hf_dart.trees.vocabulary import vocabulary_hash
 
+# Tokens of a cached prefix that are read at once: masks grow with them, times all tokens before.
+_AT_ONCE = 1024
 # What the config.json of a drafter has, whatever its model_type.
 _OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
 
@@ -169,7 +171,9 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
         return SlotCacheState.begin(self._layers, batch_size, capacity + self.beam * self.draft_length)
 
     def read_first(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> None:
-        self._read(state, tokens, counts)
+        for start in range(0, tokens.shape[1], _AT_ONCE):
+            piece = tokens[:, start : start + _AT_ONCE]
+            self._read(state, piece, (counts - start).clamp(0, piece.shape[1]))
         state.first = counts.cpu()
 
     def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
