@@ -218,6 +218,20 @@ def test_all_that_a_call_returns() -> None:
             torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
 
 
+def test_levels_are_as_many_as_pay() -> None:
+    """Mamba 1 takes trees level by level; a target without states has no levels to pay for."""
+    taus = {}
+    for family in ("jamba", "llama"):
+        target, inputs = attach(tiny_target(family)), prompts([7])
+        known = replay(target, inputs, misses=[0.0], do_sample=False, max_new_tokens=16)
+        for cost in (0.0, 50.0):
+            sized = TreeConfig(level_cost=cost, draft_cost=0.0, lookup=0)
+            assert_identical(target, known, inputs, do_sample=False, max_new_tokens=16, tree_config=sized)
+            taus[family, cost] = known.last_stats.tau
+    assert taus["jamba", 0.0] == taus["llama", 0.0] == taus["llama", 50.0] > 3
+    assert taus["jamba", 50.0] == 1
+
+
 def test_dflash(tmp_path: Path) -> None:
     target = attach(tiny_target("qwen3_5"))
     drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(tmp_path, target, ZLAB), target=target, dtype="float64")
