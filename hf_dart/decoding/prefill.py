@@ -27,11 +27,12 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
+from hf_dart.target.beside import refuse_what_matters
 from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
-from hf_dart.target.stock_steps import beside_text, cache_name, next_inputs, position_shift, refuse_beside_text
+from hf_dart.target.stock_steps import beside_text, cache_name, next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
 
@@ -119,6 +120,7 @@ class PrefillRecorder:
     Attributes:
         width: how many positions the last chunk had.
         shift: `position_shift` of stock's first step after the prompt.
+        beside: what stock hands the target in that step that is not text.
     """
 
     def __init__(
@@ -130,6 +132,7 @@ class PrefillRecorder:
         self._reads_embeddings = reads_embeddings
         self.width = 0
         self.shift: Tensor | None = None
+        self.beside: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -171,12 +174,12 @@ class PrefillRecorder:
             total: slots of prompt and cached prefix.
 
         Raises:
-            ValueError: stock's next step has positions that rounds cannot follow, or inputs beside text.
+            ValueError: stock's next step has positions that rounds cannot follow.
         """
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
         inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
-        refuse_beside_text(self._target, inputs)
+        self.beside = {name: inputs[name] for name in beside_text(self._target, inputs)}
         self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
         return outputs
 
@@ -331,6 +334,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
+        refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
     return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
 
 

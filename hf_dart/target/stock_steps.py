@@ -102,25 +102,6 @@ def beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]
     return [name for name, value in inputs.items() if name not in _STEP and not says_nothing(name, value)]
 
 
-def refuse_beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> None:
-    """Raise where stock's step hands the target more than text, which is all that drafts are verified with.
-
-    Of images and sounds that is seldom so: stock's prefill has read them, and its steps drop them.
-
-    Args:
-        inputs: of a step after the prompt (`next_inputs`).
-
-    Raises:
-        ValueError: the message names what.
-    """
-    names = beside_text(target, inputs)
-    if names:
-        raise ValueError(
-            f"{type(target).__name__} is handed more than text with every token ({', '.join(names)}), and drafts are "
-            "not verified with it; leave it out, or leave assistant= out."
-        )
-
-
 class StockSteps:
     """Stock's greedy loop over known tokens.
 

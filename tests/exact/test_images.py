@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -145,11 +146,19 @@ def test_captured_rounds_after_images(family: str) -> None:
     assert all(made.forwards)
 
 
-def test_what_stock_hands_on_with_every_token_is_refused() -> None:
+def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
     plain = type(seeing_target("llava"))
 
     class Sees(plain):  # type: ignore[misc, valid-type]
         sizes: Any = None
+        looks = False
+
+        @wraps(plain.forward)
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            outputs = super().forward(*args, **kwargs)
+            if kwargs.get("image_sizes") is not None and self.looks:
+                outputs.logits = outputs.logits + torch.arange(VOCABULARY) / 64
+            return outputs
 
         def prepare_inputs_for_generation(self, *args: Any, **kwargs: Any) -> Any:
             return {**super().prepare_inputs_for_generation(*args, **kwargs), "image_sizes": self.sizes}
@@ -158,6 +167,9 @@ def test_what_stock_hands_on_with_every_token_is_refused() -> None:
     target.__class__ = Sees
     head, inputs = tiny_head(target), sights("llava")
     target.sizes = torch.tensor([[8, 8]] * 2)
+    assert_identical(target, head, inputs, into=SEEN, **GREEDY)
+    assert_identical(target, head, inputs, into=SEEN, **SAMPLED)
+    target.looks = True
     for mode in (GREEDY, SAMPLED):
         refused(lambda mode=mode: target.generate(**inputs, **mode, assistant=head), ValueError, "Sees.*image_sizes")
     target.sizes = None
@@ -210,6 +222,13 @@ def test_images_of_a_real_processor() -> None:
     target = seeing_target("llava")
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **SAMPLED)
+
+
+@pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"])
+def test_marks_and_masks_that_stock_keeps(name: str) -> None:
+    """After an image, and after a sound."""
+    seen = examine(name)
+    assert (seen.kind, seen.tau > 1.3) == ("exact", True), seen
 
 
 @pytest.mark.matrix
