@@ -3,7 +3,9 @@
 What shape a class takes, and how many tokens that becomes, is asked of the model itself: of the usual shapes, the first
 that its encoder takes; as many tokens as it gives.
 
-    PYTHONPATH=tests python tests/support/sights_of_classes.py [CLASS ...]
+    PYTHONPATH=.:tests python tests/support/sights_of_classes.py [CLASS ...]
+
+prints rows of the table in `MATRIX.md`.
 """
 
 from __future__ import annotations
@@ -205,4 +207,6 @@ if __name__ == "__main__":
     torch.set_num_threads(1)
     transformers.logging.set_verbosity_error()
     for each in sys.argv[1:] or seeing_classes():
-        print(examine(each), flush=True)
+        seen = examine(each)
+        tau = f"{seen.tau:.2f}" if seen.kind == "exact" else ""
+        print(f"| {seen.name} | {seen.kind} | {seen.told.replace('|', '/')} | {tau} |", flush=True)
