@@ -358,7 +358,7 @@ def speculative_generate(
     finally:
         if noise is not None:
             noise.end()
+    assistant.last_stats = session.stats  # before who reads the streamer is told that it has ended
     session.streaming.end()
-    assistant.last_stats = session.stats
     session.pace.warn_once(assistant)
     return output

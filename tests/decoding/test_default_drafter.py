@@ -170,3 +170,14 @@ def test_loaded_as_the_default(target: Any, head: DartHead, tmp_path: Any) -> No
     assert drafted(loaded)
     with pytest.raises(ValueError, match="target=model"):
         load_drafter(str(tmp_path), default=True)
+
+
+def test_statistics_are_there_when_a_streamer_ends(target: Any, head: DartHead) -> None:
+    class Asks(Record):
+        def end(self) -> None:
+            assert drafted(head)
+            super().end()
+
+    asked = Asks()
+    target.generate(**prompts([7]), **SAMPLED, assistant=head, streamer=asked)
+    assert asked.shown[-1] == []

@@ -154,7 +154,8 @@ def test_trl(names: dict[str, Any], tmp_path: Path) -> None:
             return [float(len(text)) for text in completions]
 
         torch.manual_seed(1)
-        run(snippet("TRL"), {**names, "reward": reward, "torch": torch}, **small)
+        with torch.enable_grad():  # lighteval turns gradients off for the whole process
+            run(snippet("TRL"), {**names, "reward": reward, "torch": torch}, **small)
         return texts
 
     weights = {name: tensor.clone() for name, tensor in names["model"].state_dict().items()}
