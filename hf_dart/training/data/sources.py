@@ -232,7 +232,7 @@ def open_encoded(
 def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_length: int) -> tuple[Any, Encoder]:
     """As `open_encoded`, of a source that is open."""
     kind, field_name = find_field(source, arguments.text_field, arguments.messages_field)
-    beside = _BESIDE
+    beside: tuple[str, ...] = _BESIDE
     if kind == _COMPLETION:
         beside = ("prompt", *_BESIDE)
         if isinstance(next(iter(source.documents))[field_name], list):

@@ -178,13 +178,13 @@ class DrafterTrainingArguments(TrainingArguments):
 
     def _save_what_is_evaluated(self) -> None:
         """Raise `save_steps` to a multiple of `eval_steps`: the best head is one of those that were saved."""
-        every = self.eval_steps or self.logging_steps
-        if self.eval_strategy == self.save_strategy == "steps" and every >= 1 and self.save_steps % every:
-            asked, self.save_steps = self.save_steps, every * math.ceil(self.save_steps / every)
+        every, asked = self.eval_steps or self.logging_steps, self.__dict__["save_steps"]
+        if self.eval_strategy == self.save_strategy == "steps" and every >= 1 and asked % every:
+            self.__dict__["save_steps"] = becomes = every * math.ceil(asked / every)
             _LOGGER.warning(
                 "save_steps %g becomes %g, a multiple of eval_steps, so that early stopping can keep the best head.",
                 asked,
-                self.save_steps,
+                becomes,
             )
 
     def metric_names(self, draft_length: int) -> set[str]:
