@@ -80,7 +80,7 @@ def test_lighteval(names: dict[str, Any]) -> None:
     pytest.importorskip("lighteval")
     from lighteval.tasks.requests import Doc, SamplingMethod
 
-    run(snippet("lighteval"), names)
+    run(snippet("lighteval"), names, **{"batch_size=4": 'batch_size=4, dtype="float32"'})
     names["evaluated"]._cache = None  # else answers are kept, next to the target's weights
     docs = [Doc(query=text, choices=[""], gold_index=0, generation_size=24) for text in PROMPTS]
     for number, doc in enumerate(docs):
