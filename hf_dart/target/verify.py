@@ -68,7 +68,7 @@ class Verifier:
         # Eager attention adds its mask in any case.
         self._skips_masks = target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
         stateful = isinstance(cache.cache, StatefulCache)
-        self._mixers = mixers_of(target) if stateful else []
+        self.mixers = mixers_of(target) if stateful else []
         self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds)) if stateful else {}
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
 
@@ -154,7 +154,7 @@ class Verifier:
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
         """Within it, modules with running states take a tree."""
         cache = self.cache.cache
-        return tree_forwards(self._mixers, cache, tree) if isinstance(cache, StatefulCache) else nullcontext()
+        return tree_forwards(self.mixers, cache, tree) if isinstance(cache, StatefulCache) else nullcontext()
 
     def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
         """Keyword arguments for the target beside the usual ones."""
