@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
-from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.target.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
@@ -33,7 +32,7 @@ class Profile:
     Attributes:
         verify: (tokens, cost) of a round less its draft, as `TreeConfig.verify_costs` takes them.
         draft: of a draft, as `TreeConfig.draft_cost` takes it.
-        level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target has no running states.
+        level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target computes none one by one.
         token_ms: stock's time per token.
         plain_ms: that of a round without a draft.
     """
@@ -103,11 +102,11 @@ def measure(
     if not head.draft_length:
         head = _AnyDraft(rows, pair.model.device)
     depth = depth or head.tree_config.depth
-    stateful = _keeps_states(pair.model)
-    # With running states, levels cost beside nodes: sizes are measured on trees of few.
-    trees = {size: TreeConfig(nodes=size, depth=_FEW if stateful else depth, lookup=0, top_k=16) for size in sizes}
+    levels = takes_levels(pair.model)
+    # Where levels are computed one by one, they cost beside nodes: sizes are measured on trees of few.
+    trees = {size: TreeConfig(nodes=size, depth=_FEW if levels else depth, lookup=0, top_k=16) for size in sizes}
     longest = min(_DEPTH, head.draft_length)
-    if stateful and longest > _FEW:
+    if levels and longest > _FEW:
         trees[_CHAIN] = TreeConfig.chain(longest)
         trees[_BUSHY] = replace(trees[sizes[-1]], nodes=longest + 1)
 
@@ -146,8 +145,3 @@ def measure(
         verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
     known = round(level, 3) if _CHAIN in best else None
     return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)
-
-
-def _keeps_states(model: Any) -> bool:
-    """Has the target running states, so that it computes trees level by level?"""
-    return any(map(keeps_states, DynamicCache(config=model.config.get_text_config(decoder=True)).layers))

@@ -24,11 +24,10 @@ from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
-from hf_dart.target.mixers import mixers_of
+from hf_dart.target.mixers import takes_levels
 from hf_dart.target.positions import refuse_crossing
 from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import drops_out, refuse_cache
-from hf_dart.target.tree_forward import by_levels
 from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
@@ -92,8 +91,8 @@ def admit(
     refuse_drafter(drafter)
     drafter.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
-    mixers = mixers_of(model) if any(map(keeps_states, stock.layers)) else []
-    tree_config = tree_config.for_levels(any(one.form in (None, by_levels) for one in mixers), input_ids.device.type)
+    levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
+    tree_config = tree_config.for_levels(levels, input_ids.device.type)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)

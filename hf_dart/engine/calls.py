@@ -25,7 +25,7 @@ def job_of(session: Session) -> Job | str:
     """The job that the engine can go on with, or why the target cannot run on fixed shapes in this call."""
     target, cache, verify = session.request.model, session.cache, session.verify
     if isinstance(cache, HybridCache):
-        return "the target keeps running states, of which its trees are computed level by level"
+        return "the target keeps running states, of which captured rounds know nothing"
     if not isinstance(cache, RaggedCache) or not isinstance(verify, Verifier):
         return "the target's cache keeps more than keys and values"
     asked = [

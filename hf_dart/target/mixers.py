@@ -15,11 +15,12 @@ from torch import nn
 from transformers import DynamicCache, PreTrainedModel
 
 from hf_dart.cache.states import StateSlot, states_of
+from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.target.devices import device_of
 from hf_dart.target.identity import identity
 from hf_dart.target.stock_steps import StockSteps
 from hf_dart.target.tree_form import form_of
-from hf_dart.target.tree_forward import Form, Mixer
+from hf_dart.target.tree_forward import Form, Mixer, by_levels
 from hf_dart.target.untouched import as_before
 
 _TOKENS = 4
@@ -49,6 +50,12 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
     if model not in _found or _found[model][0] != now:
         _found[model] = now, _names_of(model)
     return [Mixer(model.get_submodule(name), slots, form) for name, slots, form in _found[model][1]]
+
+
+def takes_levels(model: PreTrainedModel) -> bool:
+    """Is there a mixer that takes trees level by level, so that each level has a cost?"""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return any(map(keeps_states, layers)) and any(mixer.form is by_levels for mixer in mixers_of(model))
 
 
 def _names_of(model: PreTrainedModel) -> _Found:

@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_dart.cache.states import StatefulCache, States, StateSlot
-from hf_dart.target.tree_forward import Mixer
+from hf_dart.target.tree_forward import Mixer, by_levels
 from hf_dart.trees.paths import TreePaths
 
 
@@ -134,6 +134,10 @@ class _Rule(_NodeState):
         return (kept + (self._key * decays.transpose(1, 2)).mT @ self._new).to(self._text.dtype)
 
 
+# Larger trees go by levels: what the nodes see of each other grows with the square of their number, and more. So does
+# a single node, which is stock's own step then.
+_MOST = 128
+
 _KINDS: dict[str, type[_NodeState]] = {"conv_states": _Window, "recurrent_states": _Rule}
 
 
@@ -177,6 +181,8 @@ class AtOnce:
     ) -> Any:
         """As `by_levels`. It is not right for every mixer: see `hf_dart.target.tree_form`."""
         held = cache.states
+        if not 1 < held.shape[1] <= _MOST:
+            return by_levels(mixer, forward, cache, args, kwargs)
         text = {slot: held.committed[slot] for slot in mixer.slots}
         states = {slot: _KINDS[slot.kind](state, held.paths(state.device)) for slot, state in text.items()}
         shape, lent = held.shape, cache.lend(states)

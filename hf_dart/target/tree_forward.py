@@ -28,7 +28,7 @@ class Mixer:
     Attributes:
         module: what runs.
         slots: where the cache keeps its states.
-        form: how it takes trees of several nodes; a single node is always stock's own step.
+        form: how it takes trees; None is `by_levels`.
     """
 
     module: nn.Module
@@ -129,8 +129,7 @@ class TreeForward:
         cache = next((part for part in given if isinstance(part, StatefulCache)), None)
         if cache is None:
             return self._forward(*args, **kwargs)
-        form = self._mixer.form if cache.states.shape[1] > 1 else None
-        return (form or by_levels)(self._mixer, self._forward, cache, args, kwargs)
+        return (self._mixer.form or by_levels)(self._mixer, self._forward, cache, args, kwargs)
 
 
 def forward_before(forward: Any) -> Any:

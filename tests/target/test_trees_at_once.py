@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.cases import MODES, batch, replay
-from support.compare import assert_identical, tally
+from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
 from support.tiny import tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
@@ -16,7 +16,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 
 from hf_dart import attach
 from hf_dart.cache.states import RunningStates, StatefulCache, states_of
-from hf_dart.target import tree_form
+from hf_dart.target import tree_at_once, tree_form
 from hf_dart.target.mixers import mixers_of
 from hf_dart.target.stock_steps import StockSteps
 from hf_dart.target.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
@@ -35,6 +35,11 @@ TREE = DraftTree.from_parents(torch.arange(30).view(3, 10) + 3, PARENTS, 5)
 PATHS = torch.tensor([[0, 1, 2, 3, 4, 5], [0, 2, 4, 6, 8, 0], [0, 1, 3, 6, 7, 0]])
 LENGTHS = [6, 5, 5]
 REAL = (PARENTS >= 0) | (torch.arange(10) == 0)
+
+
+def sampled(*default: str) -> list[Any]:
+    """These families by default, all with `-m matrix`."""
+    return [name if name in default else pytest.param(name, marks=pytest.mark.matrix) for name in DELTA]
 
 
 def drawn(*shape: int, seed: int = 0) -> Tensor:
@@ -161,10 +166,7 @@ def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("rounds_as_float32")
-@pytest.mark.parametrize(
-    "family",
-    [name if name in ("qwen3_next", "kimi_linear") else pytest.param(name, marks=pytest.mark.matrix) for name in DELTA],
-)
+@pytest.mark.parametrize("family", sampled("qwen3_next", "kimi_linear"))
 def test_text_is_stocks(family: str) -> None:
     target = attach(tiny_target(family))
     assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
@@ -175,8 +177,40 @@ def test_text_is_stocks(family: str) -> None:
         assert drafter != "known" or known.last_stats.tau > 1.3
 
 
+FLOAT32 = tally("float32, tiny targets whose trees go through gated delta rules at once")
+
+
+@pytest.mark.parametrize("family", sampled("qwen3_5"))
+def test_text_is_stocks_in_float32(family: str) -> None:
+    """As users run it: nothing is admitted that is not shown to be right."""
+    target = attach(tiny_target(family, dtype=torch.float32))
+    assert all(isinstance(mixer.form, AtOnce) for mixer in mixers_of(target))
+    for mode in ("greedy", "T=1"):
+        options = {**MODES[mode], "max_new_tokens": 24}
+        known = replay(target, batch(4, "sdpa"), misses=[0.1, 0.5, 0.3, 0.4], **options)
+        assert_identical_up_to_near_ties(target, known, batch(4, "sdpa"), into=FLOAT32, label=family, **options)
+        assert known.last_stats.tau > 1.3
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("nodes", ["one", "many"])
+def test_a_single_node_and_very_many_go_by_levels(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    mixer, cache, hidden = loud("qwen3_5", torch.float32)
+    assert mixer.form is not None
+    if nodes == "one":
+        tree, hidden = DraftTree.chain(torch.full((3, 1), 5)), hidden[:, :1]
+    else:
+        tree = TREE
+        monkeypatch.setattr(tree_at_once, "_MOST", 9)
+    outputs = []
+    for form in (mixer.form, by_levels):
+        cache.states.begin(tree)
+        outputs.append(form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache}))
+    assert torch.equal(*outputs), "not the same operations"
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", sampled("qwen3_next"))
 def test_one_graph_without_a_break(family: str) -> None:
     """A tree, and a commit of what was accepted: nothing is read on the host."""
     mixer, cache, hidden = loud(family, torch.float32)
