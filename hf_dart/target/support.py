@@ -145,8 +145,8 @@ def refuse_cache(cache: Any) -> Cache:
             )
         if type(layer) not in _LAYERS:
             raise ValueError(
-                f"This model keeps its past in a {type(layer).__name__}, which cannot hold a token tree yet; call generate "
-                "without assistant=."
+                f"This model keeps its past in a {type(layer).__name__}, which cannot hold a token tree yet; call "
+                "generate without assistant=."
             )
     return cache
 

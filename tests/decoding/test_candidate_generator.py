@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PromptTuningConfig, get_peft_model
+from support.families import needs_running_states
 from support.tiny import PAD, VOCABULARY, WINDOW, ReplayDrafter, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
 from transformers import EosTokenCriteria, LogitsProcessor, MaxLengthCriteria, MaxTimeCriteria
@@ -358,6 +359,7 @@ def test_a_cached_prefix_is_refused() -> None:
         )
 
 
+@needs_running_states
 @pytest.mark.parametrize("family", ["lfm2", "qwen3_5"])
 def test_running_states_are_refused(family: str) -> None:
     model = tiny_target(family, dtype=torch.float32)

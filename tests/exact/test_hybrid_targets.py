@@ -12,14 +12,13 @@ from peft import LoraConfig, get_peft_model
 from support.caches import assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.families import HYBRIDS, WITHOUT_ATTENTION
+from support.families import HYBRIDS, WITHOUT_ATTENTION, needs_running_states
 from support.guests import ZLAB, dflash_checkpoint
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 from support.turns import KINDS, RAGGED, assert_turns_are_stocks, behind
 from support.users import TOKENIZER
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import LookupDrafter, TreeConfig, attach
@@ -27,7 +26,7 @@ from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import prefill
 from hf_dart.drafters.dflash.drafter import DFlashDrafter
 
-pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="such targets are refused in this release")
+pytestmark = needs_running_states
 EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba"]
 # Stock itself goes on wrongly there when several tokens come after a cached text: it drops the state.

@@ -11,6 +11,7 @@ import torch
 import transformers
 from support.compare import assert_identical, run, tally
 from support.engines import engine
+from support.families import needs_running_states
 from support.refusals import refused
 from support.sights import SEEING, behind_sights, seeing_target, sights
 from support.sights_of_classes import examine, seeing_classes
@@ -19,6 +20,7 @@ from support.turns import taken_up  # noqa: F401
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast
+from transformers.cache_utils import Cache
 
 from hf_dart.drafters.base import Drafter
 
@@ -34,7 +36,12 @@ def knows(stock: Tensor, inputs: dict[str, Tensor]) -> ReplayDrafter:
     return ReplayDrafter(stock, pads, VOCABULARY, misses=[0.1, 0.4][: len(pads)])
 
 
-@pytest.mark.parametrize("family", SEEING)
+# Images in chunks, and `image_sizes` with CLIP, are beyond older releases themselves.
+_stock_can = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="stock cannot, in this release")
+_FAMILIES = [pytest.param(one, marks=needs_running_states if one == "qwen3_5" else ()) for one in SEEING]
+
+
+@pytest.mark.parametrize("family", _FAMILIES)
 def test_two_rows_with_images(family: str) -> None:
     target, inputs = seeing_target(family), sights(family)
     stock = run(target, inputs, 0, **GREEDY)
@@ -50,7 +57,7 @@ def test_two_rows_with_images(family: str) -> None:
     assert head.last_stats.tau > 1.3
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "gemma3"])
+@pytest.mark.parametrize("family", [pytest.param("qwen2_5_vl", marks=_stock_can), "gemma3"])
 def test_one_row_in_chunks(family: str) -> None:
     target, inputs = seeing_target(family), sights(family, rows=1)
     stock = run(target, inputs, 0, **GREEDY)
@@ -146,6 +153,7 @@ def test_captured_rounds_after_images(family: str) -> None:
     assert all(made.forwards)
 
 
+@_stock_can
 def test_what_stock_hands_on_with_every_token_is_no_matter_or_refused() -> None:
     plain = type(seeing_target("llava"))
 

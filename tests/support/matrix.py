@@ -77,7 +77,13 @@ def attentions(family: str) -> list[str]:
     return ["eager", "sdpa"] if model._supports_sdpa else ["eager"]
 
 
-CELLS = [(family, column) for family in TESTED for column in COLUMNS if column.attention in attentions(family)]
+CELLS = [
+    (family, column)
+    for family in TESTED
+    if TESTED[family][0] in CONFIG_MAPPING  # older releases have fewer
+    for column in COLUMNS
+    if column.attention in attentions(family)
+]
 
 
 def run_cell(family: str, column: Column, seed: int = 0, make: Callable[[Any], Any] = tiny_head) -> Cell:

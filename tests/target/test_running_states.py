@@ -9,11 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from support.families import HYBRIDS, VOCABULARY
+from support.families import HYBRIDS, VOCABULARY, needs_running_states
 from support.tiny import tiny_target
 from torch import Tensor, nn
 from transformers import DynamicCache
-from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers
@@ -25,7 +24,7 @@ from hf_dart.target.tree_forward import TreeForward
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
-pytestmark = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="such targets are refused in this release")
+pytestmark = needs_running_states
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
 PADS, PROMPT, NODES, DEPTH = [0, 3, 6], 13, 16, 5
 

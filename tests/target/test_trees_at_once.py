@@ -8,6 +8,7 @@ import pytest
 import torch
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
+from support.families import needs_running_states
 from support.tiny import tiny_head, tiny_target
 from torch import Tensor
 from transformers import DynamicCache
@@ -23,6 +24,8 @@ from hf_dart.target.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
 from hf_dart.target.tree_forward import Mixer, by_levels
 from hf_dart.trees.paths import TreePaths
 from hf_dart.trees.tree import DraftTree
+
+pytestmark = needs_running_states
 
 DELTA = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid"]
 SHORT = ["lfm2", "lfm2_moe", "lfm3"]
