@@ -64,7 +64,7 @@ class HybridCache(TreeCache):
         self._attention.prepare(nodes)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
-        self._whole = False  # from here on the states are behind the entries
+        self._whole = False  # from here on the states lack what the entries hold
         self._attention.commit(path, counts)
         self.states.commit(path, counts)
         self._whole = True

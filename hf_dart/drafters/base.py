@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from hf_dart.decoding.api import speculative_generate
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer, State
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import columns_of
 
 
@@ -43,6 +45,12 @@ class Drafter(Proposer[State]):
             ValueError: something was asked for that could not equal stock's output.
         """
         return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
+
+    def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
+        """The drafter with a table of n-grams, or the one at that path; None leaves it as it is."""
+        if ngram is not None:
+            self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
+        return self
 
 
 def pair_scores(

@@ -164,12 +164,6 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         other = sorted(name for name in wanted.keys() & shapes.keys() if wanted[name] != shapes[name])
         return next(iter([*names, *other]), None)
 
-    def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
-        """The drafter with a table of n-grams, or the one at that path; None leaves it as it is."""
-        if ngram is not None:
-            self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
-        return self
-
     @classmethod
     def _from_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any

@@ -139,9 +139,7 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
         if "device_map" not in kwargs:
             model.to(device_of(target.get_output_embeddings()))
         drafter = cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
-        if ngram is not None:
-            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
-        return drafter
+        return drafter._with_table(ngram)
 
     @property
     def draft_length(self) -> int:

@@ -128,9 +128,7 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
         if target is None:
             raise ValueError(f"{path} is the checkpoint of a target; pass target=model to draft with its module.")
         drafter = cls(read_module(path, target, **where), target, draft_length=draft_length, beam=beam)
-        if ngram is not None:
-            drafter.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
-        return drafter
+        return drafter._with_table(ngram)
 
     @property
     def draft_length(self) -> int:
