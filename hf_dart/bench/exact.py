@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.target.devices import generator_state
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
@@ -46,7 +47,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
     torch.manual_seed(seed)
     seconds, sequences = timed(device, lambda: model.generate(**inputs, **options))
     drafter = options.get("assistant")
-    return Run(sequences, seconds, _generator_state(device), None if drafter is None else drafter.last_stats)
+    return Run(sequences, seconds, generator_state(device), None if drafter is None else drafter.last_stats)
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
@@ -61,12 +62,6 @@ def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
 def _synchronize(device: torch.device) -> None:
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)
-
-
-def _generator_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
 
 
 @dataclass(frozen=True)

@@ -239,6 +239,8 @@ def _refuse(
     kwargs: dict[str, Any],
 ) -> None:
     refuse_target(model)
+    if model.training:  # chains come without a trial, which would show what that changes
+        raise ValueError("The target is in train mode, where chains are not tried out; call model.eval() first.")
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")

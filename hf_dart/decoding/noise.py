@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from hf_dart.target.devices import generator_state, set_generator_state
+
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""
 
@@ -57,7 +59,7 @@ class NoiseStream:
         with _lock:
             alone = self._device not in _leading
             if alone or self._forecast:
-                self._generator.set_state(_default_state(self._device))
+                self._generator.set_state(generator_state(self._device))
             else:
                 self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=self._device)))
             self._states[0] = self._generator.get_state()
@@ -123,7 +125,7 @@ class NoiseStream:
         if self._leads:
             self._draw_to(steps)
             if steps:  # else it was not moved, unless by others
-                _set_default_state(self._device, self._states[steps])
+                set_generator_state(self._device, self._states[steps])
             self.end()
 
     def end(self) -> None:
@@ -154,11 +156,11 @@ class RefusesDraws(TorchDispatchMode):
 @contextmanager
 def put_back(device: torch.device) -> Iterator[None]:
     """Around code that may draw, where tokens are drawn from the default generator: its draws are none of stock's."""
-    state = _default_state(device)
+    state = generator_state(device)
     try:
         yield
     finally:
-        _set_default_state(device, state)
+        set_generator_state(device, state)
 
 
 def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
@@ -170,16 +172,3 @@ def _window(blocks: dict[int, Tensor], starts: list[int], depth: int) -> Tensor:
     device = together.device
     places = torch.tensor(starts, device=device)[:, None] - first + torch.arange(depth, device=device)
     return together[torch.arange(len(starts), device=device)[:, None], places]
-
-
-def _default_state(device: torch.device) -> Tensor:
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device).get_rng_state(device)
-
-
-def _set_default_state(device: torch.device, state: Tensor) -> None:
-    if device.type == "cpu":
-        torch.set_rng_state(state)
-    else:
-        torch.get_device_module(device).set_rng_state(state, device)

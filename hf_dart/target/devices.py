@@ -91,3 +91,18 @@ def as_dtype(dtype: torch.dtype | str | None) -> Any:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"dtype is {dtype!r}; give one of torch's, such as torch.bfloat16, its name, or 'auto'.")
     return found
+
+
+def generator_state(device: torch.device) -> Tensor:
+    """The state of a device's default generator, [bytes] uint8."""
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device).get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, state: Tensor) -> None:
+    """Put a device's default generator into a state of [`generator_state`]."""
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device).set_rng_state(state, device)

@@ -12,7 +12,7 @@ from hf_dart.target.tree_forward import forward_before
 
 
 def identity(model: nn.Module) -> tuple[Any, ...]:
-    """The kinds of a target's modules, the code of their forwards and hooks, its attention, dtype and adapters.
+    """The kinds of a target's modules, their code, hooks and modes, its attention, dtype and adapters.
 
     What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
     """
@@ -30,7 +30,8 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
             if own_forward is not None:
                 code.append(_code_of(own_forward))
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
-    return attention_of(model), getattr(model, "dtype", None), kinds, tuple(code), adapters
+    modes = tuple(part.training for part in parts)
+    return attention_of(model), getattr(model, "dtype", None), kinds, modes, tuple(code), adapters
 
 
 def _code_of(function: Any) -> Any:

@@ -48,7 +48,8 @@ def refuse_target(model: PreTrainedModel) -> None:
     """Raise for targets that no draft serves, tree or chain.
 
     Raises:
-        ValueError: models with a `generate` of their own, encoder-decoder models, active dropout, aLoRA adapters.
+        ValueError: models with a `generate` of their own, encoder-decoder models, active dropout, gradient
+            checkpointing in train mode, aLoRA adapters.
     """
     if not isinstance(model, GenerationMixin):
         raise ValueError(
@@ -61,10 +62,15 @@ def refuse_target(model: PreTrainedModel) -> None:
             "Call generate without assistant=."
         )
     _refuse_activated_adapters(model)
-    if model.training or drops_out(model):
+    if drops_out(model):
         raise ValueError(
             "The target, or a part of it, is in train mode, where dropout makes its tokens random; call model.eval() "
             "first."
+        )
+    if any(part.training and getattr(part, "gradient_checkpointing", False) for part in parts_of(model)):
+        raise ValueError(
+            "In train mode with gradient checkpointing the target keeps no past; call model.eval() first, or turn "
+            "gradient checkpointing off."
         )
 
 

@@ -27,12 +27,19 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
-from hf_dart.target.devices import device_of, host_by_default, matmul_precision, users_default
+from hf_dart.target.devices import (
+    device_of,
+    generator_state,
+    host_by_default,
+    matmul_precision,
+    set_generator_state,
+    users_default,
+)
 from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import StockSteps, cache_name
-from hf_dart.target.support import refuse_cache, refuse_compressed, refuse_model, refuse_ties
+from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_model, refuse_ties
 from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
@@ -89,6 +96,21 @@ def _explained(model: PreTrainedModel, what: str) -> Iterator[None]:
             f"{type(model).__name__} cannot run {what} ({type(failure).__name__}: {reason}); call generate "
             "without assistant=."
         ) from failure
+
+
+@contextmanager
+def _unmoved(model: PreTrainedModel) -> Iterator[None]:
+    """Raise if the block draws from the generator that tokens are drawn from, and put it back."""
+    device = device_of(model.get_input_embeddings())
+    before = generator_state(device)
+    yield
+    if not torch.equal(generator_state(device), before):
+        set_generator_state(device, before)
+        mode = "call model.eval() first, or " if any(part.training for part in parts_of(model)) else ""
+        raise _RefusalError(
+            f"{type(model).__name__} draws random numbers in its forward, so that its tokens depend on how often it "
+            f"runs; {mode}call generate without assistant=."
+        )
 
 
 def forget(model: PreTrainedModel) -> None:
@@ -160,7 +182,7 @@ class _Trial:
         size = (len(pads), _PROMPT + _TRIES * (len(TRIAL_TREE) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        with _explained(model, self._described("plain text over a DynamicCache")):
+        with _unmoved(model), _explained(model, self._described("plain text over a DynamicCache")):
             self._outputs = self._prefill(_PROMPT, pads)
         short = getattr(self._outputs, cache_name(model), None)
         if not isinstance(short, Cache):

@@ -161,10 +161,48 @@ def test_a_small_model_is_not_a_drafter(target: Any, head: DartHead) -> None:
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
-def test_train_mode(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+@pytest.mark.parametrize("route", ROUTES)
+def test_train_mode_with_dropout(route: str) -> None:
+    target = tiny_target("llama", attention_dropout=0.1)
+    head = tiny_head(target)
     target.train()
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "eval")
-    target.eval()
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **ROUTES[route](head)), ValueError, "eval")
+    assert_identical(target.eval(), head, INPUTS, **GREEDY)
+
+
+@pytest.mark.parametrize("options", [GREEDY, {**SAMPLED, "max_new_tokens": 16}], ids=["greedy", "sampled"])
+def test_train_mode_without_dropout(target: Any, head: DartHead, options: dict[str, Any]) -> None:
+    """As trainers leave a policy that is to write: the same function as in eval mode, as the trial shows."""
+    stock = run(target, INPUTS, 0, assistant=None, **options)
+    _, drafted = assert_identical(target.train(), head, INPUTS, **options)
+    assert torch.equal(drafted.sequences, stock.sequences)
+    assert head.last_stats.accepted > 0
+
+
+class Jitter(torch.nn.Module):
+    """Draws in train mode, which no name says."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (1 + 0.1 * torch.rand_like(x)) if self.training else x
+
+
+def test_train_mode_that_draws() -> None:
+    target = tiny_target("llama")
+    target.model.norm = torch.nn.Sequential(target.model.norm, Jitter()).eval()
+    head = tiny_head(target)
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.train()
+    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, r"random numbers .* model\.eval\(\)")
+    assert_identical(target.eval(), head, INPUTS, **GREEDY)
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing:FutureWarning")  # 5.17 has no other name for it
+def test_gradient_checkpointing(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
+    target.gradient_checkpointing_enable()
+    assert_identical(target, head, INPUTS, **GREEDY)
+    target.train()
+    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, "gradient checkpointing off")
+    target.gradient_checkpointing_disable()
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
