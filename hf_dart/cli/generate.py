@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import textwrap
 from time import perf_counter
 from typing import Any
 
@@ -43,13 +44,15 @@ def _run(arguments: argparse.Namespace) -> int:
     if arguments.stats:
         tokens = ids.shape[1] - inputs["input_ids"].shape[1]
         rate = f"{tokens / (perf_counter() - begun):.1f} tokens/s"
-        say(rate if arguments.stock else f"{rate}; {_stats_line(pair.head.last_stats)}")
+        say(rate if arguments.stock else _stats_lines(rate, pair.head.last_stats))
     return 0
 
 
-def _stats_line(stats: Any) -> str:
-    seconds = ", ".join(f"{phase} {spent:.2f}" for phase, spent in stats.seconds.items())
-    return (
-        f"{stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}; {stats.accepted} of "
-        f"{stats.drafted} drafts accepted, by depth {stats.accepted_per_depth}; seconds: {seconds}"
-    )
+def _stats_lines(rate: str, stats: Any) -> str:
+    lines = [
+        f"{rate}; {stats.tokens} tokens in {stats.rounds} rounds, tau {stats.tau:.2f}; {stats.accepted} of "
+        f"{stats.drafted} drafts accepted",
+        f"accepted by depth: {' '.join(map(str, stats.accepted_per_depth))}",
+        f"seconds: {', '.join(f'{phase} {spent:.2f}' for phase, spent in stats.seconds.items())}",
+    ]
+    return "\n".join(textwrap.fill(line, 80, subsequent_indent="  ") for line in lines)
