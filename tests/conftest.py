@@ -19,6 +19,7 @@ import transformers
 pytest.register_assert_rewrite("support")
 
 from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
+from support.simulated_gpu import SimulatedGpu, simulated_gpu  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -28,6 +29,16 @@ transformers.logging.set_verbosity_error()
 def _known_generator_state() -> None:
     """Tests do not depend on their order."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def gpu(request: pytest.FixtureRequest) -> Iterator[SimulatedGpu | None]:
+    """Tests marked `gpu` run on a simulated one where there is none; None where there is, and for other tests."""
+    if request.node.get_closest_marker("gpu") is None or torch.cuda.is_available():
+        yield None
+    else:
+        with simulated_gpu() as device:
+            yield device
 
 
 @pytest.fixture

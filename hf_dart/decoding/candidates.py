@@ -18,6 +18,7 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from hf_dart.decoding.topk import ranked
 from hf_dart.trees.vocabulary import columns_of
 
 # A nucleus is looked for among this many tokens; a wider one keeps them all.
@@ -61,7 +62,7 @@ class Ranker:
         Args: as for `scores`.
         """
         logits = self._perturbed(logits, gumbel, seen, vocabulary)
-        best, tokens = logits.topk(min(self._top_k, logits.shape[-1]))
+        best, tokens = ranked(logits, min(self._top_k, logits.shape[-1]))
         tokens = tokens if vocabulary is None else vocabulary[tokens]
         return tokens, best - logits.logsumexp(-1, keepdim=True)
 
@@ -91,7 +92,7 @@ class Ranker:
             vocabulary: as for `scores`.
         """
         either = torch.stack(scores).amax(0)
-        columns = either.topk(min(self._top_k, either.shape[-1])).indices
+        columns = ranked(either, min(self._top_k, either.shape[-1]))[1]
         tokens = columns if vocabulary is None else vocabulary[columns]
         return tokens, [each.gather(-1, columns) for each in scores]
 
@@ -114,7 +115,7 @@ class Ranker:
         if self._top_p == 1.0 and not self._limit:
             return logits
         width = min(_NUCLEUS, logits.shape[-1])
-        best = logits.topk(min(self._limit or width, width)).values
+        best = ranked(logits, min(self._limit or width, width))[0]
         if self._top_p == 1.0:
             return logits.masked_fill(logits < best[..., -1:], -inf)
         before = (best - logits.logsumexp(-1, keepdim=True)).exp().cumsum(-1).roll(1, -1)

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from hf_dart.decoding.candidates import Ranker
 from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.topk import largest
 from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.attention import packed
@@ -15,7 +16,6 @@ from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
-from hf_dart.engine.topk import largest
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import BatchLookup, up_to_end, with_copies
@@ -34,8 +34,9 @@ class FixedRound:
         verifier: of the target, over `cache`.
         cache, draft, state: what the round works on; `draft` is the head's.
         processors: that the target's scores go through.
-        backend: of `torch.compile` for `propose` and `accept`, compiled apart: `commit` moves the entries of all
-            layers at once, in one storage that the other two see as a tensor per layer. None runs them as they are.
+        backend: of `torch.compile` for `propose`, `accept` and `move_on`, compiled apart. Between the last two the
+            entries of all layers move at once, in one storage that the others see as a tensor per layer. None runs
+            them as they are.
         text: of the rows, where trees follow it.
         ngram: the table that drafts ask.
     """
@@ -58,12 +59,15 @@ class FixedRound:
         self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
         self._formula, self.text = DraftScores(shape.tree, ngram), text
         self._propose, self._accept = compiled(self.propose, backend), compiled(self.accept, backend)
+        self._move_on = compiled(self.move_on, backend)
 
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""
         # Also in inference mode: what runs is what was compiled.
         with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
-            self.commit(*self._accept(self._propose()))
+            path, *verdict = self._accept(self._propose())
+            self.cache.commit(path)
+            self._move_on(*verdict)
 
     def run_uncompiled(self) -> None:
         """One round of which nothing is compiled."""
@@ -249,12 +253,16 @@ class FixedRound:
         return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)
 
     def commit(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
-        """Commit what `accept` returned, and put the tokens where the host will find them.
+        """Commit what `accept` returned."""
+        self.cache.commit(path)
+        self.move_on(tokens, counts, ended, features)
+
+    def move_on(self, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
+        """Count what was committed, and put the tokens [B, A] where the host will find them.
 
         A row that emits nothing stands still: the head will draft the same from the same.
         """
         state, moves = self.state, counts > 0
-        self.cache.commit(path)
         self.cache.lengths.add_(counts)
         if self.shape.drafts:
             self.draft.lengths.add_(state.counts.masked_fill(~moves, 0))
@@ -265,7 +273,7 @@ class FixedRound:
         state.ended.copy_(ended)
         state.features.copy_(torch.where(moves[:, None, None], features, state.features))
         # After a row's last token the head is shown that one again: anything that is a token will do.
-        steps = torch.arange(path.shape[1], device=path.device)
+        steps = torch.arange(tokens.shape[1], device=tokens.device)
         following = torch.where(steps < counts[:, None], known, state.roots[:, None])
         state.next_tokens.copy_(torch.where(moves[:, None], following, state.next_tokens))
         state.counts.copy_(torch.where(moves, counts, state.counts))

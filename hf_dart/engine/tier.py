@@ -113,15 +113,18 @@ class Tier:
         if end <= self._supplied:
             return
         for position in range(self._supplied, end):
-            block = noise.block(position)
-            if self._places is not None:
-                block = block.index_select(0, self._places)
-            self.state.noise[position % self.shape.noise_rows].copy_(block)
+            place = self.state.noise[position % self.shape.noise_rows]
+            if self._places is None:
+                noise.draw_into(place, position)
+            else:
+                place.copy_(noise.block(position).index_select(0, self._places))
         self.state.ready.fill_(end)
         self._supplied = end
 
     def unload(self, job: HeadJob) -> None:
         """Bring the session to where this tier stands. Waits for the device."""
+        if job.session.noise is not None:
+            job.session.noise.take_back()  # other tiers have theirs in the same place
         job.cache.take_in(self.cache.store, self.cache.lengths, self.seats)
         if self.shape.depth:
             job.draft_state.take_in(self.draft, self.seats)

@@ -167,7 +167,9 @@ class Verifier:
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         dtype = self.target.dtype
-        hidden = torch.finfo(dtype).min
+        # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that sees nothing in
+        # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 beside any score.
+        hidden = torch.finfo(dtype).min / 2
         masks = {}
         for kind in self.kinds:
             past = self.cache.past_positions(kind.layer, tree.size).to(positions.device)

@@ -1,4 +1,7 @@
-"""Captured rounds on a CUDA device, in fp32 with TF32 off: one graph, nothing read back, stock's tokens."""
+"""Captured rounds on a CUDA device, in fp32 with TF32 off: one graph, nothing read back, stock's tokens.
+
+Where there is none, they run on `support.simulated_gpu`.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import torch
 from support.cases import batch
 from support.compare import assert_identical_up_to_near_ties, tally
 from support.ngrams import random_table
+from support.simulated_gpu import SimulatedGpu, needs_a_driver
 from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
@@ -20,11 +24,13 @@ from hf_dart.engine.engine import Engine
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("full_fp32"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     pytest.mark.filterwarnings("error:This call runs the eager round"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own, as it generates code
 ]
+INDUCTOR = pytest.param("inductor", marks=needs_a_driver)
 GREEDY = {"do_sample": False, "max_new_tokens": 40}
+TOP_BOTH = {"top_k": 20, "top_p": 0.9}
+OTHERS = ["llama", "qwen3", "mistral", "gpt2"]
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 
 
@@ -45,14 +51,15 @@ def assert_host_is_not_asked(made: Engine) -> None:
     try:
         for tier in made.tiers:
             assert tier is not None
+            tier.state.ended.fill_(True)  # a full tier has no room for another round
             tier.round()
             tier.launch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
 
-@pytest.mark.parametrize("backend", [None, "inductor"])
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3", "mistral", "gpt2"])
+@pytest.mark.parametrize("backend", [None, INDUCTOR])
+@pytest.mark.parametrize("family", ["gemma3", *(pytest.param(family, marks=pytest.mark.matrix) for family in OTHERS)])
 def test_families(family: str, backend: str | None) -> None:
     target, head, made = on_gpu(family, backend)
     for size in (1, 4):
@@ -75,6 +82,7 @@ def test_nothing_is_read_back(nodes: int) -> None:
     try:
         for tier in made.tiers:
             assert tier is not None
+            tier.state.ended.fill_(True)  # a full tier has no room for another round
             tier.round()  # as it is
             for _ in range(3):
                 tier.launch()  # replayed
@@ -83,12 +91,17 @@ def test_nothing_is_read_back(nodes: int) -> None:
     torch.cuda.synchronize()
 
 
-def test_one_launch_per_round() -> None:
+def test_one_launch_per_round(gpu: SimulatedGpu | None) -> None:
     """Of kernels, by the profiler: a replay is one `cudaGraphLaunch` and nothing else."""
     target, head, made = on_gpu("qwen3", None)
     target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=16), **GREEDY)
     tier = next(iter(made.tiers))
     assert tier is not None
+    if gpu is not None:
+        before = gpu.launches, gpu.replays
+        tier.launch()
+        assert (gpu.launches, gpu.replays) == (before[0], before[1] + 1)
+        return
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         tier.launch()
     torch.cuda.synchronize()
@@ -103,10 +116,11 @@ def test_weights_that_move() -> None:
     assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="before", **GREEDY)
     before = made.tiers
     target.lm_head.weight = torch.nn.Parameter(target.lm_head.weight.detach().flip(0))
-    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="behind", **GREEDY)
+    assert_identical_up_to_near_ties(target, head, inputs(1), into=into, label="after", **GREEDY)
     assert made.tiers != before
 
 
+@pytest.mark.matrix
 def test_long_text_through_many_tiers() -> None:
     target, head, made = on_gpu("qwen3", None, draft_length=7)
     ids = {name: part.to("cuda") for name, part in prompts([9, 3]).items()}
@@ -116,7 +130,7 @@ def test_long_text_through_many_tiers() -> None:
     assert {tier.shape.slots for tier in made.tiers if tier is not None} >= {32, 64, 128, 256}
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 4])
 def test_sampled(size: int) -> None:
     """With stock's seed, penalties and warpers inside; the generators are left where stock leaves them."""
     target, head, made = on_gpu("qwen3", None)
@@ -138,7 +152,7 @@ def test_sampled(size: int) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Of this call the target's forward alone")
-@pytest.mark.parametrize("backend", [None, "inductor"])
+@pytest.mark.parametrize("backend", [None, INDUCTOR])
 def test_a_captured_forward(backend: str | None) -> None:
     """For calls whose rounds ask the host for something; every launch is a replay."""
     target, head, made = on_gpu("qwen3", backend)
@@ -175,11 +189,15 @@ def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPat
     for _ in range(3):
         into = tally("fp32, captured")
         assert_identical_up_to_near_ties(target, head, ids, into=into, label="fewer rows", **options)
-    assert {tier.shape.batch for tier in made.tiers if tier is not None} > {5}
+    assert min(tier.shape.batch for tier in made.tiers if tier is not None) < 5
     assert_host_is_not_asked(made)
 
 
-@pytest.mark.parametrize("warpers", [{"top_k": 0}, {"top_k": 20, "top_p": 0.9}, {"top_k": 0, "top_p": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    "warpers",
+    [*(pytest.param(one, marks=pytest.mark.matrix) for one in ({"top_k": 0}, {"top_k": 0, "top_p": 0.9})), TOP_BOTH],
+    ids=str,
+)
 def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
     """After all nodes at once, unless scores are sorted for it; either way the same."""
     target, head, made = on_gpu("qwen3", None)
@@ -188,15 +206,13 @@ def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
         options = {"do_sample": True, "max_new_tokens": 30, "temperature": 0.7, **warpers}
         assert_identical_up_to_near_ties(target, head, inputs(size), into=into, label=str(warpers), **options)
     chosen = [
-        tier.round.chooses_everywhere(tier.shape.budget or tier.shape.bucket)
-        for tier in made.tiers
-        if tier is not None
+        tier.round.chooses_everywhere(tier.shape.budget or tier.shape.bucket) for tier in made.tiers if tier is not None
     ]
     assert all(chosen) == ("top_p" not in warpers)
 
 
 def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
-    """Experts in a loop ask the host: that is told in front of a capture, and the generators go on as they were."""
+    """Experts in a loop ask the host: that is told before a capture, and the generators go on as they were."""
     target, head, made = on_gpu("qwen3_moe", None)
     options = {"do_sample": True, "top_k": 0, "max_new_tokens": 20, "into": tally("fp32, captured")}
     with pytest.warns(UserWarning, match="asks the host"):
@@ -218,6 +234,7 @@ def test_rows_that_share_their_nodes() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         for tier in tiers:
+            tier.state.ended.fill_(True)  # a full tier has no room for another round
             tier.round()
             tier.launch()
     finally:
@@ -231,7 +248,8 @@ def test_copies_ngrams_and_low_rank(tmp_path: Path) -> None:
     head.reduce_rank(3).tree_config = TreeConfig(nodes=16, lookup=24)
     for size in (1, 4):
         for options in (GREEDY, {**GREEDY, "do_sample": True, "top_k": 0}):
-            repeated = {name: ids.repeat(1, 2) for name, ids in inputs(size).items()}
+            # Prompts of one length: left padding in the middle of a text would be a hole.
+            repeated = {name: part.to("cuda").repeat(1, 2) for name, part in prompts([9] * size).items()}
             assert_identical_up_to_near_ties(
                 target, head, repeated, into=tally("fp32, captured"), label="copies, n-grams", **options
             )

@@ -21,10 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import hf_dart
 from hf_dart import TreeConfig
+from hf_dart.decoding.topk import largest
 from hf_dart.drafters.layers import attend, attend_in_groups, for_groups
 from hf_dart.engine import attention
 from hf_dart.engine.attention import NODES, PackedVerifier, packed, packed_attention
-from hf_dart.engine.topk import largest
 from hf_dart.target.attention import PACKED
 from hf_dart.trees.tree import DraftTree
 

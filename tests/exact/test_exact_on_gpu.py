@@ -1,7 +1,11 @@
-"""The representative matrix on a CUDA device, in fp32 with TF32 off: tokens, and both generators after them."""
+"""The representative matrix on a CUDA device, in fp32 with TF32 off: tokens, and both generators after them.
+
+Where there is none, on `support.simulated_gpu`.
+"""
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -13,17 +17,15 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 
 from hf_dart import TreeConfig
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.usefixtures("full_fp32"),
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-]
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "deepseek_v32", "llama4"]
+ALL = [*product(FAMILIES, ("eager", "sdpa"), MODES)]
+FEW = ("llama", "sdpa", "top-p, penalty")
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("attention", ["eager", "sdpa"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "attention", "mode"), [FEW, *(pytest.param(*one, marks=pytest.mark.matrix) for one in ALL if one != FEW)]
+)
 def test_families(family: str, attention: str, mode: str) -> None:
     target: Any = tiny_target(family, attention if attention in attentions(family) else "eager", torch.float32)
     target = target.to("cuda")

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from support.simulated_gpu import needs_a_driver
 from support.tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch.nn.attention.flex_attention import create_mask
 
@@ -168,6 +169,7 @@ def test_flex_attention_gives_what_sdpa_gives(block_attention: str, dtype: torch
 
 
 @pytest.mark.gpu
+@needs_a_driver
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
 @pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.1)])
 def test_flex_attention_trains_as_sdpa_does(block_attention: str, bf16: bool, tolerance: float, tmp_path: Path) -> None:

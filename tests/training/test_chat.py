@@ -8,7 +8,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -23,6 +22,7 @@ from hf_dart.training.data.chat import ChatFormat, as_messages
 from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL
 
+datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
 REPLIES = [message["content"] for message in CONVERSATION if message["role"] == "assistant"]
 Runs = list[str]

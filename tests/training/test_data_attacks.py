@@ -12,7 +12,6 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -27,6 +26,7 @@ from hf_dart.training.data import sources
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.sources import read_template
 
+datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
 DRAFT, LENGTH = 4, 64
 TOKENIZER = chat_tokenizer()

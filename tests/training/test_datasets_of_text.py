@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 import torch
@@ -18,6 +17,8 @@ from hf_dart import DartHead
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DataArguments, load_rows
 from hf_dart.training.data.sources import pack_dataset
+
+datasets = pytest.importorskip("datasets")
 
 TEXT = [f"def function_{i}(argument):\n    return argument + {i}\n" * 3 for i in range(8)]
 TURNS = [[{"role": "user", "content": f"add {i}"}, {"role": "assistant", "content": TEXT[i]}] for i in range(8)]

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from support.attacks import changed, damaged, seeds, survives
@@ -28,6 +27,7 @@ from hf_dart.training.regenerate.regenerate import RegenerateSettings, Shard, be
 from hf_dart.training.regenerate.sampling import Sampling
 from hf_dart.training.regenerate.writers import ModelWriter, ServerWriter
 
+datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
 MIXTURE = (Sampling(0.4, temperature=1.0), Sampling(0.3, repetition_penalty=1.1), Sampling(0.3))
 SETTINGS = RegenerateSettings(length=24, new_tokens=12, prefix=(4, 9), mixture=MIXTURE, batch_size=4, seed=2)

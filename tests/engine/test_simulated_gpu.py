@@ -1,0 +1,142 @@
+"""What the simulated GPU lets happen and what it refuses, and that captured rounds which go wrong are told by it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from support.simulated_gpu import SimulatedGpu, simulated_gpu
+from support.tiny import prompts, tiny_head, tiny_target
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.engine.fixed_round import FixedRound
+
+ASKS: dict[str, Callable[[Any], object]] = {
+    "a number": lambda x: x[0].item(),
+    "a truth": lambda x: bool((x > 0).all()),
+    "a list": lambda x: x.tolist(),
+    "a copy there": lambda x: x.cpu(),
+    "a copy here": lambda x: x + torch.ones(3).to("cuda"),
+    "made of a list": lambda x: torch.tensor([1.0, 2.0, 3.0], device="cuda") + x,
+    "a mask": lambda x: x[x > 0],
+    "indices of the host": lambda x: x[torch.tensor([0, 2])],
+    "how many": lambda x: x.nonzero(),
+}
+
+
+@pytest.fixture
+def device() -> Any:
+    with simulated_gpu() as gpu:
+        yield gpu
+
+
+def captured(step: Callable[[], object]) -> Any:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    return graph
+
+
+def test_numbers_are_those_of_the_cpu(device: SimulatedGpu) -> None:
+    host = torch.randn(4, 5)
+    there = host.to("cuda")
+    assert there.is_cuda
+    assert there.device == torch.device("cuda:0")
+    assert torch.equal((there @ there.T).softmax(-1).cpu(), (host @ host.T).softmax(-1))
+    assert torch.zeros(2, device="cuda").is_cuda
+    assert torch.zeros_like(there, device="cpu").is_cpu
+    there[1:, 2] = 7
+    assert there[3].tolist()[2] == 7
+
+
+@pytest.mark.parametrize("what", ASKS)
+def test_questions(what: str, device: SimulatedGpu) -> None:
+    """Are counted, and refused in a capture and in sync debug mode."""
+    x = torch.tensor([1.0, -1.0, 2.0]).cuda()
+    before = device.questions.total()
+    ASKS[what](x)
+    assert device.questions.total() > before
+    with pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        captured(lambda: ASKS[what](x))
+    torch.cuda.set_sync_debug_mode("error")
+    with pytest.raises(RuntimeError, match="synchronizing CUDA operation"):
+        ASKS[what](x)
+
+
+def test_mixed_devices(device: SimulatedGpu) -> None:
+    there, host = torch.ones(3, 3, device="cuda"), torch.ones(3, 3)
+    for wrong in (lambda: there + host, lambda: there @ host, lambda: host.gather(0, there.long())):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            wrong()
+    with pytest.raises(RuntimeError, match="indices should be either on cpu or on the same device"):
+        host[there.long()]
+    assert (there + torch.tensor(2.0)).sum().item() == 27, "a number of the host may go along"
+
+
+def test_a_graph_runs_on_what_lies_in_its_memory(device: SimulatedGpu) -> None:
+    x, total = torch.ones(3, device="cuda"), torch.zeros(3, device="cuda")
+    called: list[None] = []
+
+    def step() -> None:
+        called.append(None)
+        part = (x * 2)[1:]  # a view of something that each replay makes
+        total[1:] += part
+
+    graph = captured(step)
+    assert total.tolist() == [0, 0, 0], "a capture runs nothing"
+    launches = device.launches
+    for _ in range(2):
+        graph.replay()
+    x.fill_(10)
+    graph.replay()
+    assert total.tolist() == [0, 24, 24]
+    assert (len(called), device.replays, device.launches) == (1, 3, launches + 1), (
+        "replays are not Python, nor launches"
+    )
+
+
+def test_draws(device: SimulatedGpu) -> None:
+    torch.manual_seed(3)
+    drawn = torch.empty(5, device="cuda").exponential_(1)
+    generator = torch.Generator().manual_seed(3)
+    assert torch.equal(drawn.cpu(), torch.empty(5).exponential_(1, generator=generator))
+    assert torch.equal(torch.cuda.get_rng_state("cuda"), generator.get_state())
+    with pytest.raises(RuntimeError, match="draws while a graph is captured"):
+        captured(lambda: torch.empty(5, device="cuda").exponential_(1))
+
+
+def test_nothing_of_it_is_left() -> None:
+    before = torch.cuda.is_available(), torch.Generator, torch.cuda.CUDAGraph
+    with simulated_gpu():
+        kept = torch.ones(2, device="cuda")
+    assert (torch.cuda.is_available(), torch.Generator, torch.cuda.CUDAGraph) == before
+    with pytest.raises(RuntimeError, match="after its end"):
+        kept + 1
+
+
+BROKEN: dict[str, tuple[str, Callable[[FixedRound, Any], Any]]] = {
+    "a number is read": ("asks the host", lambda this, found: found if int(found[2].sum()) >= 0 else ()),
+    "a tensor of the host": (
+        "same device",
+        lambda this, found: (found[0], found[1] + torch.zeros(1, 1).long(), *found[2:]),
+    ),
+    "a draw": ("draws while", lambda this, found: (*found[:4], found[4] + 0 * torch.rand_like(found[4]))),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_rounds_that_go_wrong(what: str, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host is asked in a round, or brings into it, keeps the round from being made, and the call says why."""
+    message, broken = BROKEN[what]
+    accept = FixedRound.accept
+    monkeypatch.setattr(FixedRound, "accept", lambda this, tree: broken(this, accept(this, tree)))
+    target = tiny_target("llama", "sdpa", torch.float32).to("cuda")
+    head = tiny_head(target)
+    made = hf_dart.compile(target, head, backend=None, first_tier=16)
+    ids = {name: part.to("cuda") for name, part in prompts([7]).items()}
+    with pytest.warns(UserWarning, match=f"it could not be made .*{message}"):
+        target.generate(**ids, assistant=head, tree_config=TreeConfig(nodes=4), do_sample=False, max_new_tokens=4)
+    assert not any(made.tiers)
