@@ -194,7 +194,7 @@ def tables(report: dict[str, Any]) -> str:
     """All modes of a report, as Markdown."""
     settings = report["settings"]
     lines = [
-        f"{report['hardware']}, {settings['threads']} threads, float32; "
+        f"{report['hardware']}, {settings['threads']} thread{'s' * (settings['threads'] != 1)}, float32; "
         + ", ".join(f"{name} {number}" for name, number in report["versions"].items())
         + f"; `{report['command']}`.",
         f"{settings['prompts']} prompts of up to 96 tokens from pytest's source, {settings['new_tokens']} new tokens, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import sys
 from collections.abc import Sequence
@@ -51,18 +52,26 @@ class _Parser(argparse.ArgumentParser):
     """Names the option or word that was most likely meant, as argparse does by itself from Python 3.14 on."""
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._words = list(args or [])
         space, rest = super().parse_known_args(args, namespace)
         unknown = next((word.split("=")[0] for word in rest if word.startswith("--")), None)
         if unknown is not None:
-            remedy = did_you_mean(unknown, self._option_string_actions, otherwise="--help lists all.")
-            self.error(f"there is no option {unknown}; {remedy}")
+            self.error(self._no_option(unknown))
         return space, rest
+
+    def _no_option(self, unknown: str) -> str:
+        remedy = did_you_mean(unknown, self._option_string_actions, otherwise="--help lists all.")
+        return f"there is no option {unknown}; {remedy}"
 
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is not None:
+            before = next((one for one, word in itertools.pairwise(self._words) if word == choice[1]), "")
             remedy = did_you_mean(choice[1], [word.strip("' ") for word in choice[2].split(",")], otherwise="")
-            message = f"{message}; {remedy}" if remedy else message
+            if before.startswith("--") and before not in self._option_string_actions:
+                message = self._no_option(before)  # its value was taken for a command
+            elif remedy:
+                message = f"{message}; {remedy}"
         super().error(message)
 
 

@@ -63,7 +63,8 @@ def headline(about: dict[str, Any]) -> str:
     return (
         f"{about['target']} ({about['target_parameters'] / 1e6:.1f} M parameters), {about['head']} "
         f"({about['head_parameters'] / 1e6:.1f} M), {about['dtype']}, {about['hardware']}, "
-        f"{about['threads']} threads; " + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
+        f"{about['threads']} thread{'s' * (about['threads'] != 1)}; "
+        + ", ".join(f"{name} {number}" for name, number in about["versions"].items())
     )
 
 
