@@ -17,7 +17,6 @@ from hf_dart.bench.exact import run, timed
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from hf_dart.bench.speed import in_turn
 from hf_dart.decoding.proposal import Proposal
-from hf_dart.engine.attention import packed
 from hf_dart.engine.compiled import compile
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.config import EngineConfig
@@ -233,7 +232,7 @@ def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
     What a tier holds is overwritten.
     """
     state, shape, this = tier.state, tier.shape, tier.round
-    with packed(this.verifier.target):
+    with this.verifier.packed():
         tree = this.propose()
         verdict = list(this.accept(tree))
     verdict[2] = torch.zeros_like(verdict[2])
@@ -255,7 +254,7 @@ def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
 
 def _within(this: FixedRound, step: Callable[[], object]) -> Callable[[], None]:
     def call() -> None:
-        with packed(this.verifier.target):
+        with this.verifier.packed():
             step()
 
     return call

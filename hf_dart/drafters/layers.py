@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_dart.drafters.base_config import DrafterConfig
+from hf_dart.target.packed import attend_in_groups
 
 
 class KeyValueWriter(Protocol):
@@ -107,31 +108,6 @@ def attend(
     if grouped and query.is_cuda and not torch.is_grad_enabled():
         return attend_in_groups(query, key, value, mask)
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
-
-
-def attend_in_groups(
-    query: Tensor,  # [B, H, Q, D]
-    key: Tensor,  # [B, H / g, S, D]
-    value: Tensor,  # [B, H / g, S, D']
-    mask: Tensor,  # [B or 1, 1, Q, S], or `for_groups` of it
-    scaling: float | None = None,
-) -> Tensor:  # [B, H, Q, D']
-    """Attention under a mask where g heads share keys and values, which are read where they lie.
-
-    The queries of a group stand side by side, as g · Q queries of one head under the mask repeated g times.
-    """
-    batch, heads, queries, width = query.shape
-    groups = heads // key.shape[1]
-    if mask.shape[2] == queries:
-        mask = for_groups(mask, groups)
-    packed = query.reshape(batch, heads // groups, groups * queries, width)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    return mixed.reshape(batch, heads, queries, -1)
-
-
-def for_groups(mask: Tensor, groups: int) -> Tensor:
-    """A mask [B or 1, 1, Q, S] of queries as one of groups of g queries [B or 1, 1, g Q, S]."""
-    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
 
 
 class DartMLP(nn.Module):

@@ -14,6 +14,7 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
 from hf_dart.engine.job import HeadJob, Job
+from hf_dart.target.attention import FLEX
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.identity import identity
 from hf_dart.target.positions import rotary_moves
@@ -29,6 +30,7 @@ def job_of(session: Session) -> Job | str:
     if not isinstance(cache, RaggedCache) or not isinstance(verify, Verifier):
         return "the target's cache keeps more than keys and values"
     asked = [
+        (verify.attention.name == FLEX, "the target attends by FlexAttention, whose block masks the host makes"),
         (session.hidden_states is not None, "it collects hidden states"),
         (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),

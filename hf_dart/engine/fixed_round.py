@@ -10,7 +10,6 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.topk import largest
 from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.engine.attention import packed
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.compiling import compiled
@@ -64,14 +63,14 @@ class FixedRound:
     def __call__(self) -> None:
         """One round; nothing is returned and nothing read back."""
         # Also in inference mode: what runs is what was compiled.
-        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
+        with torch.inference_mode(False), torch.no_grad(), self.verifier.packed():
             path, *verdict = self._accept(self._propose())
             self.cache.commit(path)
             self._move_on(*verdict)
 
     def run_uncompiled(self) -> None:
         """One round of which nothing is compiled."""
-        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
+        with torch.inference_mode(False), torch.no_grad(), self.verifier.packed():
             self.commit(*self.accept(self.propose()))
 
     def propose(self) -> DraftTree:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.proposal import Proposal, Score
-from hf_dart.engine.attention import PackedVerifier, packed
+from hf_dart.engine.attention import PackedVerifier
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.draft_pass import CapturedDraftPass
@@ -122,7 +122,7 @@ class SizedForward:
 
     def step(self, run: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]) -> None:
         """What a launch does, by `run`: the forward over the buffers."""
-        with torch.inference_mode(False), torch.no_grad(), packed(self.verifier.target):
+        with torch.inference_mode(False), torch.no_grad(), self.verifier.packed():
             self._found = run(self._tree, self._roots)
 
     def __call__(self, tree: DraftTree, roots: Tensor) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.rows import Rows
-from hf_dart.engine.attention import PackedVerifier, packed
+from hf_dart.engine.attention import PackedVerifier
 from hf_dart.engine.budget import shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.fixed_round import FixedRound
@@ -165,7 +165,7 @@ class Tier:
             size, tree = tree.size, tree.padded(self.shape.bucket)
             if self.shape.budget is not None:
                 tree = shared(tree, running, self.shape.budget)
-            with packed(job.model):
+            with self.round.verifier.packed():
                 logits, _, places = self.round.verify(tree)
             assert tree.scores is not None
             return logits[places[:, :size]], tree.scores[:, :size] > -torch.inf

@@ -19,29 +19,12 @@ from hf_dart.cache.stock_layers import (
     held_by,
     keeps_entries,
 )
-from hf_dart.target.attention import attention_of
 
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer, LinearAttentionLayer)
-_ATTENTION = ("eager", "sdpa")
 # Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
 _INDEX_HEADS = 32
 # Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
 _OTHER_HEADS = ("classifier", "summary")
-
-
-def refuse_model(model: PreTrainedModel) -> None:
-    """Raise for targets that cannot verify a tree.
-
-    Raises:
-        ValueError: encoder-decoder models, active dropout, aLoRA adapters, attention that takes no tree mask.
-    """
-    refuse_target(model)
-    attention = attention_of(model)
-    if attention not in _ATTENTION:
-        raise ValueError(
-            f"Attention {attention!r} takes no tree mask; call model.set_attn_implementation('sdpa') "
-            "(or 'eager') before generating."
-        )
 
 
 def refuse_target(model: PreTrainedModel) -> None:

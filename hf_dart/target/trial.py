@@ -27,6 +27,7 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
+from hf_dart.target.attention import PACKED, TreeAttention
 from hf_dart.target.devices import (
     device_of,
     generator_state,
@@ -39,7 +40,7 @@ from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import StockSteps, cache_name
-from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_model, refuse_ties
+from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
 from hf_dart.target.untouched import as_before
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
@@ -140,7 +141,7 @@ def check_verification(
     Raises:
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
-    refuse_model(model)
+    refuse_target(model)
     refuse_ties(model, text or _PROMPT + len(TRIAL_TREE) + 1)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
     case = (*identity(model), pads)
@@ -199,6 +200,9 @@ class _Trial:
         refuse_compressed(self.short, _PROMPT)
         with _explained(model, self._described("plain text")):
             self._noise = self._noise_of_batches()
+        self._attention = TreeAttention(model)
+        if self._attention.differs:
+            self._noise = max(self._noise, self._noise_of_attention())
 
     def run(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are.
@@ -331,23 +335,47 @@ class _Trial:
         Raises:
             ValueError: that is no rounding.
         """
-        tokens, pads = self._tokens[:1, _PROMPT : _PROMPT + 2], [self._pads[0]]
-        logits = []
-        for rows in (1, 8):
-            steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, self._empty())
-            steps.prefill()
-            logits.append(steps(tokens.expand(rows, -1)))
-        one, many = logits
-        largest = float(one.abs().max())
-        noise = _difference(one.expand_as(many), many)
-        lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
-        coarsest = max(self._coarsest(one), 2**-10) if lowered else self._coarsest(one)  # TF32
-        if noise > max(_ROUNDINGS * coarsest, _SHARE) * largest:
+        one, many = self._alone(1), self._alone(8)
+        noise, is_rounding = self._noise_of(one.expand_as(many), many)
+        if not is_rounding:
             raise _RefusalError(
                 f"{type(self._model).__name__} computes other logits when several rows are fed at once (they differ by "
                 f"{noise:.2g}, which is no rounding); it is not supported, call generate without assistant=."
             )
-        return noise / largest if largest else 0.0
+        return noise
+
+    def _noise_of_attention(self) -> float:
+        """What they differ by where the target attends as trees are verified; a share of the largest.
+
+        Raises:
+            ValueError: that is no rounding.
+        """
+        own, name = self._alone(1), "sdpa" if self._attention.name == PACKED else self._attention.name
+        with _explained(self._model, f"with attention {name!r}"), self._attention.switched():
+            trees = self._alone(1)
+        noise, is_rounding = self._noise_of(own, trees)
+        if not is_rounding:
+            raise _RefusalError(
+                f"Attention {self._attention.own!r} takes no tree mask, and {name!r} computes something else with "
+                f"{type(self._model).__name__} (logits differ by {noise:.2g} of the largest, which is no rounding); "
+                f"call model.set_attn_implementation({name!r}), or generate without assistant=."
+            )
+        return noise
+
+    def _alone(self, rows: int) -> Tensor:
+        """Logits [rows, 2, V] of stock's steps after the first row's prompt, as so many rows."""
+        tokens, pads = self._tokens[:1, _PROMPT : _PROMPT + 2], [self._pads[0]]
+        steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, self._empty())
+        steps.prefill()
+        return steps(tokens.expand(rows, -1))
+
+    def _noise_of(self, one: Tensor, other: Tensor) -> tuple[float, bool]:
+        """The largest difference of two ways to compute logits, as a share of the largest, and is it rounding?"""
+        largest = float(one.abs().max())
+        noise = _difference(one, other)
+        lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
+        coarsest = max(self._coarsest(one), 2**-10) if lowered else self._coarsest(one)  # TF32
+        return noise / largest if largest else 0.0, noise <= max(_ROUNDINGS * coarsest, _SHARE) * largest
 
     def _coarsest(self, logits: Tensor) -> float:
         """The relative rounding of what the target computes in: under autocast, its weights do not tell."""

@@ -7,10 +7,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
+from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.cache.states import StatefulCache
+from hf_dart.target.attention import FLEX, TreeAttention
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, maskless_kinds
@@ -35,6 +38,8 @@ class Committed(Protocol):
 class Verifier:
     """Runs trees through a target whose cache holds the committed tokens.
 
+    A step without a draft is run as stock would where that needs no mask of ours: by the user's attention.
+
     Args:
         target: the causal LM.
         cache: its cache, after prefill.
@@ -44,6 +49,9 @@ class Verifier:
             `hidden_states`.
         shift: [B] or [K, B], how far positions that the target is told lie above a row's own (`position_shift`); None
             if nowhere.
+
+    Attributes:
+        attention: what it verifies by.
     """
 
     def __init__(
@@ -65,8 +73,9 @@ class Verifier:
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
+        self.attention = TreeAttention(target)
         # Eager attention adds its mask in any case.
-        self._skips_masks = target.config.get_text_config(decoder=True)._attn_implementation == "sdpa"
+        self._skips_masks = self.attention.own != "eager"
         stateful = isinstance(cache.cache, StatefulCache)
         self.mixers = mixers_of(target) if stateful else []
         self._maskless: dict[str, Any] = dict.fromkeys(maskless_kinds(target, kinds)) if stateful else {}
@@ -99,17 +108,29 @@ class Verifier:
         if limits is not None and 0 in limits:
             # The root of a row that has ended may lie beyond the end of the position table.
             roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
-        masked = tree.size > 1 or not self._sees_all()
+        masked = tree.size > 1 or not self._runs_plainly()
         return self.run(tree, roots.to(tree.tokens.device), masked=masked)
 
-    def _sees_all(self) -> bool:
-        """Does a root see every entry that the cache shows, so that stock's attention would run without a mask?"""
+    def _runs_plainly(self) -> bool:
+        """Do roots see what stock's attention would see by itself, with `_plain_masks`?"""
         if not self._skips_masks:
             return False
         longest = int(self.cache.lengths.max())
         if any(kind.window is not None and longest >= kind.window for kind in self.kinds):
             return False
+        takes_padding = self.attention.differs and self.attention.own in AttentionMaskInterface()
+        return (takes_padding and not self.mixers) or self._sees_all()
+
+    def _sees_all(self) -> bool:
+        """Does a root see every entry that the cache shows, so that stock's attention would run without a mask?"""
         return all(bool((self.cache.past_positions(kind.layer, 1) >= 0).all()) for kind in self.kinds)
+
+    def _plain_masks(self) -> Any:
+        """What stock masks a step with: [B, S + 1] where there is padding, if that is left to the target; or nothing."""
+        if not self.attention.differs or self.mixers or self._sees_all():
+            return self._no_masks
+        past = self.cache.past_positions(self.kinds[0].layer, 1)
+        return F.pad(past >= 0, (0, 1), value=True).long().to(self._device)
 
     def run(
         self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None, masked: bool = True
@@ -119,7 +140,7 @@ class Verifier:
         Args:
             computed: [M] of the B N nodes, those to be run, as one row of tokens: logits are [1, M, V] and features
                 [1, M, F] then. Cache and attention have to know (`hf_dart.engine.budget`); masks are those of trees.
-            masked: False where nothing in the cache is hidden from the trees, which are roots alone.
+            masked: False where the trees are roots alone, which see what stock's steps would.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
@@ -129,16 +150,13 @@ class Verifier:
         tokens = tree.tokens
         if computed is not None:
             tokens, at = tokens.flatten()[computed][None], at.flatten(-2)[..., None, computed]
-        masks: Any = self._no_masks
-        inputs: dict[str, Any] = {}
-        if masked:
-            masks = self.masks(tree, positions)
-            inputs = self.extra_inputs(masks, computed)
+        masks: Any = self.masks(tree, positions) if masked else self._plain_masks()
+        inputs: dict[str, Any] = self.extra_inputs(masks, computed) if masked else {}
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
-        with self._states(tree), users_default():
+        with self._attending() if masked else nullcontext(), self._states(tree), users_default():
             outputs = self.target(
                 input_ids=tokens,
                 attention_mask=masks,
@@ -151,6 +169,10 @@ class Verifier:
             self.hidden_states = outputs.hidden_states
         return outputs.logits, gather_features(outputs, self.feature_layers, tokens, stream_width(self.target))
 
+    def _attending(self) -> AbstractContextManager[None]:
+        """Within it, the target attends by what takes a tree's mask."""
+        return self.attention.switched() if self.attention.differs else nullcontext()
+
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
         """Within it, modules with running states take a tree."""
         cache = self.cache.cache
@@ -160,17 +182,18 @@ class Verifier:
         """Keyword arguments for the target beside the usual ones."""
         return {}
 
-    def masks(self, tree: DraftTree, positions: Tensor) -> Tensor | dict[str, Tensor] | None:
+    def masks(self, tree: DraftTree, positions: Tensor) -> Any:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
 
-        Float masks are right under every attention implementation; eager would add a bool one to its scores.
+        Float masks are right under eager and SDPA; eager would add a bool one to its scores. FlexAttention takes
+        block masks, which say what it may leave out.
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         dtype = self.target.dtype
         # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that sees nothing in
         # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 beside any score.
         hidden = torch.finfo(dtype).min / 2
-        masks = {}
+        masks: dict[str, Any] = {}
         for kind in self.kinds:
             past = self.cache.past_positions(kind.layer, tree.size).to(positions.device)
             seen_past = (past >= 0)[:, None].expand(-1, tree.size, -1)
@@ -180,5 +203,8 @@ class Verifier:
                 seen_past = seen_past & (past[:, None] > horizon[..., None])
                 seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
-            masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
+            if self.attention.name == FLEX:
+                masks[kind.name] = block_mask(seen)
+            else:
+                masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
         return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine.attention import packed
 from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.processing import sees_text
 from hf_dart.engine.tier import Tier
@@ -66,7 +65,7 @@ def made_tier(rows: int, nodes: int, **options: Any) -> Tier:
 def verified(tier: Tier) -> Iterator[tuple[DraftTree, Tensor, Tensor]]:
     """A tree and logits under which some of its paths come true."""
     this = tier.round
-    with torch.no_grad(), packed(this.verifier.target):
+    with torch.no_grad(), this.verifier.packed():
         tree = this.propose()
         logits, _, places = this.verify(tree)
         logits = torch.randn(logits.shape, dtype=logits.dtype, generator=torch.Generator().manual_seed(0))
