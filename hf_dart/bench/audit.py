@@ -23,6 +23,7 @@ from hf_dart.bench.exact import (
 )
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
+from hf_dart.target.attention import TreeAttention
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import Verdict, headline, markdown
 
@@ -61,9 +62,10 @@ def audit(
 
     Returns:
         For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
-        stock does; compared: the fields of the `Verdict` on all drafted runs; findings: by mode and prompt the first
-        difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of `control`, stock in
-        the batch against stock alone: what a change of shapes does without any drafts.
+        stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the target's, and what
+        verifies its trees; findings: by mode and prompt the first difference (None without one) of `drafted`, the
+        prompt alone, of `drafted_batch`, and of `control`, stock in the batch against stock alone: what a change of
+        shapes does without any drafts.
     """
     model, seed = pair.model, settings.seed
     drafting = {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})}
@@ -95,12 +97,14 @@ def audit(
             parted = {"drafted": alone[0], "drafted_batch": batched[number], "control": control[0]}
             entries = {name: None if one is None else _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": number + 1, **entries})
+    attention = TreeAttention(model)
     whole = sum(verdicts, Verdict())
     # After a difference the generator need not be where stock leaves it.
     generator = all(one.generator or one.near_ties or one.differences for one in verdicts)
     return {
         "passed": all(one.identical for one in verdicts),
         "compared": {**asdict(whole), "generator": generator},
+        "attention": {"own": attention.own, "trees": attention.shown},
         "findings": findings,
     }
 
@@ -119,6 +123,7 @@ def as_table(report: dict[str, Any]) -> str:
     lines = [
         headline(report),
         f"{size} prompts ({report['text']}), {settings['new_tokens']} new tokens, seed {settings['seed']}",
+        *_attention(report["attention"]),
         "",
         *markdown(names, rows),
         "",
@@ -131,6 +136,13 @@ def as_table(report: dict[str, Any]) -> str:
         f"audit: {'passed' if report['passed'] else 'FAILED'}",
     ]
     return "\n".join(lines)
+
+
+def _attention(names: dict[str, str]) -> list[str]:
+    own, trees = names["own"], names["trees"]
+    if own == trees:
+        return []
+    return [f"{own} takes no tree mask, so {trees} verifies trees: roundings of the two kernels differ, too"]
 
 
 def _entry(one: Difference) -> dict[str, Any]:

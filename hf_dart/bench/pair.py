@@ -33,6 +33,7 @@ def load_pair(
     head: str | None = None,
     dtype: str | None = None,
     device_map: str | None = None,
+    **options: Any,
 ) -> Pair:
     """Load a target, its tokenizer and its head, attached.
 
@@ -41,7 +42,7 @@ def load_pair(
         head: folder or Hub id; None for the packaged one with the packaged target, and to draft copied text alone
             (`LookupDrafter`) with others.
         dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
-        device_map: as for `from_pretrained`.
+        device_map, options: as for `from_pretrained` of the target.
 
     Raises:
         UserError: one of them cannot be loaded or they do not fit.
@@ -53,7 +54,7 @@ def load_pair(
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
-    model, tokenizer = load_target(target, dtype, device_map)
+    model, tokenizer = load_target(target, dtype, device_map, **options)
     if head is None and packaged:
         head = PACKAGED
     drafter = _copies(model) if head is None else load_head(head, model, tokenizer)

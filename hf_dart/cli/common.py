@@ -38,6 +38,7 @@ def target_options() -> argparse.ArgumentParser:
     target.add_argument("--target", help="a folder, a Hub id or 'packaged' (default: the one of --head)")
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
+    target.add_argument("--attn-implementation", metavar="NAME", help="of the target, as for from_pretrained")
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
     return target
 
@@ -112,7 +113,8 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
     """
     if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
-    pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map)
+    options = given(arguments, ("attn_implementation",))
+    pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map, **options)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable
 

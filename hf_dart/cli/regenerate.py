@@ -154,7 +154,7 @@ def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tupl
     device_map = arguments.device_map
     if device_map is None and torch.cuda.is_available():
         device_map = {"": int(os.environ.get("LOCAL_RANK", 0))}
-    model, _ = load_target(arguments.target, arguments.dtype, device_map)
+    model, _ = load_target(arguments.target, arguments.dtype, device_map, **given(arguments, ("attn_implementation",)))
     head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
     chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
     made_by = {

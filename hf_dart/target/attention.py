@@ -9,7 +9,7 @@ same target are to find the user's name there, so a config meanwhile answers the
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import lru_cache
 from threading import Lock
@@ -60,15 +60,20 @@ class TreeAttention:
         self._configs = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
 
     @property
+    def shown(self) -> str:
+        """`name` as users know it."""
+        return "sdpa" if self.name == PACKED else self.name
+
+    @property
     def differs(self) -> bool:
         """Are trees verified by another attention than the target's own?"""
         return self.name != self.own
 
-    def switched(self, name: str | None = None) -> Any:
+    def switched(self, name: str | None = None) -> AbstractContextManager[None]:
         """A context in which the target attends by `name`, that of trees where left out, in this thread alone."""
         return _switched(self._configs, name or self.name)
 
-    def packed(self) -> Any:
+    def packed(self) -> AbstractContextManager[None]:
         """A context in which the target attends to trees, by `packed_attention` where that is SDPA, in this thread."""
         return self.switched(PACKED if self.name == "sdpa" else self.name)
 
@@ -80,8 +85,15 @@ def _has_sdpa(target: PreTrainedModel) -> bool:
     return all(model._supports_sdpa for model in models or [target])
 
 
+def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
+    """A context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
+    attention = TreeAttention(model)
+    return attention.switched() if attention.differs else nullcontext()
+
+
 def block_mask(seen: Tensor) -> BlockMask:
     """The mask [B, 1, Q, S] bool of what queries see, as FlexAttention takes it."""
+
     def sees(row: Tensor, head: Tensor, query: Tensor, entry: Tensor) -> Tensor:
         return seen[row, 0, query, entry]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from torch import nn
+from transformers import AttentionInterface
+from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.target.attention import attention_of
 from hf_dart.target.support import parts_of
@@ -30,8 +32,9 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
             if own_forward is not None:
                 code.append(_code_of(own_forward))
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
-    modes = tuple(part.training for part in parts)
-    return attention_of(model), getattr(model, "dtype", None), kinds, modes, tuple(code), adapters
+    modes, attention = tuple(part.training for part in parts), attention_of(model)
+    code += [_code_of(interface().get(attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
+    return attention, getattr(model, "dtype", None), kinds, modes, tuple(code), adapters
 
 
 def _code_of(function: Any) -> Any:

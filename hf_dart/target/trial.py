@@ -27,7 +27,7 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
-from hf_dart.target.attention import PACKED, TreeAttention
+from hf_dart.target.attention import TreeAttention
 from hf_dart.target.devices import (
     device_of,
     generator_state,
@@ -350,7 +350,7 @@ class _Trial:
         Raises:
             ValueError: that is no rounding.
         """
-        own, name = self._alone(1), "sdpa" if self._attention.name == PACKED else self._attention.name
+        own, name = self._alone(1), self._attention.shown
         with _explained(self._model, f"with attention {name!r}"), self._attention.switched():
             trees = self._alone(1)
         noise, is_rounding = self._noise_of(own, trees)

@@ -13,7 +13,7 @@ from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.cache.states import StatefulCache
-from hf_dart.target.attention import FLEX, TreeAttention
+from hf_dart.target.attention import FLEX, TreeAttention, block_mask
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, maskless_kinds
@@ -126,7 +126,7 @@ class Verifier:
         return all(bool((self.cache.past_positions(kind.layer, 1) >= 0).all()) for kind in self.kinds)
 
     def _plain_masks(self) -> Any:
-        """What stock masks a step with: [B, S + 1] where there is padding, if that is left to the target; or nothing."""
+        """What stock masks a step with: [B, S + 1] for targets that are told of padding so; or nothing."""
         if not self.attention.differs or self.mixers or self._sees_all():
             return self._no_masks
         past = self.cache.past_positions(self.kinds[0].layer, 1)

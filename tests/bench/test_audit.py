@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.kernels import OWN, own_kernel
 from support.tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 
 from hf_dart.bench.audit import audit
@@ -37,11 +38,20 @@ def test_float64_is_identical_and_so_is_the_control() -> None:
     texts = [ids[ids != PAD].tolist() for ids in prompts([9, 5, 7])["input_ids"]]
     done = audit(tiny_pair(), texts, Settings(prompts=3, new_tokens=24, batches=(1, 3)))
     assert done["passed"]
+    assert done["attention"] == {"own": "sdpa", "trees": "sdpa"}
     same = {"drafted": None, "drafted_batch": None, "control": None}
     assert done["findings"] == [
         {"mode": mode, "prompt": number, **same} for mode in ("greedy", "sampled, T=1") for number in (1, 2, 3)
     ]
     assert done["compared"] == {"rows": 12, "near_ties": 0, "differences": 0, "generator": True}
+
+
+def test_it_says_which_kernel_verifies_trees(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file, words = tmp_path / "audit.json", ["audit", *PROMPTS, "--new-tokens", "8"]
+    with own_kernel():
+        assert main([*words, "--attn-implementation", OWN, "--json", str(file)]) == 0
+    assert f"{OWN} takes no tree mask, so sdpa verifies trees" in capsys.readouterr().out
+    assert json.loads(file.read_text(encoding="utf8"))["attention"] == {"own": OWN, "trees": "sdpa"}
 
 
 @pytest.mark.matrix

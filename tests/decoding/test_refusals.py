@@ -322,16 +322,6 @@ def test_architectures_that_cannot_verify_trees(family: str) -> None:
     assert torch.equal(run(target, INPUTS, 0, **GREEDY).sequences, plain)
 
 
-@pytest.mark.parametrize("attention", ["flex_attention", "flash_attention_2"])
-def test_attention_without_tree_masks(target: Any, head: DartHead, drafting: dict[str, Any], attention: str) -> None:
-    target.config._attn_implementation = attention
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **drafting), ValueError, f"{attention}.*sdpa")
-    target.config._attn_implementation = "sdpa"
-    assert_identical(target, head, INPUTS, **GREEDY)
-    target.set_attn_implementation("eager")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
 @pytest.mark.filterwarnings("ignore:Position ids are not supported")
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])

@@ -24,9 +24,9 @@ from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import admit
 from hf_dart.engine import engine as module
-from hf_dart.engine.attention import packed
-from hf_dart.target.attention import PACKED
+from hf_dart.target.attention import TreeAttention
 from hf_dart.target.devices import matmul_precision
+from hf_dart.target.packed import PACKED
 from hf_dart.target.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -85,13 +85,17 @@ def test_another_target(pair: tuple[Any, Any]) -> None:
 
 def test_the_last_one_inside_sets_the_attention_back(pair: tuple[Any, Any]) -> None:
     target, _ = pair
-    first, second, other_thread = packed(target), packed(target), contextvars.copy_context()
+    kind = type(target.config)
+    first, second = TreeAttention(target).packed(), TreeAttention(target).packed()
+    other_thread = contextvars.copy_context()
     first.__enter__()
     other_thread.run(second.__enter__)
     first.__exit__(None, None, None)
-    assert target.config._attn_implementation == PACKED
+    assert target.config._attn_implementation == "sdpa"
+    assert other_thread.run(lambda: target.config._attn_implementation) == PACKED
     other_thread.run(second.__exit__, None, None, None)
     assert target.config._attn_implementation == "sdpa"
+    assert type(target.config) is kind
 
 
 def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -22,10 +21,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.decoding.topk import largest
-from hf_dart.drafters.layers import attend, attend_in_groups, for_groups
-from hf_dart.engine import attention
-from hf_dart.engine.attention import NODES, PackedVerifier, packed, packed_attention
-from hf_dart.target.attention import PACKED
+from hf_dart.drafters.layers import attend
+from hf_dart.engine.attention import PackedVerifier
+from hf_dart.target.attention import TreeAttention
+from hf_dart.target.packed import NODES, PACKED, attend_in_groups, for_groups, packed_attention
 from hf_dart.trees.tree import DraftTree
 
 
@@ -43,8 +42,7 @@ def test_packed_attention_is_stocks(groups: int, masked: bool) -> None:
     mask = torch.zeros(hidden.shape, dtype=torch.float64).masked_fill(hidden, torch.finfo(torch.float64).min)
     module = SimpleNamespace(num_key_value_groups=groups, is_causal=True)
     arguments = {"attention_mask": mask if masked else None, "scaling": 0.3, "is_causal": False}
-    with packed(tiny_target("llama")):
-        found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
+    found, _ = packed_attention(module, query, key, value, **arguments)  # type: ignore[arg-type]
     wanted, _ = sdpa_attention_forward(module, query, key, value, **arguments)  # type: ignore[arg-type]
     torch.testing.assert_close(found, wanted)
     assert found.is_contiguous()
@@ -65,35 +63,31 @@ def test_attention_in_groups_is_pytorchs(groups: int) -> None:
 
 def test_a_target_is_packed_for_a_while_only() -> None:
     target = tiny_target("llama")
-    with packed(target):
+    with TreeAttention(target).packed():
         assert target.config._attn_implementation == PACKED
     assert target.config._attn_implementation == "sdpa"
-    with pytest.raises(RuntimeError, match="inside"), packed(target):
+    with pytest.raises(RuntimeError, match="inside"), TreeAttention(target).packed():
         raise RuntimeError("inside")
     assert target.config._attn_implementation == "sdpa"
     eager = tiny_target("llama", "eager")
-    with packed(eager):
+    with TreeAttention(eager).packed():
         assert eager.config._attn_implementation == "eager"
 
 
 def test_only_the_thread_of_the_round_is_packed() -> None:
-    query, key = torch.randn(1, 8, 5, 8, dtype=torch.float64), torch.randn(1, 2, 11, 8, dtype=torch.float64)
-    mask = torch.zeros(1, 1, 5, 11, dtype=torch.float64)
-    module = SimpleNamespace(num_key_value_groups=4, is_causal=True)
-    packs: list[bool] = []
+    target = tiny_target("llama")
+    named: list[str] = []
 
-    def attend() -> None:
-        with patch.object(attention, "sdpa_attention_forward", wraps=sdpa_attention_forward) as stock:
-            packed_attention(module, query, key, key, mask)  # type: ignore[arg-type]
-            packs.append(not stock.called)
+    def look() -> None:
+        named.append(target.config._attn_implementation)
 
-    with packed(tiny_target("llama")):
-        attend()
-        other = Thread(target=attend)
+    with TreeAttention(target).packed():
+        look()
+        other = Thread(target=look)
         other.start()
         other.join()
-    attend()
-    assert packs == [True, False, False]
+    look()
+    assert named == [PACKED, "sdpa", "sdpa"]
 
 
 @pytest.mark.parametrize(

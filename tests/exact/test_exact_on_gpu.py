@@ -16,6 +16,10 @@ from support.matrix import attentions
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
+from hf_dart.bench.audit import audit
+from hf_dart.bench.pair import load_pair
+from hf_dart.bench.speed import Settings
+from hf_dart.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
 FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "deepseek_v32", "llama4"]
@@ -76,3 +80,34 @@ def test_a_drafter_on_another_device_than_the_lm_head(kind: str) -> None:
     found = drafter.logits(hidden)
     assert found.device.type == "cpu"
     torch.testing.assert_close(found, there)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
+def test_flex_attention(family: str) -> None:
+    """As it is compiled: trees by SDPA, or by block masks where there is none."""
+    target: Any = tiny_target(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa", torch.float32).to("cuda")
+    target.set_attn_implementation("flex_attention")
+    head = tiny_head(target)
+    for lengths in ([7], [9, 3, 7, 13]):
+        assert_identical_up_to_near_ties(
+            target,
+            head,
+            {name: ids.to("cuda") for name, ids in prompts(lengths).items()},
+            into=tally("fp32 on a GPU, FlexAttention"),
+            label=f"{family}, flex",
+            max_new_tokens=40,
+            **MODES["greedy"],
+        )
+
+
+@pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
+def test_flash_attention(name: str) -> None:
+    """The packaged pair in 16 bits: differences are near-ties."""
+    try:
+        pair = load_pair(dtype="bfloat16", device_map="cuda", attn_implementation=name)
+    except UserError as error:
+        pytest.skip(str(error))
+    texts = [pair.tokenizer(text)["input_ids"] for text in ("def main():", "import os\n\n\nclass Reader:\n    ")]
+    report = audit(pair, texts, Settings(prompts=2, new_tokens=64, batches=(1, 2)))
+    assert report["attention"] == {"own": name, "trees": "sdpa"}
+    assert report["passed"], report["findings"]

@@ -27,6 +27,7 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds, refused
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.checkpoint import weight_shapes
+from hf_dart.target.attention import for_trees
 from hf_dart.target.devices import as_dtype, device_of, users_default
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import takes_positions
@@ -229,7 +230,7 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
             inputs["position_ids"] = view.positions.clamp(max=self._last_position).to(device)
         if wanted is not None and self._keeps:
             inputs["logits_to_keep"] = wanted.to(device)
-        with users_default():
+        with for_trees(self.model), users_default():
             logits = self.model(
                 attention_mask=view.masks(self._kinds, self.model.dtype, device),
                 past_key_values=state.cache,

@@ -17,6 +17,7 @@ from hf_dart.drafters.stock_modules import refused
 from hf_dart.hub.download import weight_files
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import weight_shapes
+from hf_dart.target.attention import TreeAttention
 from hf_dart.target.devices import device_of
 
 FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
@@ -46,6 +47,7 @@ class _WithModules:
         # transformers knows the numbers of the last layers of what is published, and this is that of any target.
         known = getattr(target, "_keys_to_ignore_on_load_unexpected", None) or []
         self._keys_to_ignore_on_load_unexpected = [*known, rf"(^|\.)layers\.{text.num_hidden_layers}\."]
+        text._attn_implementation = TreeAttention(target).name  # its drafts are trees, too
         # The first module drafts all tokens.
         text.num_mtp_layers = 1
         if getattr(text, "layer_types", None) is not None:

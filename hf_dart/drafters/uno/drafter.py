@@ -44,6 +44,7 @@ from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config, optional_json, refuse_fields
 from hf_dart.hub.kinds import CardTexts, bibtex
+from hf_dart.target.attention import for_trees
 from hf_dart.target.devices import as_dtype
 from hf_dart.target.features import features_request, gather_features, layer_count
 from hf_dart.target.positions import position_limit
@@ -242,7 +243,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         """The training pass: states [B, Q, H] of the masked tokens of many blocks, over a text that the target read."""
         twin = self.twin
         last = [layer_count(twin)]
-        with _working(torch.ones(1, tokens.shape[1], 1)):
+        with _working(torch.ones(1, tokens.shape[1], 1)), for_trees(twin):
             outputs = twin(
                 input_ids=tokens,
                 position_ids=positions,

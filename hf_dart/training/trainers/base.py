@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
@@ -24,6 +25,7 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
+from hf_dart.target.attention import for_trees
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
@@ -274,12 +276,13 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         packed = bool((documents > 0).any())
         if packed and not self._packing_checked:
             self._check_packing(ids.device)
-        output = self.target(
-            input_ids=ids,
-            position_ids=document_positions(documents) if packed else None,
-            use_cache=False,
-            **features_request(self.drafter.feature_layers),
-        )
+        with for_trees(self.target) if packed else nullcontext():
+            output = self.target(
+                input_ids=ids,
+                position_ids=document_positions(documents) if packed else None,
+                use_cache=False,
+                **features_request(self.drafter.feature_layers),
+            )
         features = gather_features(output, self.drafter.feature_layers, ids, stream_width(self.target))
         features = features.to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
@@ -292,7 +295,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         ids = torch.arange(16, device=device)[None].repeat(2, 1)
         ids[1, 0] += 1
         try:
-            output = self.target(input_ids=ids, position_ids=positions.expand(2, -1), use_cache=False)
+            with for_trees(self.target):
+                output = self.target(input_ids=ids, position_ids=positions.expand(2, -1), use_cache=False)
             change = (output.logits[0] - output.logits[1]).abs().float()
             apart = bool(change[8:].max() <= 1e-2 * change[:8].max())
         except TypeError:  # no position_ids

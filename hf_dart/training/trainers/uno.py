@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from hf_dart.drafters.stock_modules import View, attention_kinds
 from hf_dart.drafters.uno.drafter import UnoDrafter
+from hf_dart.target.attention import for_trees
 from hf_dart.target.features import features_request, gather_features, layer_count
 from hf_dart.training.objective.blocks import document_positions, target_positions
 from hf_dart.training.options import option
@@ -56,14 +57,15 @@ class UnoTrainer(DrafterTrainer[UnoDrafter]):
         seen = (documents[:, :, None] == documents[:, None]) & (places[:, None] >= places)
         view = View(positions, positions, seen, positions)
         self._text = DynamicCache()  # without a config: all of the text is kept, windows are the masks'
-        output = self.target(
-            input_ids=ids,
-            position_ids=positions,
-            attention_mask=view.masks(self._kinds, self.target.dtype, ids.device),
-            past_key_values=self._text,
-            use_cache=True,
-            **features_request(last := [layer_count(self.target)]),
-        )
+        with for_trees(self.target):
+            output = self.target(
+                input_ids=ids,
+                position_ids=positions,
+                attention_mask=view.masks(self._kinds, self.target.dtype, ids.device),
+                past_key_values=self._text,
+                use_cache=True,
+                **features_request(last := [layer_count(self.target)]),
+            )
         return gather_features(output, last, ids), output.logits
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:

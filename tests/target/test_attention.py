@@ -1,0 +1,306 @@
+"""Targets whose attention takes no mask of a tree: their kernel runs the prompt, another one the trees; the same text.
+
+Stock, with that kernel, is the reference: in float64, without tolerance. The kernels are stand-ins; real ones are in
+`tests/exact/test_exact_on_gpu.py`.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from threading import Event, Thread, get_ident
+from typing import Any
+
+import pytest
+import torch
+from support.cases import GREEDY, MODES, batch, replay
+from support.compare import assert_identical, run, tally
+from support.engines import engine
+from support.kernels import FLASH, HUB, OWN, Calls, flash_kernels, flex_kernel, own_kernel, set_attention
+from support.refusals import refused
+from support.tiny import (
+    prompts,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_target,
+    tiny_uno_drafter,
+)
+from transformers import DynamicCache, StaticCache
+
+from hf_dart import TreeConfig, attach
+from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
+from hf_dart.target.attention import FLEX, TreeAttention, attention_of
+from hf_dart.target.packed import PACKED
+from hf_dart.target.trial import forget
+from hf_dart.trees.tree import DraftTree
+
+EXACT = tally("float64, kernels of the user's")
+KERNELS: dict[str, Callable[[], AbstractContextManager[Calls]]] = {
+    FLASH: flash_kernels,
+    HUB: lambda: flash_kernels(HUB),
+    OWN: own_kernel,
+    FLEX: flex_kernel,
+}
+WITHOUT_SDPA = ("gemma2", "gpt_oss")
+pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+
+
+@contextmanager
+def loaded(family: str, name: str, **config: Any) -> Iterator[tuple[Any, Calls]]:
+    """A tiny target that drafts are for, as if it had been loaded with that attention."""
+    target = tiny_target(family, "eager" if family in WITHOUT_SDPA else "sdpa", **config)
+    with KERNELS[name]() as calls:
+        attach(set_attention(target, name))
+        yield target, calls
+
+
+def check(target: Any, modes: Any = MODES, sizes: tuple[int, ...] = (1, 4)) -> None:
+    """Trees of a head that mostly guesses right, on one row and a padded batch that outgrows its window."""
+    for size in sizes:
+        for mode in modes:
+            options = {**MODES[mode], "max_new_tokens": 24}
+            inputs = batch(size, "sdpa")
+            known = replay(target, inputs, misses=[0.1, 0.4, 0.3, 0.5][:size], **options)
+            assert_identical(target, known, inputs, into=EXACT, **options)
+            if size == 1:
+                assert known.last_stats.tau > 1.3
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [("mistral", FLASH), ("gemma3", HUB), ("qwen3", OWN), ("gemma2", FLASH), ("gpt_oss", HUB)],
+)
+def test_the_same_text(family: str, name: str) -> None:
+    with loaded(family, name) as (target, _):
+        check(target, ["greedy", "T=1"])
+        assert attention_of(target) == name
+
+
+def test_the_same_text_by_block_masks() -> None:
+    """Through windows and sinks."""
+    with loaded("gpt_oss", FLEX) as (target, _):
+        check(target, ["greedy"], (1,))
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize(
+    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe", "llama4", *WITHOUT_SDPA]
+)
+def test_the_same_text_in_every_mode(family: str, name: str) -> None:
+    if name == OWN and family in WITHOUT_SDPA:
+        pytest.skip("it knows no sinks and caps")
+    with loaded(family, name) as (target, _):
+        check(target)
+
+
+@pytest.mark.parametrize(("name", "trees"), [(FLASH, PACKED), (FLEX, PACKED), ("eager", "eager"), ("sdpa", "sdpa")])
+def test_what_verifies_trees(name: str, trees: str) -> None:
+    assert TreeAttention(set_attention(tiny_target("llama"), name)).name == trees
+
+
+@pytest.mark.parametrize(("name", "trees"), [(FLASH, "eager"), (FLEX, FLEX), ("eager", "eager")])
+def test_what_verifies_trees_of_classes_without_sdpa(name: str, trees: str) -> None:
+    assert TreeAttention(set_attention(tiny_target("gpt_oss", "eager"), name)).name == trees
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_prompts_and_steps_without_drafts_are_the_users(size: int) -> None:
+    """Also in a padded batch, until a window is full."""
+    options = {"do_sample": False, "max_new_tokens": 8}
+    inputs = batch(size, "sdpa")
+    with loaded("llama", FLASH) as (target, calls):
+        layers = target.config.num_hidden_layers
+        drafter = replay(target, inputs, misses=[0.0] * size, **options)
+        run(target, inputs, 0, **options, assistant=drafter)  # tries the target
+        calls.queries.clear()
+        run(target, inputs, 0, **options, assistant=drafter)
+        width = inputs["input_ids"].shape[1]
+        assert calls.queries == [width if size == 1 else 13] * layers
+        calls.queries.clear()
+        assert_identical(target, drafter, inputs, **options, tree_config=TreeConfig(nodes=1))
+        assert calls.queries == 2 * [*[width if size == 1 else 13] * layers, *[1] * 7 * layers]
+
+
+@pytest.mark.parametrize("cache", [DynamicCache, StaticCache])
+def test_turns_over_one_cache(cache: Any) -> None:
+    with loaded("gemma3", FLASH) as (target, _):
+        head = tiny_head(target)
+        texts = []
+        for drafting in ({}, {"assistant": head}):
+            options = {} if cache is DynamicCache else {"max_cache_len": 128}
+            held, ids = cache(config=target.config, **options), prompts([9])["input_ids"]
+            for turn in range(3):
+                inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+                text = run(target, inputs, 0, **GREEDY, past_key_values=held, **drafting).sequences
+                ids = torch.cat([text, prompts([5], seed=turn)["input_ids"]], dim=1)
+            texts.append(ids)
+        assert torch.equal(*texts)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_fixed_shapes(family: str) -> None:
+    """`hf_dart.compile` serves them, by packed attention or eagerly."""
+    with loaded(family, FLASH) as (target, _):
+        head = tiny_head(target)
+        made = engine(target, head)
+        for size in (1, 4):
+            assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+        assert any(made.tiers)
+        assert attention_of(target) == FLASH
+
+
+def test_fixed_shapes_without_block_masks() -> None:
+    with loaded("gemma2", FLEX) as (target, _):
+        head = tiny_head(target)
+        made = engine(target, head)
+        with pytest.warns(UserWarning, match="FlexAttention"):
+            assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+        assert not any(made.tiers)
+
+
+def test_drafters_with_attention_of_their_own() -> None:
+    """Models and LoRAs that draft by masks, too."""
+    with loaded("llama", OWN) as (target, _):
+        small = set_attention(tiny_target("llama", seed=1), OWN)
+        drafters = [tiny_eagle_drafter(target), tiny_diffusion_drafter(target), tiny_uno_drafter(target)]
+        for drafter in (*drafters, LanguageModelDrafter(small, target)):
+            assert_identical(target, drafter, batch(4, "sdpa"), **GREEDY)
+
+
+def test_a_kernel_that_computes_something_else() -> None:
+    """Than SDPA would: its trees would be those of another model."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    with own_kernel(lambda mixed: mixed * 1.01):
+        forget(set_attention(target, OWN))
+        refused(lambda: run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head), ValueError, f"{OWN}.*sdpa")
+        assert attention_of(target) == OWN
+        assert run(target, batch(1, "sdpa"), 0, **GREEDY).sequences.shape == (1, 31)
+        set_attention(target, "sdpa")
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+
+def test_a_kernel_that_cannot_be_told_about_padding() -> None:
+    """Nor does stock tell it: for padded rows it is refused, for others not."""
+    from transformers import AttentionMaskInterface
+
+    with loaded("llama", OWN) as (target, _):
+        del AttentionMaskInterface._global_mapping[OWN]
+        head = tiny_head(target)
+        assert_identical(target, head, prompts([7]), **GREEDY)
+        assert_identical(target, head, prompts([7, 7]), **GREEDY)
+        refused(lambda: run(target, prompts([9, 4]), 0, **GREEDY, assistant=head), ValueError, "padded rows")
+
+
+def interrupted_layer(target: Any, within: Callable[[], Any]) -> AbstractContextManager[Any]:
+    """Call `within` in the first layer of the first forward over a tree."""
+    layer = target.model.layers[0]
+
+    @contextmanager
+    def watching() -> Iterator[None]:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            if args[0].shape[1] > 1 and target.config._attn_implementation == PACKED:
+                within()
+
+        handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
+        try:
+            yield
+        finally:
+            handle.remove()
+
+    return watching()
+
+
+def test_errors_in_a_verifying_forward_leave_nothing() -> None:
+    class InterruptedHere(Exception):
+        pass
+
+    def interrupt() -> None:
+        raise InterruptedHere
+
+    with loaded("llama", FLASH) as (target, _):
+        head = tiny_head(target)
+        wanted = run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences
+        kind, hooks = type(target.config), target.model.layers[0]._forward_pre_hooks
+        with interrupted_layer(target, interrupt), pytest.raises((InterruptedHere, ValueError)):
+            run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head)
+        assert type(target.config) is kind
+        assert target.config._attn_implementation == FLASH
+        assert not hooks
+        assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences, wanted)
+
+
+def test_other_threads_see_the_users_kernel() -> None:
+    """In the middle of a verifying forward: plain calls, drafted ones, and copies of the config."""
+    with loaded("llama", FLASH) as (target, calls):
+        head, inputs = tiny_head(target), batch(4, "sdpa")
+        wanted = run(target, inputs, 0, **GREEDY).sequences
+        assert torch.equal(run(target, inputs, 0, **GREEDY, assistant=head).sequences, wanted)
+        verifying, done = Event(), Event()
+        me, found, named, waited = get_ident(), [], [], []
+
+        def hold() -> None:
+            if get_ident() != me and not verifying.is_set():
+                named.append(target.config._attn_implementation)
+                verifying.set()
+                waited.append(done.wait(120))
+
+        with interrupted_layer(target, hold):
+            run(target, inputs, 0, **GREEDY, assistant=head)  # with the hook, the target is tried again
+            thread = Thread(target=lambda: found.append(target.generate(**inputs, **GREEDY, assistant=head)))
+            thread.start()
+            try:
+                assert verifying.wait(120)
+                calls.threads.clear()
+                assert target.config._attn_implementation == FLASH
+                for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}):
+                    found.append(target.generate(**inputs, **GREEDY, **drafting))
+                assert set(calls.threads) == {me}
+                another = copy.deepcopy(target.config)
+                assert type(another).__base__ is type(tiny_target("llama").config).__base__
+                assert another._attn_implementation == FLASH
+            finally:
+                done.set()
+                thread.join()
+        assert named == [PACKED]
+        assert waited == [True]
+        assert len(found) == 4
+        assert all(torch.equal(one, wanted) for one in found)
+        assert type(target.config) is type(tiny_target("llama").config)
+
+
+@pytest.mark.parametrize("fault", ["a node sees its sibling", "past a window"])
+def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong one is a wrong token: what the trial and these tests are there for."""
+    from hf_dart.target import verify
+
+    made = verify.block_mask
+
+    def wrong(seen: Any) -> Any:
+        seen = seen.clone()
+        if fault == "a node sees its sibling":
+            if seen.shape[2] > 2:
+                seen[:, :, 2, -seen.shape[2] + 1] = True
+        else:
+            seen[..., : -seen.shape[2]] = True
+        return made(seen)
+
+    monkeypatch.setattr(verify, "block_mask", wrong)
+    target = set_attention(tiny_target("gemma2", "eager", pad_token_id=0), FLEX)
+    with flex_kernel():
+        refused(lambda: attach(target), ValueError, "not supported")
+
+
+def test_trees_alone_are_switched() -> None:
+    """One forward by hand: the kernel is not called, and is again after it."""
+    with loaded("llama", FLASH) as (target, calls):
+        attention = TreeAttention(target)
+        tree = DraftTree.chain(torch.tensor([[3, 4, 5]]))
+        with attention.switched():
+            target(input_ids=tree.tokens)
+        assert not calls.queries
+        target(input_ids=tree.tokens)
+        assert calls.queries == [3] * target.config.num_hidden_layers
