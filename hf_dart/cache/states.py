@@ -8,11 +8,12 @@ them until it is written back, and are what a row goes back to that has gone too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states
@@ -34,17 +35,55 @@ class StateSlot(NamedTuple):
     kind: str
     number: int
 
-    def of(self, layer: Any) -> Tensor | None:
-        """The state that a stock layer has there."""
-        return getattr(layer, self.kind)[self.number]
+    def read(self, cache: Cache) -> Any:
+        """The state that a stock cache has there."""
+        return getattr(cache.layers[self.layer], self.kind)[self.number]
+
+    def write(self, cache: Cache, state: Any) -> None:
+        """Put a state there in place of what was."""
+        getattr(cache.layers[self.layer], self.kind)[self.number] = state
 
 
-States = dict[StateSlot, Tensor]
+class OwnState(NamedTuple):
+    """An attribute in which a module itself keeps a running state [B, ...], of the text that it was last run on.
+
+    Attributes:
+        module: whose; RecurrentGemma's blocks and their units.
+        name: of the attribute.
+    """
+
+    module: nn.Module
+    name: str
+
+    def read(self, cache: Cache | None = None) -> Any:
+        """The state; None before the module was first run. No cache has a part in it."""
+        return getattr(self.module, self.name)
+
+    def write(self, cache: Cache | None, state: Any) -> None:
+        """Give the module a state."""
+        setattr(self.module, self.name, state)
+
+
+Slot = StateSlot | OwnState
+States = dict[Slot, Tensor]
+
+
+@contextmanager
+def states_put_back(own: Sequence[OwnState], only_on_failure: bool = False) -> Iterator[None]:
+    """Give modules the states again that they have now, after the block or only should it raise."""
+    before = [(slot, slot.read()) for slot in own]
+    done = False
+    try:
+        yield
+        done = only_on_failure
+    finally:
+        for slot, state in before if not done else ():
+            slot.write(None, state)
 
 
 def states_of(cache: Cache) -> States:
     """All running states of a stock cache, the very tensors."""
-    found = {}
+    found: States = {}
     for place, layer in enumerate(cache.layers):
         for kind in ("conv_states", "recurrent_states") if keeps_states(layer) else ():
             for number, state in getattr(layer, kind).items():
@@ -172,18 +211,22 @@ class StatefulCache(Cache):
                     own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
         super().__init__(layers=own)
 
-    def lend(self, states: Mapping[StateSlot, Any]) -> Cache:
-        """A stock cache that holds these states, tensors or what stands for them, and may write into them."""
+    def lend(self, states: Mapping[Slot, Any]) -> Cache:
+        """A stock cache that holds these states, tensors or what stands for them, and may write into them.
+
+        Modules are given those that they keep themselves.
+        """
         layers = list(self.layers)
-        for place in {slot.layer for slot in states}:
+        for place in {slot.layer for slot in states if isinstance(slot, StateSlot)}:
             layers[place] = LinearAttentionLayer()
             for name, its in self._known[place].items():
                 vars(layers[place])[name] = dict(its) if isinstance(its, dict) else its
             layers[place].conv_states = dict.fromkeys(layers[place].conv_states)
             layers[place].recurrent_states = dict.fromkeys(layers[place].recurrent_states)
+        lent = Cache(layers=layers)
         for slot, state in states.items():
-            getattr(layers[slot.layer], slot.kind)[slot.number] = state
-        return Cache(layers=layers)
+            slot.write(lent, state)
+        return lent
 
     def get_conv_state(self, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("A module that was not known to keep a running state asks for one.")

@@ -24,7 +24,7 @@ from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
-from hf_dart.target.mixers import takes_levels
+from hf_dart.target.mixers import own_states, takes_levels
 from hf_dart.target.positions import refuse_crossing
 from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import drops_out, refuse_cache
@@ -120,6 +120,7 @@ def admit(
         total=total,
         most=most,
         max_length=max_length,
+        own_states=own_states(model, stock),
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=trace,

@@ -76,7 +76,7 @@ def break_off(s: Session) -> None:
     """
     position = s.streaming.position
     leave_generator(s, position)
-    if s.request.users_cache:
+    if s.request.users_cache or s.request.own_states:
         committed = int((s.own_cache.lengths - s.own_cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
             s.own_cache.write_back(max(min(committed, position - 1), 0))

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
+from hf_dart.cache.states import states_put_back
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding.drafter_runner import DrafterRunner
@@ -32,7 +33,7 @@ from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
-from hf_dart.target.stock_steps import beside_text, cache_name, next_inputs, position_shift
+from hf_dart.target.stock_steps import beside_text, cache_after, next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
 
@@ -318,7 +319,8 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
     pads = [max(pad - request.cached, 0) for pad in request.pads]
     feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
-    with undone_on_failure(request.stock_cache):
+    own = request.own_states
+    with undone_on_failure(request.stock_cache), states_put_back(own, only_on_failure=True):
         recorder = PrefillRecorder(model, feed, layers, request.drafter.reads_embeddings)
         outputs = recorder.prefill(
             request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
@@ -326,14 +328,14 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         last = feed.finish()
         refuse_shifted(model, recorder.shift, request.most)
         # Some layers show their kind only when they are first used; and Phi-3 takes a new cache for long prompts.
-        stock = refuse_cache(outputs[cache_name(model)])
+        stock = refuse_cache(cache_after(model, outputs, request.stock_cache))
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)
         nodes = request.tree_config.resolve_nodes(batch, rows.device.type)
         # Shapes of the engine are those of the whole text.
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
-        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
+        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows, own)
         refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
     return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
 

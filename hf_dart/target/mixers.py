@@ -11,10 +11,11 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
 
-from hf_dart.cache.states import StateSlot, states_of
+from hf_dart.cache.states import OwnState, Slot, StateSlot, states_of
 from hf_dart.cache.stock_layers import keeps_states
 from hf_dart.target.devices import device_of
 from hf_dart.target.identity import identity
@@ -28,20 +29,20 @@ _TOKENS = 4
 
 @dataclass
 class _Seen:
-    """What a module asks of a cache."""
+    """What a module asks of a cache, and what states it keeps itself."""
 
-    slots: set[StateSlot] = field(default_factory=set)
+    slots: set[Slot] = field(default_factory=set)
     entries: bool = False
 
 
 # Of each model, as it was then: names of its mixers, their slots, and how they take trees.
-_Found = list[tuple[str, tuple[StateSlot, ...], Form]]
+_Found = list[tuple[str, tuple[Slot, ...], Form]]
 _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
 
 @torch.no_grad()
 def mixers_of(model: PreTrainedModel) -> list[Mixer]:
-    """The outermost modules that ask a cache for running states; a forward of a few tokens finds them, once.
+    """The outermost modules that ask a cache for running states, or keep them; two forwards find them, once.
 
     Raises:
         ValueError: one of them keeps keys and values, too.
@@ -50,6 +51,13 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
     if model not in _found or _found[model][0] != now:
         _found[model] = now, _names_of(model)
     return [Mixer(model.get_submodule(name), slots, form) for name, slots, form in _found[model][1]]
+
+
+def own_states(model: PreTrainedModel, cache: Cache) -> list[OwnState]:
+    """The running states that modules of the model keep themselves, where its cache has layers that stay empty."""
+    if not any(map(keeps_states, cache.layers)):
+        return []
+    return [slot for mixer in mixers_of(model) for slot in mixer.own]
 
 
 def takes_levels(model: PreTrainedModel) -> bool:
@@ -62,7 +70,12 @@ def _names_of(model: PreTrainedModel) -> _Found:
     cache = DynamicCache(config=model.config.get_text_config(decoder=True))
     tokens = torch.arange(_TOKENS, device=device_of(model.get_input_embeddings()))[None]
     with as_before(model), _noted(model, cache) as (seen, given):
-        StockSteps(model, tokens, [0], cache).prefill()
+        steps = StockSteps(model, tokens, [0], cache)
+        steps.prefill()
+        held = states_of(cache)
+        if {slot.layer for slot in held} != {place for place, layer in enumerate(cache.layers) if keeps_states(layer)}:
+            for slot in _own_states(model, steps, tokens[:, 1:2]):
+                seen.setdefault(slot.module, _Seen()).slots.add(slot)
     found: _Found = []
     forms: dict[Any, Form] = {}
     for name, module in model.named_modules():
@@ -73,13 +86,27 @@ def _names_of(model: PreTrainedModel) -> _Found:
                     f"A {type(module).__name__} keeps keys and values and a running state in one module, which cannot "
                     "be run node by node; call generate without assistant=."
                 )
-            slots = {slot for one in inside.values() for slot in one.slots} & states_of(cache).keys()
-            own = tuple(sorted(slots))
-            code = type(module), *((slot.kind, slot.number) for slot in own)
+            slots = [slot for one in inside.values() for slot in one.slots]
+            lent = tuple(sorted(slot for slot in slots if isinstance(slot, StateSlot) and slot in held))
+            own = tuple(slot for slot in slots if isinstance(slot, OwnState))
+            code = type(module), bool(own), *((slot.kind, slot.number) for slot in lent)
             if code not in forms:
-                forms[code] = form_of(module, own, cache, *given[module])
-            found.append((name, own, forms[code]))
+                forms[code] = by_levels if own else form_of(module, lent, cache, *given[module])
+            found.append((name, lent + own, forms[code]))
     return found
+
+
+def _own_states(model: PreTrainedModel, steps: StockSteps, token: Tensor) -> list[OwnState]:
+    """Attributes [1, ...] of modules that a further token [1, 1] changes."""
+    before = [
+        (OwnState(module, name), value, value.clone())
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if isinstance(value, Tensor) and value.shape[:1] == (1,)
+    ]
+    steps(token)
+    after = [(slot, value, content, slot.read()) for slot, value, content in before]
+    return [slot for slot, value, content, now in after if now is not value or not torch.equal(now, content)]
 
 
 @contextmanager

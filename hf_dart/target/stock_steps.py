@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
 
 from hf_dart.target.devices import users_default
 
@@ -36,6 +37,12 @@ _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 def cache_name(target: PreTrainedModel) -> str:
     """What the target calls its cache: models without attention have a name of their own."""
     return "cache_params" if "cache_params" in inspect.signature(type(target).forward).parameters else "past_key_values"
+
+
+def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
+    """The cache that stock goes on with after a forward: that among its outputs, or else the one that was given."""
+    found = outputs.get(cache_name(target))
+    return given if found is None else found
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
@@ -132,9 +139,10 @@ class StockSteps:
         self.shift: Tensor | None = None
 
     def prefill(self) -> Any:
-        """Run the prompt; the outputs."""
+        """Run the prompt; the outputs, with the cache that stock goes on with among them."""
         inputs = self._target.prepare_inputs_for_generation(self._ids, is_first_iteration=True, **self._kwargs)
         self._outputs = self._run(inputs)
+        self._outputs[self._cache] = cache_after(self._target, self._outputs, self._kwargs[self._cache])
         return self._outputs
 
     def resumed(self, outputs: Any) -> StockSteps:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from hf_dart.cache.states import LevelStates, StatefulCache, StateSlot
+from hf_dart.cache.states import LevelStates, OwnState, Slot, StatefulCache, states_put_back
 from hf_dart.trees.levels import Level, TreeLevels
 from hf_dart.trees.tree import DraftTree
 
@@ -27,13 +27,18 @@ class Mixer:
 
     Attributes:
         module: what runs.
-        slots: where the cache keeps its states.
+        slots: where the cache, or the module itself, keeps its states.
         form: how it takes trees; None is `by_levels`.
     """
 
     module: nn.Module
-    slots: tuple[StateSlot, ...]
+    slots: tuple[Slot, ...]
     form: Form | None = None
+
+    @property
+    def own(self) -> list[OwnState]:
+        """Those that the module itself keeps."""
+        return [slot for slot in self.slots if isinstance(slot, OwnState)]
 
 
 def by_levels(
@@ -58,12 +63,13 @@ def by_levels(
     flat, form = tree_flatten((args, kwargs))
     moved = _Moved(levels)
     outputs, kept = [], []
-    for depth in range(len(levels.levels)):
-        lent = cache.lend({slot: state[moved.level(depth, state).parents] for slot, state in states.items()})
-        own_args, own_kwargs = tree_unflatten([_of_level(part, cache, lent, moved, depth) for part in flat], form)
-        outputs.append(forward(*own_args, **own_kwargs))
-        states = {slot: _state(slot, lent) for slot in mixer.slots}
-        kept.append(states)
+    with states_put_back(mixer.own):
+        for depth in range(len(levels.levels)):
+            lent = cache.lend({slot: state[moved.level(depth, state).parents] for slot, state in states.items()})
+            own_args, own_kwargs = tree_unflatten([_of_level(part, cache, lent, moved, depth) for part in flat], form)
+            outputs.append(forward(*own_args, **own_kwargs))
+            states = {slot: slot.read(lent) for slot in mixer.slots}
+            kept.append(states)
     cache.states.keep(LevelStates(levels, kept))
     return tree_map(lambda *parts: _of_nodes(parts, moved), *outputs)
 
@@ -103,12 +109,6 @@ def _of_nodes(parts: Sequence[Any], moved: _Moved) -> Any:
     if not isinstance(parts[0], Tensor):
         return parts[0]
     return torch.cat(list(parts))[moved.on(parts[0].device).order, 0]
-
-
-def _state(slot: StateSlot, lent: Any) -> Tensor:
-    state = slot.of(lent.layers[slot.layer])
-    assert state is not None
-    return state
 
 
 class TreeForward:

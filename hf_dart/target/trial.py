@@ -38,6 +38,7 @@ from hf_dart.target.devices import (
 )
 from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
+from hf_dart.target.mixers import own_states
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import StockSteps, cache_name
 from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
@@ -185,8 +186,8 @@ class _Trial:
         self._tokens = tokens.to(device_of(embeddings))
         with _unmoved(model), _explained(model, self._described("plain text over a DynamicCache")):
             self._outputs = self._prefill(_PROMPT, pads)
-        short = getattr(self._outputs, cache_name(model), None)
-        if not isinstance(short, Cache):
+        short = self._outputs[cache_name(model)]
+        if not isinstance(short, Cache) or (type(short) is DynamicCache and not _holds_anything(short)):
             raise _RefusalError(
                 f"{type(model).__name__} keeps neither keys and values nor running states in a cache, from which "
                 "rejected drafts could be taken back; call generate without assistant=."
@@ -198,6 +199,7 @@ class _Trial:
             )
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
+        self._own = {slot: slot.read() for slot in own_states(model, short)}
         with _explained(model, self._described("plain text")):
             self._noise = self._noise_of_batches()
         self._attention = TreeAttention(model)
@@ -265,7 +267,7 @@ class _Trial:
         Layers that keep more than keys and values are filled by a prompt of that length.
         """
         if not keeps_only_entries(self.short):
-            return _with_loud_states(self._prefill(length, self._pads)[cache_name(self._model)])
+            return self._loud(self._prefill(length, self._pads)[cache_name(self._model)])
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
@@ -284,7 +286,20 @@ class _Trial:
             louder = loudness.to(filled.device, filled.dtype)[:, None]
             keys, values = (held_by(filled)[part].transpose(1, 2)[rows, which].transpose(1, 2) for part in range(2))
             layer.update(keys, values * louder)
-        return _with_loud_states(cache)
+        return self._loud(cache)
+
+    def _loud(self, cache: Any) -> Any:
+        """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing.
+
+        Those that modules keep themselves are set to such numbers, too.
+        """
+        generator = torch.Generator().manual_seed(0)
+        for slot, state in states_of(cache).items():
+            if slot.kind == "recurrent_states" and state.is_floating_point():
+                state.copy_(torch.randn(state.shape, generator=generator))
+        for own, state in self._own.items():
+            own.write(None, torch.randn(state.shape, generator=generator).to(state))
+        return cache
 
     def _steps(self, length: int) -> StockSteps:
         """Stock's loop after a prefix."""
@@ -321,7 +336,8 @@ class _Trial:
     ) -> tuple[Tensor, Tensor]:
         """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
         prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
-        trees = tree_cache(prefix, self._pads, room, keep=False, windows=layer_windows(self._model, prefix))
+        windows = layer_windows(self._model, prefix)
+        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows, own=[*self._own])
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
@@ -393,13 +409,8 @@ class _Trial:
         return whole.shape == steps.shape and _difference(steps, whole) > allowed
 
 
-def _with_loud_states(cache: Any) -> Any:
-    """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing."""
-    generator = torch.Generator().manual_seed(0)
-    for slot, state in states_of(cache).items():
-        if slot.kind == "recurrent_states" and state.is_floating_point():
-            state.copy_(torch.randn(state.shape, generator=generator))
-    return cache
+def _holds_anything(cache: DynamicCache) -> bool:
+    return bool(states_of(cache)) or any(layer.is_initialized for layer in attention_layers(cache))
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

@@ -43,7 +43,6 @@ _OTHERWISE = "computes something else for a token tree than for plain text"
     ("name", "says"),
     [
         ("BltForCausalLM", "keeps its past in a cache of its own"),
-        ("RecurrentGemmaForCausalLM", "keeps neither keys and values nor running states in a cache"),
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
         ("MiniMaxForCausalLM", "cannot run plain text over a DynamicCache"),
         ("RwkvForCausalLM", "keeps neither keys and values nor running states in a cache"),

@@ -27,7 +27,9 @@ def entries(layer: Any) -> dict[str, Tensor]:
     return {name: states.movedim(ENTRIES[name], (0, 1)) for name, states in entries_of(layer).items()}
 
 
-def assert_same_cache(ours: Cache, stock: Cache, pads: list[int], tokens: Tensor) -> None:
+def assert_same_cache(
+    ours: Cache, stock: Cache, pads: list[int], tokens: Tensor, close: dict[str, float] = CLOSE
+) -> None:
     """All layers hold the same entries in the same slots; what padding left there is nobody's business."""
     assert type(ours) is type(stock)
     slots = int(stock.get_seq_length())
@@ -42,7 +44,7 @@ def assert_same_cache(ours: Cache, stock: Cache, pads: list[int], tokens: Tensor
             hidden = slots - states.shape[1]  # slots that have left the window
             for row, pad in enumerate(pads):
                 first = max(0, pad - hidden)
-                torch.testing.assert_close(got[name][row, first:], states[row, first:], **CLOSE)
+                torch.testing.assert_close(got[name][row, first:], states[row, first:], **close)
     for left, right in zip(ours.layers, stock.layers, strict=True):
         if keeps_states(right):
             assert_same_states(left, right)

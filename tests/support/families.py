@@ -273,6 +273,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         num_experts=2,
         num_experts_per_tok=1,
     ),
+    # The states are attributes of modules.
+    "recurrent_gemma": _rotary(
+        "recurrent_gemma",
+        num_hidden_layers=4,
+        intermediate_size=96,
+        attention_window_size=WINDOW,
+        block_types=["recurrent", "recurrent", "attention"],
+        lru_width=32,
+    ),
     # Without attention.
     "mamba": ("mamba", _MAMBA_1),
     "falcon_mamba": ("falcon_mamba", _MAMBA_1),
@@ -314,6 +323,10 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SHORT, "alibi": True, "new_decoder_architecture": False, "multi_query": True},
     ),
 }
+ROUNDS_INSIDE = {"kimi_linear", "bailing_hybrid"}
+"""Whose rule is summed in fp32 whatever the dtype: stock's own float64 rows differ by 1e-6 with how many there are."""
+FORGETS_STATES = {"jamba", "zamba", "recurrent_gemma"}
+"""Where stock goes on wrongly when several tokens come after a cached text: it drops a state."""
 WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
 """Those that know no attention implementation but "eager"."""
 # Stock's grouped and batched expert kernels take no float64.
