@@ -277,11 +277,14 @@ def test_eagle() -> None:
         assert_identical(target, tiny_eagle_drafter(target), batch(size, "sdpa"), max_new_tokens=16, do_sample=False)
 
 
-def test_a_failure_in_the_prefill_leaves_the_cache_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
-    target = attach(tiny_target("falcon_h1"))
+@pytest.mark.parametrize("family", ["falcon_h1", "recurrent_gemma"])
+def test_a_failure_in_the_prefill_leaves_all_as_it_was(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = attach(tiny_target(family))
     head, inputs, cache = tiny_head(target), prompts(RAGGED), DynamicCache(config=target.config)
     first = run(target, inputs, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
     before, next_turn = copy.deepcopy(cache), behind(inputs, first.sequences)
+    own = own_states(target, cache)
+    states = [slot.read() for slot in own]
 
     def fails(*_: Any) -> Any:
         raise KeyboardInterrupt
@@ -294,7 +297,11 @@ def test_a_failure_in_the_prefill_leaves_the_cache_as_it_was(monkeypatch: pytest
     assert states_of(cache).keys() == states_of(before).keys()
     for slot, state in states_of(before).items():
         assert torch.equal(states_of(cache)[slot], state)
+    for slot, state in zip(own, states, strict=True):
+        assert slot.read() is state
     ours = run(target, next_turn, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
+    for slot, state in zip(own, states, strict=True):
+        slot.write(None, state)
     stock = run(target, next_turn, 0, past_key_values=before, max_new_tokens=5, do_sample=False)
     assert torch.equal(ours.sequences, stock.sequences)
 
