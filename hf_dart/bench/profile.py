@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,14 +15,16 @@ from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.target.mixers import takes_levels
+from hf_dart.target.mixers import level_by_level, tree_forms
+from hf_dart.target.tree_forward import by_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
-_CHAIN, _BUSHY = -1, -2  # two trees of as many nodes, of many levels and of few
-_FEW = 2  # levels
+_STOCK = 0  # in place of a tree's size
+_CHAIN, _BUSHY = -1, -2  # two trees of as many nodes, on as many levels and on one
+_LEVELLED_CHAIN, _LEVELLED_BUSHY = -3, -4  # the same, level by level where that is not how the target takes them
 _DEPTH = 8  # of drafts where the drafter has none of its own
 
 
@@ -35,6 +38,8 @@ class Profile:
         level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target computes none one by one.
         token_ms: stock's time per token.
         plain_ms: that of a round without a draft.
+        forms: on a target with running states, how many of its modules take a tree "at once" and how many "by levels".
+        shapes: there, the costs of a chain and of as many nodes on one level, and of both by levels.
     """
 
     verify: Points
@@ -42,6 +47,8 @@ class Profile:
     level: float | None
     token_ms: float
     plain_ms: float
+    forms: dict[str, int] = field(default_factory=dict)
+    shapes: dict[str, float] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -102,46 +109,71 @@ def measure(
     if not head.draft_length:
         head = _AnyDraft(rows, pair.model.device)
     depth = depth or head.tree_config.depth
-    levels = takes_levels(pair.model)
-    # Where levels are computed one by one, they cost beside nodes: sizes are measured on trees of few.
-    trees = {size: TreeConfig(nodes=size, depth=_FEW if levels else depth, lookup=0, top_k=16) for size in sizes}
+    forms = tree_forms(pair.model)
+    levels = by_levels in forms
+    flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), rows))
+    # Where levels are computed one by one, they cost beside nodes: sizes are measured on one.
+    trees = {
+        size: replace(flat, nodes=size) if levels else TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16)
+        for size in sizes
+    }
     longest = min(_DEPTH, head.draft_length)
-    if levels and longest > _FEW:
+    if forms and longest > 1:
         trees[_CHAIN] = TreeConfig.chain(longest)
-        trees[_BUSHY] = replace(trees[sizes[-1]], nodes=longest + 1)
+        trees[_BUSHY] = replace(flat, nodes=longest + 1)
+        if set(forms) != {by_levels}:
+            trees |= {_LEVELLED_CHAIN: trees[_CHAIN], _LEVELLED_BUSHY: trees[_BUSHY]}
 
-    def timed(tokens: int, tree: TreeConfig | None) -> tuple[float, float, int]:
+    def timed(tokens: int, way: int) -> tuple[float, float, int]:
         """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
+        tree = trees.get(way)
         options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
         if tree is None:
             return run(pair.model, inputs, options).seconds, 0.0, tokens
-        done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
+        with level_by_level(pair.model) if way in (_LEVELLED_CHAIN, _LEVELLED_BUSHY) else nullcontext():
+            done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
         assert done.stats is not None
         spent = done.stats.seconds
         return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
 
-    ways: list[tuple[int, TreeConfig | None]] = [(0, None), *trees.items()]
-    best = dict.fromkeys([0, *trees], float("inf"))
+    best = dict.fromkeys([_STOCK, *trees], float("inf"))
     draft = prefill = float("inf")
-    for _, tree in ways:
-        timed(_WARMUP, tree)
+    drafts = {_CHAIN} if levels and _CHAIN in trees else trees.keys() - {1}
+    for way in best:
+        timed(_WARMUP, way)
     for repeat in range(repeats):
         progress(f"repeat {repeat + 1} of {repeats}")
-        prefill = min(prefill, timed(1, None)[0])
-        for size, tree in ways:
+        prefill = min(prefill, timed(1, _STOCK)[0])
+        for way in best:
             # A deeper tree brings more tokens per round.
-            seconds, drafting, count = timed(rounds * (1 if size in (0, 1) else 2) + 1, tree)
-            best[size] = min(best[size], (seconds - drafting) / max(count, 1))
-            if size > 1 and size in sizes:
+            seconds, drafting, count = timed(rounds * (1 if way in (_STOCK, 1) else 2) + 1, way)
+            best[way] = min(best[way], (seconds - drafting) / max(count, 1))
+            if way in drafts:
                 draft = min(draft, drafting / max(count, 1))
-    token = max(best[0] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
+    token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
     plain = best[1]
     level = 0.0
-    if _CHAIN in best:
-        level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - _FEW), 0.0)
+    if levels and _CHAIN in best:
+        level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - 1), 0.0)
     verify: list[tuple[float, float]] = []
     for size in sizes:
-        alone = best[size] / plain - level * min(size - 1, _FEW)
+        alone = best[size] / plain - level * min(size - 1, 1)
         verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
-    known = round(level, 3) if _CHAIN in best else None
-    return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)
+    known = round(level, 3) if levels and _CHAIN in best else None
+    named = {
+        _CHAIN: f"a chain of {longest}",
+        _BUSHY: f"{longest} nodes on a level",
+        _LEVELLED_CHAIN: f"a chain of {longest}, by levels",
+        _LEVELLED_BUSHY: f"{longest} nodes on a level, by levels",
+    }
+    shapes = {name: round(best[way] / plain, 3) for way, name in named.items() if way in best}
+    counts = {"at once": sum(form is not by_levels for form in forms), "by levels": forms.count(by_levels)}
+    return Profile(
+        tuple(verify),
+        round(draft / plain, 3),
+        known,
+        1000 * token,
+        1000 * plain,
+        counts if forms else {},
+        shapes,
+    )

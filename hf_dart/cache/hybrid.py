@@ -49,7 +49,7 @@ class HybridCache(TreeCache):
 
     def __init__(self, prefilled: Cache, attention: TreeCache, own: Sequence[OwnState] = ()) -> None:
         self._stock, self._attention, self._own = prefilled, attention, own
-        self.states = RunningStates(states_of(prefilled) | {slot: slot.read() for slot in own})
+        self.states = RunningStates({**states_of(prefilled), **{slot: slot.read() for slot in own}})
         self.cache = StatefulCache(attention.cache.layers, prefilled, self.states)
         self.prompt_lengths = attention.prompt_lengths
         self._written_back = False

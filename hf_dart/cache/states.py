@@ -81,9 +81,9 @@ def states_put_back(own: Sequence[OwnState], only_on_failure: bool = False) -> I
             slot.write(None, state)
 
 
-def states_of(cache: Cache) -> States:
+def states_of(cache: Cache) -> dict[StateSlot, Tensor]:
     """All running states of a stock cache, the very tensors."""
-    found: States = {}
+    found = {}
     for place, layer in enumerate(cache.layers):
         for kind in ("conv_states", "recurrent_states") if keeps_states(layer) else ():
             for number, state in getattr(layer, kind).items():
@@ -133,9 +133,9 @@ class RunningStates:
         committed: after the committed tokens of each row.
     """
 
-    def __init__(self, prompt: States) -> None:
-        self.prompt = prompt
-        self.committed = dict(prompt)
+    def __init__(self, prompt: Mapping[Any, Tensor]) -> None:
+        self.prompt: States = dict(prompt)
+        self.committed: States = dict(prompt)
         self._nodes: list[NodeStates] = []
 
     def begin(self, tree: DraftTree) -> None:
@@ -211,7 +211,7 @@ class StatefulCache(Cache):
                     own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
         super().__init__(layers=own)
 
-    def lend(self, states: Mapping[Slot, Any]) -> Cache:
+    def lend(self, states: Mapping[Any, Any]) -> Cache:
         """A stock cache that holds these states, tensors or what stands for them, and may write into them.
 
         Modules are given those that they keep themselves.

@@ -46,9 +46,16 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"a draft: {found.draft:.2f}")
     if found.level is not None:
         print(f"a level of nodes, beside them: {found.level:.2f}")
+    if found.forms:
+        print("modules with running states that take a tree " + _listed(found.forms, "{:.0f}"))
+    if found.shapes:
+        print("rounds with " + _listed(found.shapes, "{:.2f}"))
     print("tree=" + json.dumps(found.settings))
+    states = {"forms": found.forms, "shapes": found.shapes} if found.forms else {}
     about = {"hardware": hardware(pair.model.device), "versions": versions()}
-    write_json(arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **found.settings})
+    write_json(
+        arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **states, **found.settings}
+    )
     if arguments.save:
         content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}
@@ -59,6 +66,10 @@ def _run(arguments: argparse.Namespace) -> int:
             new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
             new.replace(config)
     return 0
+
+
+def _listed(numbers: dict[str, Any], format_: str) -> str:
+    return "; ".join(f"{name}: {format_.format(number)}" for name, number in numbers.items())
 
 
 def _keeps_trees(config: Path, head: Any) -> bool:

@@ -62,8 +62,25 @@ def own_states(model: PreTrainedModel, cache: Cache) -> list[OwnState]:
 
 def takes_levels(model: PreTrainedModel) -> bool:
     """Is there a mixer that takes trees level by level, so that each level has a cost?"""
+    return by_levels in tree_forms(model)
+
+
+def tree_forms(model: PreTrainedModel) -> list[Form]:
+    """How each mixer takes a tree: `by_levels`, or in one call; empty for a target without running states."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return any(map(keeps_states, layers)) and any(mixer.form is by_levels for mixer in mixers_of(model))
+    return [mixer.form or by_levels for mixer in mixers_of(model)] if any(map(keeps_states, layers)) else []
+
+
+@contextmanager
+def level_by_level(model: PreTrainedModel) -> Iterator[None]:
+    """Within it no mixer of the model takes a tree in one call: for measurements."""
+    mixers_of(model)
+    now, found = _found[model]
+    _found[model] = now, [(name, slots, by_levels) for name, slots, _ in found]
+    try:
+        yield
+    finally:
+        _found[model] = now, found
 
 
 def _names_of(model: PreTrainedModel) -> _Found:

@@ -149,7 +149,7 @@ class _StatesAtOnce:
 
     def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
         """See `hf_dart.cache.states.NodeStates`; `counts` may be a tensor [B], too."""
-        new = {slot: before[slot] for slot in self._states}
+        new: States = {slot: before[slot] for slot in self._states}
         if path.shape[1] == 0:
             return new
         for slot, state in self._states.items():
@@ -183,7 +183,7 @@ class AtOnce:
         held = cache.states
         if not 1 < held.shape[1] <= _MOST:
             return by_levels(mixer, forward, cache, args, kwargs)
-        text = {slot: held.committed[slot] for slot in mixer.slots}
+        text = {slot: held.committed[slot] for slot in mixer.slots if isinstance(slot, StateSlot)}
         states = {slot: _KINDS[slot.kind](state, held.paths(state.device)) for slot, state in text.items()}
         shape, lent = held.shape, cache.lend(states)
 

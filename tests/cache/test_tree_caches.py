@@ -38,13 +38,13 @@ ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
 
 def ragged(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
 ) -> TreeCache:
     return RaggedCache(prefilled, pads, capacity, keep, most)
 
 
 def windowed(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
+    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
 ) -> TreeCache:
     """Sliding layers that keep their window and next to nothing else."""
     with pytest.MonkeyPatch.context() as patch:
@@ -53,9 +53,7 @@ def windowed(
         return RaggedCache(prefilled, pads, capacity, keep, most, windows)
 
 
-def right_aligned(
-    prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, windows: Any = None
-) -> TreeCache:
+def right_aligned(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, *_: Any) -> TreeCache:
     return RightAlignedCache(prefilled, pads, keep)
 
 

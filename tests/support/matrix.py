@@ -15,11 +15,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.target.masks import mask_kinds
-from hf_dart.target.stock_steps import cache_name
+from hf_dart.target.stock_steps import cache_after, cache_name
 from support.cases import MODES, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
 from support.families import FAMILIES, HYBRIDS, REFUSED
@@ -129,8 +129,9 @@ def refusal(family: str, attention: str = "eager") -> str:
 def mask_form(family: str) -> str:
     """Which kinds of layers the family's tiny target has, as its masks are named."""
     target = tiny_target(family, "eager")
-    cache = target(**prompts([3]), use_cache=True)[cache_name(target)]
-    kinds = mask_kinds(target, cache)
+    cache = DynamicCache(config=target.config)
+    outputs = target(**prompts([3]), **{cache_name(target): cache}, use_cache=True)
+    kinds = mask_kinds(target, cache_after(target, outputs, cache))
     masks = [kind.name.removesuffix("_attention") for kind in kinds]
     return " + ".join(masks + ["states"] * (family in HYBRIDS))
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
+from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
 from support.trees import candidates_of, paths, random_draft
 from support.users import Clock
@@ -23,6 +24,7 @@ from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.mixers import mixers_of, tree_forms
 from hf_dart.trees.costs import RoundCost, checked_points, interpolated
 from hf_dart.trees.on_host import grow_on_host
 
@@ -129,6 +131,38 @@ def test_measured_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
     assert config.draft_cost == profile.draft == 1
     assert config.verify_costs == ((1, 1), (4, 1))
     assert profile.token_ms == profile.plain_ms == 1000
+
+
+@needs_running_states
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.matrix)])
+def test_shapes_of_trees_are_measured_where_states_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that every step of a mixer puts forward by a second: one for a tree at once, one per level elsewhere.
+
+    Trees of the last rounds have fewer levels.
+    """
+    target = tiny_target(family, dtype=torch.float32)
+    passes, mixers = Clock(), mixers_of(target)
+    projection = next(part for name, part in mixers[0].module.named_modules() if name.startswith("in_proj"))
+    projection.register_forward_hook(lambda *_: passes.time() and None)
+    for timing in (exact, stats):
+        monkeypatch.setattr(timing, "perf_counter", lambda: passes.now)
+    pair = Pair(target, tiny_head(target), None, "target", "head")
+    found = measure(pair, context=6, rounds=8, repeats=1, sizes=(1, 4))
+    longest = pair.head.draft_length
+    chain, bushy = f"a chain of {longest}", f"{longest} nodes on a level"
+    if family == "qwen3_5":
+        assert found.forms == {"at once": len(mixers), "by levels": 0}
+        at_once = [found.shapes.pop(name) for name in (chain, bushy)]
+        assert at_once == [1, 1]
+        chain, bushy = f"{chain}, by levels", f"{bushy}, by levels"
+        assert found.level is None
+    else:
+        assert found.forms == {"at once": 0, "by levels": len(mixers)}
+        assert 0.7 < found.level <= 1
+    assert found.shapes.keys() == {chain, bushy}
+    assert 0.8 * (longest + 1) < found.shapes[chain] <= longest + 1
+    assert found.shapes[bushy] == pytest.approx(2, abs=0.1)
+    assert list(map(type, tree_forms(target))) == [type(mixer.form) for mixer in mixers]
 
 
 @pytest.mark.matrix
