@@ -5,14 +5,16 @@ Each tier's cache is no longer than the text needs, so that the cost follows the
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from hf_dart.engine.cache import FixedCache
+from hf_dart.engine.kernels import Kernels
+from hf_dart.target.fused import fused
 from hf_dart.target.packed import MASKS, NODES, for_groups
 from hf_dart.target.verify import Verifier
 
@@ -24,20 +26,23 @@ class PackedVerifier(Verifier):
         like: of a call; its rows' shifts of positions are to be filled in (`load`).
         cache: where the committed tokens of B rows are.
         hands_down: does the target hand arguments that it does not know down to its attention?
+        kernels: what it computes by.
     """
 
-    def __init__(self, like: Verifier, cache: FixedCache, hands_down: bool) -> None:
+    def __init__(self, like: Verifier, cache: FixedCache, hands_down: bool, kernels: Kernels) -> None:
         shift = like.shift
         if shift is not None:
             with torch.inference_mode(False):  # as all that a round reads
                 size = (*shift.shape[:-1], len(cache.lengths))
                 shift = torch.zeros(size, dtype=shift.dtype, device=cache.lengths.device)
         super().__init__(like.target, cache, like.kinds, like.feature_layers, shift=shift)
-        self._hands_down = hands_down
+        self._hands_down, self._kernels = hands_down, kernels
 
-    def packed(self) -> AbstractContextManager[None]:
-        """Within it the target attends to trees, on fixed shapes, in this thread; what runs this is inside of it."""
-        return self.attention.packed()
+    @contextmanager
+    def packed(self) -> Iterator[None]:
+        """Within it the target computes as rounds do, in this thread; what runs this is inside of it."""
+        with self.attention.packed(), fused(self._kernels.linears):
+            yield
 
     def _attending(self) -> AbstractContextManager[None]:
         return nullcontext()

@@ -18,6 +18,8 @@ class EngineConfig:
             for targets that do not attend by SDPA.
         lag: rounds that run ahead of what the host has read; None is 1 on a GPU, and 0 on a CPU, where nothing runs
             meanwhile.
+        fuse: multiply by the weights of q, k and v, and of gate and up, at once. They move into one storage for that,
+            of which the parameters are views (`hf_dart.target.fused`), until `detach`.
 
     Raises:
         ValueError: a field is out of range.
@@ -27,6 +29,7 @@ class EngineConfig:
     first_tier: int = 512
     share: int = 2
     lag: int | None = None
+    fuse: bool = False
 
     def __post_init__(self) -> None:
         if self.first_tier < 8 or self.first_tier % 8:

@@ -19,11 +19,13 @@ from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Capture, Pool, memory_pool
 from hf_dart.engine.job import HeadJob, Job
+from hf_dart.engine.kernels import Kernels
 from hf_dart.engine.loop import run
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
+from hf_dart.target.fused import fuse
 from hf_dart.target.packed import PACKED
 
 _WORTH_A_MOVE = 64
@@ -83,6 +85,7 @@ class Engine:
         kept = bool(self._tiers or self._forwards)
         self._clear()
         self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
+        self._kernels = Kernels()
         if kept:
             gc.collect()  # rounds refer to themselves, by what was compiled of them
 
@@ -105,7 +108,7 @@ class Engine:
 
     def _capture(self, job: Job) -> Capture:
         self._pool = self._pool or memory_pool(job.model.device)
-        return Capture(self.config.backend, self._pool, self._memory, self._hands_down)
+        return Capture(self.config.backend, self._pool, self._memory, self._hands_down, self._kernels)
 
     def run(self, session: Session) -> None:
         """Bring a prefilled session to its end, or as far as rounds can be captured; eager rounds go on from there."""
@@ -116,10 +119,12 @@ class Engine:
             if isinstance(job, str):
                 self._warn(f"This call runs the eager round, not the captured one: {job}.")
                 return
+            linears = tuple(fuse(job.model)) if self.config.fuse else ()
             made_for = signature(job)
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
+                self._kernels = Kernels(linears)
                 self._hands_down = job.verify.attention.name in ("sdpa", PACKED)
             whole = head_job(job)
             if isinstance(whole, str):
@@ -180,7 +185,7 @@ class Engine:
             if error <= allowed:
                 return forward
             reason, short = _differs(job, error, allowed), False
-        if not short and self._keeps_to_itself(reason):
+        if not short and self._goes_without(reason):
             return self._made_forward(job, slots, nodes)
         self._warn(f"This call runs the eager round, not the captured one: {reason}.")
         return None
@@ -210,7 +215,7 @@ class Engine:
         if isinstance(made, Tier):
             made = _loaded(made, job)
         if isinstance(made, _Refused):
-            if made.computes_otherwise and self._keeps_to_itself(made.reason):
+            if made.computes_otherwise and self._goes_without(made.reason):
                 return self._tier(job)
             self._warn(f"This call runs the eager round, not the captured one: {made.reason}.")
             if made.passing:
@@ -220,8 +225,15 @@ class Engine:
         _drop_first(self._tiers)
         return tier
 
-    def _keeps_to_itself(self, reason: str) -> bool:
-        """May it be that the target does not hand down what its attention is told? It is told nothing from here on."""
+    def _goes_without(self, reason: str) -> bool:
+        """Is there anything that rounds can do without from here on, as it may be the reason that they do not work?
+
+        First kernels of ours; then what attention is told, as the target may not hand it down.
+        """
+        if self._kernels != Kernels():
+            self._warn(f"Captured rounds go on without the kernels that were asked for: {reason}.")
+            self._kernels, self._pool = Kernels(), None
+            return True
         if self._hands_down:
             self._progress(f"hf_dart: rows of a batch do not share their nodes, nor layers their masks: {reason}")
             self._hands_down, self._pool = False, None

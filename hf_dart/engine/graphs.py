@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dart.engine.kernels import Kernels
 from hf_dart.engine.memory import Memory
 
 _WARM_UPS = 3
@@ -32,13 +33,14 @@ class Capture(NamedTuple):
         backend: of `torch.compile`.
         pool: of graphs.
         memory: for keys, values and noise.
-        hands_down: of `attention.PackedVerifier`.
+        hands_down, kernels: of `attention.PackedVerifier`.
     """
 
     backend: str | None
     pool: Pool | None
     memory: Memory
     hands_down: bool
+    kernels: Kernels = Kernels()
 
 
 class Launch:

@@ -9,8 +9,8 @@ from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.target.attention import attention_of
+from hf_dart.target.stand_in import forward_before
 from hf_dart.target.support import parts_of
-from hf_dart.target.tree_forward import forward_before
 
 
 def identity(model: nn.Module) -> tuple[Any, ...]:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hf_dart.cache.states import LevelStates, OwnState, Slot, StatefulCache, states_put_back
+from hf_dart.target.stand_in import StandIn
 from hf_dart.trees.levels import Level, TreeLevels
 from hf_dart.trees.tree import DraftTree
 
@@ -111,11 +112,10 @@ def _of_nodes(parts: Sequence[Any], moved: _Moved) -> Any:
     return torch.cat(list(parts))[moved.on(parts[0].device).order, 0]
 
 
-class TreeForward:
+class TreeForward(StandIn):
     """A module's forward while trees are verified, for which it stands in its instance.
 
     Attributes:
-        before: what the instance had there; None if its class's.
         users: calls that verify trees at this moment, in all threads.
     """
 
@@ -130,11 +130,6 @@ class TreeForward:
         if cache is None:
             return self._forward(*args, **kwargs)
         return (self._mixer.form or by_levels)(self._mixer, self._forward, cache, args, kwargs)
-
-
-def forward_before(forward: Any) -> Any:
-    """What an instance has for `forward` of its own, whether or not a tree is being verified; None if nothing."""
-    return forward.before if isinstance(forward, TreeForward) else forward
 
 
 _INSTALLING = threading.Lock()

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dart.target.tree_forward import TreeForward
+from hf_dart.target.stand_in import StandIn
 
 
 @contextmanager
@@ -41,8 +41,8 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 def _put_back(now: Any, before: dict[str, Any]) -> None:
     for name in {*now.keys()} - before.keys():
-        if not isinstance(now[name], TreeForward):  # of a call in another thread, which takes it away itself
+        if not isinstance(now[name], StandIn):  # of a call in another thread, which takes it away itself
             del now[name]
     for name, value in before.items():
-        if (name not in now or now[name] is not value) and not isinstance(value, TreeForward):
+        if (name not in now or now[name] is not value) and not isinstance(value, StandIn):
             now[name] = value

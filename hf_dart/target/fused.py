@@ -3,9 +3,9 @@
 A round's products are bound by reading weights, and each has a start and an end in which little is read; k and v of a
 model with few key heads are hardly more than those. Here the weights of a group come to lie in one storage, one after
 another, and each parameter becomes a view of its rows: the same numbers with the same shape and strides, so that
-training, saving, adapters and stock's own `generate` know nothing of it. Only rounds of ours multiply by the whole.
+training, saving, adapters and stock's own `generate` know nothing of it. Captured rounds alone multiply by the whole.
 
-The same product may be rounded differently then, as any other kernel might (`hf_dart.engine.trial` says how far).
+The same product may be rounded differently then, as by any other kernel: `hf_dart.engine.trial` says how far.
 Groups of which one is not a plain `nn.Linear` of its own weights (an adapter's, quantised, tied, parametrized) stay as
 they are.
 """
@@ -22,6 +22,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from hf_dart.target.stand_in import StandIn, forward_before
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _here: ContextVar[bool] = ContextVar("_here", default=False)
@@ -57,7 +59,7 @@ class FusedLinears:
         return found
 
 
-class _Forward:
+class _Forward(StandIn):
     """`forward` of one of the layers: all of them at once within `fused`, in its thread, and its own elsewhere."""
 
     def __init__(self, whole: FusedLinears, place: int) -> None:
@@ -76,7 +78,8 @@ def fuse(model: nn.Module) -> list[FusedLinears]:
 
     One group is copied at a time. `separate` undoes it.
     """
-    users = Counter(weight.untyped_storage().data_ptr() for weight in model.parameters())
+    weights = (weight for _, weight in model.named_parameters(remove_duplicate=False))
+    users = Counter(weight.untyped_storage().data_ptr() for weight in weights)
     found = []
     for linears in _groups(model):
         joined = _joined(linears)
@@ -121,7 +124,9 @@ def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:
     for parent in model.modules():
         for names in _NAMES:
             linears: list[Any] = [parent._modules.get(name) for name in names]
-            if any(type(linear) is not nn.Linear for linear in linears) or len({*map(id, linears)}) < len(names):
+            if any(type(linear) is not nn.Linear for linear in linears):
+                continue
+            if any(forward_before(vars(linear).get("forward")) is not None for linear in linears):
                 continue
             kinds = {
                 (linear.in_features, linear.bias is None, *_kinds(linear.weight), *_kinds(linear.bias))

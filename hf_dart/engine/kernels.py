@@ -1,0 +1,17 @@
+"""What rounds compute by, in the place of what the target's own code would launch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from hf_dart.target.fused import FusedLinears
+
+
+class Kernels(NamedTuple):
+    """Of one target, as `EngineConfig` asks for them; none of them is used before the engine's trial has passed.
+
+    Attributes:
+        linears: products that are computed at once.
+    """
+
+    linears: tuple[FusedLinears, ...] = ()
