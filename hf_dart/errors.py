@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,6 +39,8 @@ def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
     try:
         yield
     except caught as error:
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise UserError("The disk is full; make room there, or write to another one.") from error
         raise UserError(f"{about}: {sentence(error)}" if about else sentence(error)) from error
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from transformers.utils.import_utils import is_serve_available
+
 from hf_dart.bench.pair import Pair
 from hf_dart.cli.common import load, pair_options, seed, set_threads
 from hf_dart.errors import UserError, sentence
@@ -49,6 +51,9 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
     Raises:
         UserError: what transformers' server needs is not installed.
     """
+    # First, as some of what follows fails in its own ways without these packages.
+    if not is_serve_available():
+        raise UserError("A server needs more packages; install hf-dart[serve].")
     try:
         from transformers.cli.serving.chat_completion import ChatCompletionHandler
         from transformers.cli.serving.completion import CompletionHandler
@@ -58,13 +63,10 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
         from transformers.cli.serving.systemone import SystemOneHandler
         from transformers.cli.serving.transcription import TranscriptionHandler
         from transformers.cli.serving.utils import GenerationState
-        from transformers.utils.import_utils import is_serve_available
     except ImportError as error:
         raise UserError(
             f"This transformers has no server to build on ({sentence(error)}); install hf-dart[serve]."
         ) from error
-    if not is_serve_available():
-        raise UserError("A server needs more packages; install hf-dart[serve].")
     from hf_dart.decoding.api import attach
 
     class OneModel(ModelManager):

@@ -74,12 +74,6 @@ def push_folder(
     """
     api = HfApi(library_name="hf-dart", library_version=versions(()).get("hf-dart"), token=token)
     facts = _facts(folder, repository, **known)  # what is wrong here is said before anything is made
-    if facts.base_model is None:
-        _LOGGER.warning(
-            "It is not known which model of the Hub %s drafts for, so its card cannot say how to use it; name it "
-            "with --base-model (base_model=).",
-            repository,
-        )
     with hub_errors(repository, token=token, revision=revision):
         repository = api.create_repo(repository, private=private, exist_ok=True).repo_id
         if revision is not None and not revision.startswith("refs/"):
@@ -146,7 +140,14 @@ def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
             f"The head of this adapter lies in {base}, where nobody else finds it; push that head too and write its id "
             f"on the Hub into {ADAPTER_CONFIG} as base_model_name_or_path."
         )
-    return HeadFacts.read(folder, repository=repository, **known)
+    facts = HeadFacts.read(folder, repository=repository, **known)
+    if facts.base_model is None:
+        _LOGGER.warning(
+            "It is not known which model of the Hub %s drafts for, so its card cannot say how to use it; name it "
+            "with --base-model (base_model=).",
+            repository,
+        )
+    return facts
 
 
 def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> dict[str, bytes | Path]:

@@ -46,6 +46,12 @@ def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixtur
     assert capsys.readouterr().out == drafted.out
 
 
+def test_a_server_without_its_packages(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("hf_dart.cli.serve.is_serve_available", lambda: False)
+    assert main(["serve"]) == 2
+    assert "install hf-dart[serve]" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("words", [["drafts"], ["demo"], ["bench", "train"]])
 def test_commands_about_weights_need_a_head(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*words, "--target", TARGET]) == 2

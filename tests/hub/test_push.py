@@ -352,9 +352,12 @@ def test_a_trainer_pushes_its_head_with_a_card(alice: Hub, tmp_path: Path) -> No
     assert "training_args.bin" not in alice.repositories["alice/run-7"].files()
 
 
-def test_a_dry_run_writes_what_would_be_pushed(alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_writes_what_would_be_pushed(
+    alice: Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     words = ["push", str(PACKAGED_HEAD), "alice/head", "--license", "mit", "--bench", str(BENCH)]
     assert main([*words, "--dry-run", str(tmp_path / "dry")]) == 0
+    assert "with --base-model" in caplog.text
     assert "nothing was pushed" in capsys.readouterr().out
     assert not alice.requests
     assert main([*words, "--private"]) == 0

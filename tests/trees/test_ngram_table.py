@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hf_dart import NgramTable
 from hf_dart.cli import main
+from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.trees.ngram import build as ngram_build
 from hf_dart.trees.ngram.build import build, merge
@@ -399,3 +400,5 @@ def test_a_full_disk_is_called_one(tmp_path: Path, capsys: pytest.CaptureFixture
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "File too large" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+    with pytest.raises(UserError, match=r"^The disk is full; make room"), as_user_error():
+        Path("/dev/full").write_text("x")

@@ -259,14 +259,13 @@ def find_field(source: Source, text_field: str | None = None, messages_field: st
         ValueError: it has none of them.
     """
     choices = [("input_ids", "input_ids"), ("messages", "messages"), ("messages", "conversations")]
-    choices += [(_COMPLETION, _COMPLETION)] if "prompt" in source.columns else []
-    choices += [("text", "text")]
+    choices += [(_COMPLETION, _COMPLETION), ("text", "text")]
     given = [("messages", messages_field), ("text", text_field)]
     asked = [(kind, name) for kind, name in given if name is not None]
     for kind, name in asked or choices:
-        if name in source.columns:
+        if name in source.columns and (kind != _COMPLETION or "prompt" in source.columns):
             return kind, name
-    wanted = " nor ".join(repr(name) for _, name in asked or choices)
+    wanted = " nor ".join(repr(name) + " (with 'prompt')" * (kind == _COMPLETION) for kind, name in asked or choices)
     raise ValueError(
         f"{source.name} has no field {wanted}, only {', '.join(map(repr, source.columns))}; name the one that holds "
         "the text with text_field, or the conversation with messages_field."
@@ -285,7 +284,7 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
         "features": datasets.Features({name: datasets.Sequence(datasets.Value(kind), length) for name, kind in types}),
     }
     if not arguments.streaming:
-        options["desc"] = f"Tokenizing {encoder.source}"
+        options["desc"] = f"{encoder.source}: tokenizing"
         options["num_proc"] = arguments.num_proc
         options["new_fingerprint"] = _fingerprint(documents, encoder)
     try:
