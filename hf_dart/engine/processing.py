@@ -1,7 +1,8 @@
 """Logits processors on fixed shapes: stock's scores, from what lies on the device.
 
-Those that are functions of scores and of numbers are stock's own. What others read of the text is kept up to date as
-tensors: which tokens a row holds (the repetition penalty), and how many it has generated (the minimum lengths).
+Those that are functions of scores and of numbers are stock's own, but for top-p on a GPU (`nucleus`). What others read
+of the text is kept up to date as tensors: which tokens a row holds (the repetition penalty), and how many it has
+generated (the minimum lengths).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from transformers import (
 )
 
 from hf_dart.decoding.rows import Rows
+from hf_dart.engine.nucleus import outside_nucleus
 
 # All compared by exact type: what a subclass does is not known.
 _OF_SCORES = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper, LogitNormalization)
@@ -92,11 +94,6 @@ class FixedProcessors:
             places = torch.arange(vocab_size)
             self._masks.append(None if tokens is None else torch.isin(places, tokens.cpu()).to(device))
 
-    @property
-    def sorts(self) -> bool:
-        """Does one of them sort all scores?"""
-        return any(type(processor) is TopPLogitsWarper for processor in self.processors)
-
     def load(self, processors: LogitsProcessorList, rows: Rows, seats: list[int], seen: Tensor) -> None:
         """Take over what differs between calls.
 
@@ -132,6 +129,9 @@ class FixedProcessors:
             if type(processor) is RepetitionPenaltyLogitsProcessor:
                 penalised = torch.where(scores < 0, scores * processor.penalty, scores / processor.penalty)
                 scores = torch.where(seen, penalised, scores)
+            elif type(processor) is TopPLogitsWarper and scores.is_cuda:
+                outside = outside_nucleus(scores, processor.top_p, processor.min_tokens_to_keep)
+                scores = scores.masked_fill(outside, processor.filter_value)
             elif mask is None:
                 scores = processor(None, scores)
             elif type(processor) is SuppressTokensLogitsProcessor:
