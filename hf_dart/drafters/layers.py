@@ -103,10 +103,10 @@ def attend(
     mask: Tensor,  # [B or 1, 1, Q, S] bool
 ) -> Tensor:  # [B, H, Q, D']
     """Attention under a mask, as is best for the device."""
-    grouped = query.shape[1] != key.shape[1]
     # On CUDA, groups and a mask together are left to a kernel that writes keys and values out for every head.
-    if grouped and query.is_cuda and not torch.is_grad_enabled():
+    if query.is_cuda and not torch.is_grad_enabled():
         return attend_in_groups(query, key, value, mask)
+    grouped = query.shape[1] != key.shape[1]
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=grouped)
 
 

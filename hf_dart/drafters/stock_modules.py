@@ -159,7 +159,8 @@ class View:
         for kind in kinds:
             horizon = kind.horizon(self.positions)
             seen = self.seen if horizon is None else self.seen & (self.at[:, None] > horizon[..., None])
-            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
+            mask = torch.zeros(seen.shape, dtype=dtype, device=seen.device)
+            mask.masked_fill_(~seen, torch.finfo(dtype).min / 2)  # as in `Verifier.masks`
             masks[kind.name] = mask[:, None].to(device)
         return masks if len(masks) > 1 else next(iter(masks.values()))
 

@@ -3,7 +3,8 @@
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
 side by side instead (`attend_in_groups`), and keys and values are read where they lie. Captured rounds attend by it,
-and trees of targets whose own attention takes no tree mask (`TreeAttention`).
+trees on CUDA, where a kernel is taken that makes no plan for each number of keys (`masked_attention`), and trees of
+targets whose own attention takes no tree mask (`TreeAttention`).
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from hf_dart.target.masked_attention import aligned, masked_attention
 
 PACKED = "hf_dart_packed"
 """Its name in a config, while it is used."""
@@ -44,13 +46,13 @@ def attend_in_groups(
     if mask.shape[2] == queries:
         mask = for_groups(mask, groups)
     packed = query.reshape(batch, heads // groups, groups * queries, width)
-    mixed = F.scaled_dot_product_attention(packed, key, value, attn_mask=mask, scale=scaling)
-    return mixed.reshape(batch, heads, queries, -1)
+    return masked_attention(packed, key, value, mask, scaling).reshape(batch, heads, queries, -1)
 
 
 def for_groups(mask: Tensor, groups: int) -> Tensor:
     """A mask [B or 1, 1, Q, S] of queries as one of groups of g queries [B or 1, 1, g Q, S]."""
-    return mask if groups == 1 else mask.repeat(1, 1, groups, 1)
+    mask = mask if groups == 1 else mask.repeat(1, 1, groups, 1)
+    return aligned(mask) if mask.is_cuda and mask.dtype != torch.bool else mask
 
 
 def packed_attention(
@@ -73,7 +75,8 @@ def packed_attention(
     if nodes is not None:
         return _of_shared_trees(query, key, value, attention_mask, for_all, nodes, scaling), None
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if groups == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
+    alone = groups == 1 and not query.is_cuda
+    if alone or not shared_mask or dropout or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )

@@ -171,6 +171,8 @@ class Verifier:
 
     def _attending(self) -> AbstractContextManager[None]:
         """Within it, the target attends by what takes a tree's mask."""
+        if self._device.type == "cuda":
+            return self.attention.packed()
         return self.attention.switched() if self.attention.differs else nullcontext()
 
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.fixed_round import FixedRound
+from hf_dart.target.masked_attention import masked_attention
 
 ASKS: dict[str, Callable[[Any], object]] = {
     "a number": lambda x: x[0].item(),
@@ -140,3 +141,38 @@ def test_rounds_that_go_wrong(what: str, device: SimulatedGpu, monkeypatch: pyte
     with pytest.warns(UserWarning, match=f"it could not be made .*{message}"):
         target.generate(**ids, assistant=head, tree_config=TreeConfig(nodes=4), do_sample=False, max_new_tokens=4)
     assert not any(made.tiers)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])  # groups of queries, and none
+def test_attention_makes_no_plans(family: str, captured: bool, device: SimulatedGpu) -> None:
+    """cuDNN's makes one for each number of keys, which every round of the target and of the head brings."""
+    target = tiny_target(family, "sdpa", torch.bfloat16).to("cuda")
+    head = tiny_head(target)
+    if captured:
+        hf_dart.compile(target, head, backend=None, first_tier=16)
+    ids = {name: part.to("cuda") for name, part in prompts([9, 3]).items()}
+    options = {"assistant": head, "tree_config": TreeConfig(nodes=5), "do_sample": False}
+    target.generate(**ids, max_new_tokens=1, **options)
+    prefill = device.attention["cudnn"]
+    assert prefill
+    device.attention.clear()
+    target.generate(**ids, max_new_tokens=12, **options)
+    assert head.last_stats.rounds > 1
+    assert device.attention["cudnn"] <= prefill, "by stock's own prefill alone"
+    assert device.attention["efficient, called by name"] >= 3  # a layer of the head and two of the target
+
+
+def test_masks_whose_rows_begin_anywhere(device: SimulatedGpu) -> None:
+    """The kernel refuses them; ours are copied to rows that it takes."""
+    query, key, value = (torch.randn(2, 3, 4, 8, dtype=torch.bfloat16).cuda() for _ in range(3))
+    for shown in (torch.rand(2, 1, 4, 4) > 0.3, torch.ones(2, 1, 4, 4, dtype=torch.bool)):
+        shown[..., 0] = True
+        wanted = torch.nn.functional.scaled_dot_product_attention(
+            *(part.cpu().float() for part in (query, key, value)), attn_mask=shown
+        )
+        found = masked_attention(query, key, value, shown.cuda())
+        torch.testing.assert_close(found.cpu().float(), wanted, atol=0.02, rtol=0.02)
+    bias = torch.zeros(2, 1, 4, 4, dtype=torch.bfloat16, device="cuda").expand(2, 3, 4, 4)
+    with pytest.raises(RuntimeError, match="not correctly aligned"):
+        torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, bias, False)

@@ -155,6 +155,7 @@ class SimulatedGpu:
         if named is not None:
             kwargs = {**kwargs, "device": torch.device("cpu")}
         if func is aten._scaled_dot_product_efficient_attention.default:
+            self.attention["efficient, called by name"] += 1
             func = _efficient_attention
         on_host = _mapped(_host, args), _mapped(_host, kwargs)
         if kind.name in _NUMBERS or (kind.name == "copy_" and not isinstance(args[0], DeviceTensor)):
