@@ -43,12 +43,17 @@ class SlotStore:
         for spec in specs:
             self._place.append((spec, counts.get(spec, 0)))
             counts[spec] = counts.get(spec, 0) + 1
-        self._storage = {spec: self._allocate(spec, count) for spec, count in counts.items()}
+        self._store({spec: self._allocate(spec, count) for spec, count in counts.items()})
 
     @property
     def specs(self) -> list[SlotSpec]:
         """Of all buffers."""
         return [spec for spec, _ in self._place]
+
+    def _store(self, storage: dict[SlotSpec, Tensor]) -> None:
+        """Keep the buffers in these."""
+        self._storage = storage
+        self._buffers = [storage[spec][place] for spec, place in self._place]
 
     def _allocate(self, spec: SlotSpec, count: int) -> Tensor:
         shape = (count, self.batch_size, spec.heads, self.capacity, spec.head_dim)
@@ -62,10 +67,10 @@ class SlotStore:
             return
         old = self.capacity
         self.capacity = max(capacity, 2 * old if self._most is None else min(2 * old, self._most))
+        grown = {spec: self._allocate(spec, len(storage)) for spec, storage in self._storage.items()}
         for spec, storage in self._storage.items():
-            grown = self._allocate(spec, storage.shape[0])
-            grown[..., :old, :] = storage
-            self._storage[spec] = grown
+            grown[spec][..., :old, :] = storage
+        self._store(grown)
 
     def drop(self, count: int, filled: int) -> None:
         """Move what lies in slots count .. filled - 1 to the front."""
@@ -75,7 +80,7 @@ class SlotStore:
     def release(self) -> None:
         """Free the buffers, and what they hold; they grow again when room is asked for."""
         self.capacity = 0
-        self._storage = {spec: self._allocate(spec, len(storage)) for spec, storage in self._storage.items()}
+        self._store({spec: self._allocate(spec, len(storage)) for spec, storage in self._storage.items()})
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
         """Do the buffers take values of that kind? Those made in inference mode take none outside it."""
@@ -106,8 +111,7 @@ class SlotStore:
 
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
-        spec, place = self._place[index]
-        return self._storage[spec][place]
+        return self._buffers[index]
 
     def write(self, index: int, values: Tensor, slots: Tensor | int) -> Tensor:
         """Write `values` [B, heads, Q, head_dim] at `slots` and return the whole buffer.
@@ -116,9 +120,10 @@ class SlotStore:
             slots: [B, Q] one slot per entry, or the first of Q consecutive slots that all rows share.
         """
         buffer = self.buffer(index)
-        values = values.to(buffer.dtype)  # under autocast, projections are of another
+        if values.dtype != buffer.dtype:  # under autocast, projections are of another
+            values = values.to(buffer.dtype)
         if isinstance(slots, int):
-            buffer[:, :, slots : slots + values.shape[2]] = values
+            buffer.narrow(2, slots, values.shape[2]).copy_(values)
         else:
             where = slots.to(buffer.device)[:, None, :, None].expand_as(values)
             buffer.scatter_(2, where, values)

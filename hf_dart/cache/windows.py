@@ -66,8 +66,8 @@ class LayerBuffers:
 
     def write(self, index: int, states: Tensor, start: int) -> Tensor:
         """Write entries [B, heads, Q, head_dim] at position `start` of all rows; what they see, up to the last."""
-        slot = start - self.first
-        return self.store.write(index, states, slot)[:, :, self.shown - self.first : slot + states.shape[2]]
+        slot, shown = start - self.first, self.shown - self.first
+        return self.store.write(index, states, slot).narrow(2, shown, slot + states.shape[2] - shown)
 
     def held(self, index: int, longest: int) -> Tensor:
         """Entries [B, heads, S, head_dim] that are shown in front of new ones."""

@@ -93,6 +93,8 @@ def admit(
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
     tree_config = tree_config.for_levels(levels, input_ids.device.type)
+    # A tree of a given size is grown whatever it costs.
+    times_drafts = tree_config.draft_cost is None and tree_config.nodes is None and input_ids.device.type == "cpu"
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)
@@ -124,6 +126,7 @@ def admit(
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=trace,
+        times_drafts=times_drafts,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from math import exp
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from transformers import LogitsProcessorList
 
 from hf_dart.decoding.candidates import Ranker, SeenTokens
 from hf_dart.decoding.chain import ChainScores, best_chain
+from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.trees.candidates import Candidates
@@ -33,6 +35,7 @@ class TreeGrower:
         texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
         device: where the target takes its input ids.
         ends: tokens that end a text.
+        costs: of rounds; None for those of `config`.
     """
 
     def __init__(
@@ -43,6 +46,7 @@ class TreeGrower:
         texts: list[list[int]],
         device: torch.device,
         ends: Collection[int] = (),
+        costs: RoundCosts | None = None,
     ) -> None:
         self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
         self._ends = torch.tensor(sorted(ends), device=device)
@@ -51,6 +55,7 @@ class TreeGrower:
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
+        self._costs = costs or RoundCosts(config, device.type)
 
     def __call__(
         self,
@@ -77,7 +82,10 @@ class TreeGrower:
         """
         if self._most == 1:
             return DraftTree.chain(self._roots(self._device)[:, None])
-        copied, chances = self._copies(deepest)
+        found = self._copies(deepest)
+        if proposal is None and not self._may_pay(found, shares):
+            return DraftTree.chain(self._roots(self._device)[:, None])
+        copied, chances = padded(found)
         if len(self._ends):
             copied, chances = up_to_end(copied, chances, self._ending(copied, ended))
         if proposal is None:
@@ -140,10 +148,25 @@ class TreeGrower:
         """[B] last committed tokens."""
         return torch.tensor([text[-1] for text in self._texts], device=device)
 
-    def _copies(self, deepest: list[int]) -> tuple[Tensor, Tensor]:
-        """Copied tokens [B, L] and the log-probability of each [B, L]."""
+    def _copies(self, deepest: list[int]) -> list[tuple[list[int], float]]:
+        """Copied tokens of each row, and the log-probability of each of them."""
         longest = min(self._config.lookup, max(deepest) + 1)
-        return padded([lookup.suggest(longest) for lookup in self._lookups])
+        return [lookup.suggest(longest) for lookup in self._lookups]
+
+    def _may_pay(self, found: list[tuple[list[int], float]], shares: list[float] | None) -> bool:
+        """Could verifying these copies alone pay? A bound: no tree need be grown to see that nothing was found."""
+        longest = max(len(tokens) for tokens, _ in found)
+        if not longest or self._config.nodes is not None:
+            return longest > 0
+        costs = self._costs(len(found), drafted=False).of_each(longest + 1)
+        weights = [1.0] * len(found) if shares is None else shares
+        expected, plain = sum(weights), sum(weights) / costs[0]
+        for depth in range(1, longest + 1):
+            rows = zip(weights, found, strict=True)
+            expected += sum(weight * exp(depth * chance) for weight, (tokens, chance) in rows if len(tokens) >= depth)
+            if expected >= plain * costs[depth]:
+                return True
+        return False
 
     def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
         """Which tokens [B, ...] end the text of their row."""
@@ -176,8 +199,7 @@ class TreeGrower:
         """The trees on the CPU, sized by what their nodes are worth if no size is given."""
         cost: RoundCost | None = None
         if self._config.nodes is None:
-            drafted = growing.tokens.shape[1] > 0
-            cost = self._config.round_cost(len(self._texts), self._device.type, drafted)
+            cost = self._costs(len(self._texts), drafted=growing.tokens.shape[1] > 0)
         # Without a table, scores of more paths cost next to nothing.
         beam = self._config.beam if self._formula.context else None
         return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, shares=shares)

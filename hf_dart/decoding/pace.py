@@ -7,17 +7,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from math import exp, log, sqrt
 from typing import Any
 
+from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.trees.config import TreeConfig
 
 _TRIAL, _RETRIAL = 8, 4  # rounds before a way to draft is judged: at first, and when it is tried again
 _STAKE = 3.0  # stock's steps that a trial in one row may lose; means over more rows scatter less
 _MEMORY = 0.9  # weight of what is known against the newest round
-_FIRST_WAIT, _LONGEST_WAIT = 48, 384  # rounds before a better way is tried again
+_FIRST_WAIT, _LONGEST_WAIT = 48, 768  # rounds before a better way is tried again
+_LONGER = 4  # times as long after each trial that did not pay
 _TOLD_AFTER = 2  # pauses in one call
 _LEAD = 8.0  # tokens by which a row is ahead of another when it counts for a factor of e less
 
@@ -52,14 +53,13 @@ def headway(emitted: Sequence[int], new: Sequence[int], limits: Sequence[int]) -
 
 
 class Pace:
-    """Weighs what drafts bring against what they cost (`TreeConfig.round_cost`), over the rounds of one call.
+    """Weighs what drafts bring against what they cost (`RoundCosts`), over the rounds of one call."""
 
-    Costs are given, not timed: equal calls make equal rounds, also where rounding depends on their shape.
-    """
-
-    def __init__(self, config: TreeConfig, device_type: str, drafts: bool = True) -> None:
+    def __init__(
+        self, config: TreeConfig, device_type: str, drafts: bool = True, costs: RoundCosts | None = None
+    ) -> None:
         """`drafts`: there is a drafter, and not copied text alone, which is verified at all times."""
-        self._config, self._device = config, device_type
+        self._costs = costs or RoundCosts(config, device_type)
         self._weighs = drafts and config.nodes is None
         self.ever_drafts = config.nodes != 1
         """Is any round drafted?"""
@@ -98,8 +98,8 @@ class Pace:
                 self._step(1)
             return
         rows = sum(limit > 0 for limit in limits)
-        config = replace(self._config, refine=0) if self.level == CHAIN else self._config
-        gain = headway(before, emitted, limits) - config.round_cost(rows, self._device).of(nodes, levels)
+        cost = self._costs(rows, refined=self.level != CHAIN).of(nodes, levels)
+        gain = headway(before, emitted, limits) - cost
         memory = min(_MEMORY, self._rounds / (self._rounds + 1))
         self._gain = memory * self._gain + (1 - memory) * gain
         self._lost -= gain
@@ -110,7 +110,7 @@ class Pace:
         if self._gain < 0:
             self._step(-1)
             self._left = self._wait[self._level]
-            self._wait[self._level] = min(2 * self._left, _LONGEST_WAIT)
+            self._wait[self._level] = min(_LONGER * self._left, _LONGEST_WAIT)
             self._pauses += self.level == PAUSE
             return
         self._wait[self._next(-1)] = _FIRST_WAIT

@@ -15,6 +15,7 @@ from hf_dart.cache.base import TreeCache
 from hf_dart.cache.states import states_put_back
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
@@ -238,10 +239,14 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
-        grower = TreeGrower(
-            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos
+        costs = RoundCosts(
+            request.tree_config, rows.device.type, request.drafter.timings if request.times_drafts else None
         )
-        pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0)
+        costs.begin(batch)
+        grower = TreeGrower(
+            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, costs
+        )
+        pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0, costs)
         drafter_runner = DrafterRunner(
             request.drafter,
             drafter_state,
@@ -259,6 +264,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         rows=rows,
         streaming=streaming,
         stats=stats,
+        costs=costs,
         pace=pace,
         drafter_runner=drafter_runner,
         grower=grower,

@@ -7,6 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
+from hf_dart.decoding.costs import Timings
 from hf_dart.decoding.proposal import Proposal, Score, Verified
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.trees.config import TreeConfig
@@ -33,6 +34,14 @@ class Proposer(ABC, Generic[State]):
     warned: bool = False
     """Has the user been warned that its drafts cost more than they bring?"""
     _ngram: NgramTable | None = None
+    _timings: Timings | None = None
+
+    @property
+    def timings(self) -> Timings:
+        """What its drafts took in rounds of earlier calls, where nobody said what they cost (`decoding.costs`)."""
+        if self._timings is None:
+            self._timings = {}
+        return self._timings
 
     @property
     def ngram(self) -> NgramTable | None:
@@ -79,7 +88,8 @@ class Proposer(ABC, Generic[State]):
     def draft_cost(self, target: nn.Module, depth: int | None = None) -> float:
         """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
 
-        It decides where `TreeConfig.draft_cost` does not say; a timed value would make equal calls differ.
+        It decides where `TreeConfig.draft_cost` does not say: on a CPU until the first rounds have shown what their
+        drafts took (`decoding.costs`), elsewhere in all rounds.
         """
         return DRAFT_COST
 

@@ -37,6 +37,7 @@ class Request:
         sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
+        times_drafts: `draft_cost` is an estimate, in the place of which what drafts take is to be measured.
     """
 
     model: PreTrainedModel
@@ -57,6 +58,7 @@ class Request:
     sees: bool
     in_step: bool
     traced: bool
+    times_drafts: bool
 
     @property
     def first_slot(self) -> int:

@@ -139,6 +139,8 @@ class Rows:
 
     def recent(self, counts: list[int], width: int) -> Tensor:
         """[B, width] the last `counts[b]` tokens of each row, then its last one again (a pad may be no token)."""
+        if width == 1:
+            return torch.tensor([[text[-1]] for text in self.tokens], device=self._ids.device)
         ends = torch.tensor(self.emitted)[:, None] + self.prompt_length
         columns = ends - torch.tensor(counts)[:, None] + torch.arange(width)
         return self._ids.gather(1, columns.minimum(ends - 1).to(self._ids.device))

@@ -10,10 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
+from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
-from hf_dart.decoding.pace import CHAIN, Pace, shares
+from hf_dart.decoding.pace import CHAIN, PAUSE, TREE, Pace, shares
 from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
@@ -83,6 +84,7 @@ class Session:
         rows: the text of each row.
         streaming: who sees it.
         stats: what was done.
+        costs: what rounds cost.
         pace: whether drafts pay.
         drafter_runner: the drafter's side.
         grower: from a draft to a tree.
@@ -102,6 +104,7 @@ class Session:
     rows: Rows
     streaming: Streaming
     stats: DraftStats
+    costs: RoundCosts
     pace: Pace
     drafter_runner: DrafterRunner
     grower: TreeGrower
@@ -153,6 +156,8 @@ class Session:
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
+        looks = {PAUSE: 0, CHAIN: 1, TREE: 1 + self.request.tree_config.refine}[budget.level]
+        self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, looks)
         self.pace.count(accepted.counts, budget.limits, tree.size, tree.max_depth)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)

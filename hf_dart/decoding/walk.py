@@ -57,6 +57,7 @@ class Walker:
         self._known = all_known(processors)
         self._of_rows = of_rows(processors, len(rows))
         self._everywhere = chooses_everywhere(processors, rows.device)
+        self._roots_at_once = len(rows) > 1 and scores_alone(processors)
         self.scores: tuple[Tensor, ...] | None = () if keep_scores else None
         self.logits: tuple[Tensor, ...] | None = () if keep_logits else None
 
@@ -69,7 +70,8 @@ class Walker:
             limits: most tokens that each row may emit; 0 makes a row stand still.
         """
         in_step = self._rows.in_step
-        chosen = self._choose_everywhere(tree, logits).tolist() if self._everywhere and not in_step else None
+        at_once = self._everywhere or (tree.size == 1 and self._roots_at_once)
+        chosen = self._choose_everywhere(tree, logits).tolist() if at_once and not in_step else None
         children = _children(tree)
         paths: list[list[int]] = [[] for _ in limits]
         nodes = {row: 0 for row, limit in enumerate(limits) if limit}  # that each row has come to

@@ -1,9 +1,9 @@
 """What a round of drafting costs, and how large a tree is worth verifying.
 
 One rule decides (CAST, arXiv 2610.00321; BASTION, arXiv 2605.29727): the tree has the size at which the tokens that a
-round is expected to bring, over what it costs, are most. Costs are relative to a round without drafts. They are
-given, never timed while text is generated, so that equal calls make equal rounds, also where rounding depends on the
-shape of a round; `hf-dart profile` measures them when it is asked to, and what it found is kept with the head.
+round is expected to bring, over what it costs, are most. Costs are relative to a round without drafts. `hf-dart
+profile` measures them when it is asked to, and what it found is kept with the head; where nobody said what a draft
+costs, rounds on a CPU show it as they go (`hf_dart.decoding.costs`).
 """
 
 from __future__ import annotations

@@ -39,19 +39,19 @@ CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second l
 
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
-    found = levels(Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu"), 900, {"tree": 1, "pause": 1}, nodes=6)
+    found = levels(Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu"), 1900, {"tree": 1, "pause": 1}, nodes=6)
     assert found[:8] == [
         ("tree", 8),
         ("pause", 48),
         ("tree", 4),
-        ("pause", 96),
-        ("tree", 4),
         ("pause", 192),
         ("tree", 4),
-        ("pause", 384),
+        ("pause", 768),
+        ("tree", 4),
+        ("pause", 768),
     ]
     found = levels(Pace(CHAINS, "cpu"), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 5), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 96)]
+    assert found[:5] == [("tree", 5), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 192)]
 
 
 def test_a_trial_loses_no_more_than_its_stake() -> None:
@@ -64,7 +64,7 @@ def test_a_trial_loses_no_more_than_its_stake() -> None:
 
 def test_a_chain_where_a_tree_does_not_pay() -> None:
     found = levels(Pace(CHAINS, "cpu"), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 5), ("chain", 48), ("tree", 3), ("chain", 96), ("tree", 3)]
+    assert found[:5] == [("tree", 5), ("chain", 48), ("tree", 3), ("chain", 192), ("tree", 3)]
 
 
 def test_back_to_a_tree_when_the_text_gets_easier() -> None:

@@ -205,13 +205,16 @@ class DartTrainingArguments(DrafterTrainingArguments):
     Args:
         selector_only: train the head's bigram selector on the frozen head, by annealed KL.
         selector_candidates: K, tokens per depth that the selector learns to rank.
+        selector_noise: share of the blocks in which it learns to rank them as drafts for sampling do, with the noise
+            that the target draws its tokens with (`TreeConfig.shared_noise`); 0 for none, as greedy drafts do.
     """
 
     selector_only: bool = option(False, "train the bigram selector of a frozen head")
     selector_candidates: int = option(32, "tokens per depth that it learns to rank")
+    selector_noise: float = option(0.5, "share of the blocks in which it learns with the noise of sampling")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, least={"selector_candidates": 2})
+        check_fields(self, least={"selector_candidates": 2}, shares=("selector_noise",))
         if self.selector_only and self.objective != replace(PRESETS["dart"], gamma=self.objective.gamma):
             raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")

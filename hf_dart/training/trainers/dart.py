@@ -13,8 +13,11 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import DrafterTrainer, Drafts
+from hf_dart.training.trainers.base import DrafterTrainer, Drafts, seeded
 from hf_dart.trees.vocabulary import token_ids
+
+_CERTAIN = 1e4
+"""A logit beside which all others vanish."""
 
 
 class DartTrainer(DrafterTrainer[DartHead]):
@@ -68,27 +71,48 @@ class DartTrainer(DrafterTrainer[DartHead]):
         return self._selector_loss(drafts) if self.args.selector_only else super().draft_loss(drafts)
 
     def _selector_loss(self, drafts: Drafts) -> Tensor:
-        """Annealed KL among the head's best candidates, each after the token that really came before it."""
+        """Annealed KL among the head's best candidates, each after the token that really came before it.
+
+        In a share of the blocks these are the best with the noise that sampling would draw, and the goal is the one
+        that the target would take of them with that noise.
+        """
         head, hidden = self.drafter, drafts.hidden
         assert head.selector is not None
         if not len(hidden):  # with gradients of zero, which processes wait for
             return sum((weight.sum() * 0.0 for weight in head.selector.parameters()), hidden.new_zeros(()))
-        drafted, wanted, candidates = [], [], []
+        generator = self._noise(hidden.device)
+        parts: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
             for part in drafts.split(self.args.loss_chunk):
-                best = head.logits(part.hidden).topk(self.args.selector_candidates)
-                drafted.append(best.values)
-                candidates.append(token_ids(best.indices, head.draft_vocabulary))
-                wanted.append(part.target_logits[part.goals].gather(-1, candidates[-1]))
+                logits = head.logits(part.hidden)
+                noisy = torch.rand(len(logits), 1, 1, device=logits.device, generator=generator)
+                noisy = noisy < self.args.selector_noise
+                gumbel = torch.zeros_like(logits, dtype=torch.float32)
+                if noisy.any():
+                    gumbel = torch.where(noisy, -gumbel.exponential_(generator=generator).log(), 0.0)
+                best = (logits + gumbel).topk(self.args.selector_candidates)
+                candidates = token_ids(best.indices, head.draft_vocabulary)
+                goals = part.target_logits[part.goals].gather(-1, candidates) + gumbel.gather(-1, best.indices)
+                taken = goals == goals.amax(-1, keepdim=True)
+                goals = torch.where(noisy, torch.where(taken, _CERTAIN, 0.0), goals)
+                parts.append((logits.gather(-1, best.indices), best.values, candidates, goals))
+        own, ranked, candidates, wanted = (torch.cat(each) for each in zip(*parts, strict=True))
         before = drafts.inputs["input_ids"].flatten()[drafts.goals]
         # A token is projected once, however often it occurs.
-        tokens, places = torch.cat([before[..., None], torch.cat(candidates)], dim=-1).unique(return_inverse=True)
-        own = torch.cat(drafted)
+        tokens, places = torch.cat([before[..., None], candidates], dim=-1).unique(return_inverse=True)
         delta = head.selector(hidden, own, head.embed(tokens), places[..., :1], places[..., 1:])
-        return annealed_kl(own + delta[..., 0, :], torch.cat(wanted), self.args.objective.gamma).sum()
+        return annealed_kl(ranked + delta[..., 0, :], wanted, self.args.objective.gamma).sum()
+
+    def _noise(self, device: torch.device) -> torch.Generator:
+        """Of the noise of this step, the same in a resumed run; of evaluations, the same in all."""
+        step = 0 if self._quality is not None else 1 + self.state.global_step
+        seeds = seeded(self.args.seed, step, self.args.process_index)
+        generator = torch.Generator(device)
+        return generator.manual_seed(int(torch.randint(2**62, (), generator=seeds)))
 
     def own_record(self) -> dict[str, Any]:
-        return {"selector_only": self.args.selector_only}
+        noise = {"selector_noise": self.args.selector_noise} if self.args.selector_only else {}
+        return {"selector_only": self.args.selector_only, **noise}
 
 
 def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:

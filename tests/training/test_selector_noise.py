@@ -1,0 +1,79 @@
+"""Selectors that learn with the noise of sampling: against a plain reference, token by token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
+
+from hf_dart.training.trainers.base import Drafts
+
+
+@pytest.mark.parametrize("chunk", [64, 3])
+@pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
+def test_the_loss_is_that_of_the_reference(share: float, chunk: int, tmp_path: Path) -> None:
+    target, blocks, candidates, gamma = tiny_target().double(), 7, 5, 0.8
+    head = tiny_head(target).add_selector(4).double()
+    generator = torch.Generator().manual_seed(3)
+    for weight in head.selector.parameters():
+        torch.nn.init.normal_(weight, generator=generator)
+    options: dict[str, Any] = {"selector_candidates": candidates, "selector_noise": share, "loss_chunk": chunk}
+    rows = token_rows([[24]] * 2)
+    trainer = tiny_trainer(tmp_path, head, target, rows, rows, selector_only=True, gamma=gamma, **options)
+    depth, size, vocabulary = head.draft_length, head.config.hidden_size, head.config.vocab_size
+    hidden = torch.randn(blocks, depth, size, dtype=torch.float64, generator=generator)
+    wanted = 3 * torch.randn(40, vocabulary, dtype=torch.float64, generator=generator)
+    goals = torch.randint(40, (blocks, depth), generator=generator)
+    ids = torch.randint(vocabulary, (2, 20), generator=generator)
+    drafts = Drafts({"input_ids": ids}, hidden, wanted, goals, torch.zeros_like(goals))
+
+    expected, noise = torch.zeros((), dtype=torch.float64), trainer._noise(hidden.device)
+    noisy_blocks = 0
+    with torch.no_grad():
+        for first in range(0, blocks, chunk):
+            logits = head.logits(hidden[first : first + chunk])
+            noisy = torch.rand(len(logits), 1, 1, generator=noise)[:, 0, 0] < share
+            noisy_blocks += int(noisy.sum())
+            gumbel = torch.zeros_like(logits)
+            if noisy.any():
+                drawn = torch.empty(logits.shape).exponential_(generator=noise)
+                gumbel[noisy] = -drawn.log().double()[noisy]
+            for block, at in enumerate(goals[first : first + chunk]):
+                weights = gamma ** torch.arange(depth, dtype=torch.float64)
+                for place, goal in enumerate(at.tolist()):
+                    own = logits[block, place]
+                    ranked = own + gumbel[block, place]
+                    best = ranked.argsort(descending=True)[:candidates]
+                    before = head.embed(ids.flatten()[goal][None])
+                    after = head.embed(best)
+                    delta = head.selector(
+                        hidden[first + block],
+                        own[best].expand(depth, -1),
+                        torch.cat([before, after]),
+                        torch.zeros(depth, 1, dtype=torch.long),
+                        torch.arange(1, candidates + 1).expand(depth, -1),
+                    )[place, 0]
+                    scores = (ranked[best] + delta).log_softmax(-1)
+                    seen = wanted[goal][best] + gumbel[block, place][best]
+                    if noisy[block]:
+                        loss = -scores[seen.argmax()]
+                    else:
+                        goal_scores = seen.log_softmax(-1)
+                        loss = (goal_scores.exp() * (goal_scores - scores)).sum()
+                    expected += loss * weights[place] / weights.sum()
+    assert (noisy_blocks > 0, noisy_blocks < blocks) == (share > 0, share < 1)
+    assert trainer._selector_loss(drafts).item() == pytest.approx(expected.item(), rel=1e-9)
+
+
+def test_evaluations_draw_the_same_noise(tmp_path: Path) -> None:
+    target, rows = tiny_target(), token_rows([[24]] * 4)
+    head = tiny_head(target).add_selector(4)
+    options: dict[str, Any] = {"selector_only": True, "selector_candidates": 4, "learning_rate": 0.0, "max_steps": 3}
+    trainer = tiny_trainer(tmp_path, head, target, rows, rows, **options)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
+    assert trainer.own_record() == {"selector_only": True, "selector_noise": 0.5}
