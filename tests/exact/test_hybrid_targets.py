@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from support.caches import assert_same_cache, assert_same_states
+from support.caches import CLOSE, FP32, assert_same_cache, assert_same_states
 from support.cases import MODES, batch, replay
 from support.compare import assert_identical, run, tally
-from support.families import HYBRIDS, WITHOUT_ATTENTION, needs_running_states
+from support.families import HYBRIDS, ROUNDS_INSIDE, WITHOUT_ATTENTION, needs_running_states
 from support.guests import ZLAB, dflash_checkpoint
 from support.interruptions import TOKENS, assert_goes_on, interrupt
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
@@ -28,11 +28,16 @@ from hf_dart.drafters.dflash.drafter import DFlashDrafter
 from hf_dart.target.mixers import own_states
 
 pytestmark = needs_running_states
-NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "jamba"}  # PEFT refuses it: Mamba reads that weight itself
+NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEFT refuses it
 MAMBA_1 = ["mamba", "falcon_mamba"]
 EXACT = tally("float64, tiny targets with running states")
 SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "mamba", "recurrent_gemma"]
-TELLS_LENGTH = [family for family in SAMPLE if family not in WITHOUT_ATTENTION]
+TELLS_LENGTH = [family for family in HYBRIDS if family not in WITHOUT_ATTENTION]
+
+
+def by_default(*families: str) -> list[Any]:
+    """These families by default, all with `-m matrix`."""
+    return [name if name in families else pytest.param(name, marks=pytest.mark.matrix) for name in HYBRIDS]
 
 
 @pytest.mark.parametrize("family", SAMPLE)
@@ -83,7 +88,7 @@ def test_turns_over_one_cache(family: str, kind: str, lengths: list[int], mode: 
     assert_turns_are_stocks(family, kind, lengths, mode)
 
 
-@pytest.mark.parametrize("family", ["mamba2", pytest.param("mamba", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", ["mamba2", *(pytest.param(its, marks=pytest.mark.matrix) for its in MAMBA_1)])
 def test_turns_without_attention(family: str) -> None:
     """Such a cache does not tell how long its text is: stock feeds it all that it is given."""
     target = attach(tiny_target(family))
@@ -198,12 +203,14 @@ def test_interrupted_without_attention(family: str, lengths: list[int]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
-@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", by_default("qwen3_5"))
 def test_a_target_with_adapters(family: str) -> None:
     """LoRA on the projections of mixers and attention; switched off, and merged, it is another text."""
     target = tiny_target(family)
     inputs, options = prompts(RAGGED), {"do_sample": False, "max_new_tokens": 12}
-    projections = {name.split(".")[-1] for name, _ in target.named_modules() if "proj" in name.split(".")[-1]}
+    leaves = {name.split(".")[-1]: part for name, part in target.named_modules()}
+    projections = {name for name, part in leaves.items() if isinstance(part, torch.nn.Linear) and "proj" in name}
+    projections |= {"linear_x", "linear_out"} & leaves.keys()  # as RecurrentGemma calls them
     if family in NO_ADAPTER_AFTER_MIXERS:
         projections.discard("out_proj")
     with torch.random.fork_rng(devices=[]):
@@ -224,13 +231,14 @@ def test_a_target_with_adapters(family: str) -> None:
 @pytest.mark.matrix
 @pytest.mark.parametrize("lengths", [[7], RAGGED], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("family", TELLS_LENGTH)
+@pytest.mark.parametrize("family", [family for family in SAMPLE if family in TELLS_LENGTH])
 def test_interrupted_anywhere_often(family: str, kind: str, lengths: list[int]) -> None:
     interrupt(family, kind, lengths, True, cases=24, seed=2)
 
 
-def test_all_that_a_call_returns() -> None:
-    target = attach(tiny_target("falcon_h1"))
+@pytest.mark.parametrize("family", by_default("falcon_h1"))
+def test_all_that_a_call_returns(family: str) -> None:
+    target, close = attach(tiny_target(family)), FP32 if family in ROUNDS_INSIDE else CLOSE
     head, inputs = tiny_head(target), prompts(RAGGED)
     options = {
         "max_new_tokens": 12,
@@ -244,10 +252,10 @@ def test_all_that_a_call_returns() -> None:
     stock, ours = assert_identical(target, head, inputs, **options)
     for name in ("logits", "scores"):
         for one, two in zip(getattr(ours.output, name), getattr(stock.output, name), strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(one, two, **close)
     for ours_, stocks in zip(ours.output.hidden_states[1:], stock.output.hidden_states[1:], strict=True):
         for one, two in zip(ours_, stocks, strict=True):
-            torch.testing.assert_close(one, two, rtol=1e-9, atol=1e-9)
+            torch.testing.assert_close(one, two, **close)
 
 
 def test_levels_are_as_many_as_pay() -> None:
@@ -264,8 +272,9 @@ def test_levels_are_as_many_as_pay() -> None:
     assert taus["jamba", 50.0] == 1
 
 
-def test_dflash(tmp_path: Path) -> None:
-    target = attach(tiny_target("qwen3_5"))
+@pytest.mark.parametrize("family", by_default("qwen3_5"))
+def test_dflash(family: str, tmp_path: Path) -> None:
+    target = attach(tiny_target(family))
     drafter = DFlashDrafter.from_pretrained(dflash_checkpoint(tmp_path, target, ZLAB), target=target, dtype="float64")
     for size, mode in ((1, "T=1"), (4, "greedy")):
         assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=16, **MODES[mode])

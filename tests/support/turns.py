@@ -14,7 +14,7 @@ from hf_dart import DartHead
 from hf_dart.decoding import prefill, turns
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposal import Proposal
-from support.caches import CLOSE, assert_same_cache
+from support.caches import CLOSE, FP32, assert_same_cache
 from support.compare import Run, run
 from support.families import ROUNDS_INSIDE
 from support.tiny import PAD, WINDOW, prompts, tiny_head, tiny_target
@@ -80,7 +80,7 @@ def assert_turns_are_stocks(
         for turn, stock in zip(ours, plain, strict=True):
             assert torch.equal(turn.sequences, stock.sequences), drafting
             assert torch.equal(turn.state, stock.state), drafting
-        close = {"rtol": 1e-5, "atol": 1e-5} if family in ROUNDS_INSIDE else CLOSE
+        close = FP32 if family in ROUNDS_INSIDE else CLOSE
         assert_same_cache(cache, want, [max(lengths) - length for length in lengths], plain[1].sequences, close)
 
 
