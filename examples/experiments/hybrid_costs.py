@@ -3,7 +3,7 @@
     python examples/experiments/hybrid_costs.py --json model_cards/hybrid_costs/costs.json
     python examples/experiments/hybrid_costs.py --json model_cards/hybrid_costs/costs.json --page README.md
 
-Times rounds as `hf-dart profile` does: trees of few levels and rising size, and a level more of as many nodes. With
+Times rounds as `hf-dart profile` does: flat trees of rising size, and chains of as many nodes. With
 `--page` nothing is timed: the table of the JSON is written between that page's markers.
 """
 

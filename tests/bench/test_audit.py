@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.kernels import OWN, own_kernel
+from support.attention_kernels import OWN, own_kernel
 from support.tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 
 from hf_dart.bench.audit import audit

@@ -47,6 +47,7 @@ _OTHERWISE = "computes something else for a token tree than for plain text"
         ("MiniMaxForCausalLM", "cannot run plain text over a DynamicCache"),
         ("RwkvForCausalLM", "keeps neither keys and values nor running states in a cache"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
+        pytest.param("Inkling2ForCausalLM", _OTHERWISE, marks=needs_running_states),
         pytest.param("Glm5NextForConditionalGeneration", _OTHERWISE, marks=needs_running_states),
         ("ReformerModelWithLMHead", "cannot run plain text over a DynamicCache"),
         ("XLNetLMHeadModel", "cannot run plain text over a DynamicCache"),  # names a position table of -1

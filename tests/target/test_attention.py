@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 import torch
+from support.attention_kernels import FLASH, HUB, OWN, Calls, flash_kernels, flex_kernel, own_kernel, set_attention
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
-from support.kernels import FLASH, HUB, OWN, Calls, flash_kernels, flex_kernel, own_kernel, set_attention
 from support.refusals import refused
 from support.tiny import (
     prompts,
