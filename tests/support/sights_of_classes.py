@@ -26,7 +26,8 @@ from hf_dart import attach
 from hf_dart.target.stock_steps import beside_text
 from support.classes import sentence_of_ours, shortened
 from support.compare import run
-from support.small import CannotBuild, build, vocabulary_of
+from support.sights_by_class import SIGHTS, Sight
+from support.small import CannotBuild, build, builds_with, vocabulary_of
 from support.tiny import ReplayDrafter, tiny_head
 
 _MAPPINGS = (
@@ -49,27 +50,53 @@ def seeing_classes() -> list[str]:
 def inputs_of(model: Any) -> Iterator[dict[str, Tensor]]:
     """Two-row prompts with an image each, or a sound, of all shapes that the model's encoders take."""
     for modality in ("image", "audio", "video"):
-        encode = next(
-            (
-                getattr(part, f"get_{modality}_features")
-                for part in (getattr(model, "model", None), model)
-                if hasattr(part, f"get_{modality}_features")
-            ),
-            None,
-        )
-        token = _token_of(model, modality)
+        encode, token = _encoder_of(model, modality), _token_of(model, modality)
         if encode is None or token is None:
             continue
-        takes = inspect.signature(encode).parameters
-        for given in _given(model, modality, takes):
+        for given in _given(model, modality, inspect.signature(encode).parameters):
             try:
-                with torch.no_grad():
-                    found = encode(**{name: value for name, value in given.items() if name in takes})
-                counts = _counts(found)
+                counts = _asked(encode, given)
             except Exception:  # unknown code may fail in any way
                 continue
             if counts is not None and all(0 < count < 200 for count in counts):
                 yield _prompt(model, token, counts) | given
+
+
+def inputs_of_sight(model: Any, sight: Sight) -> dict[str, Tensor]:
+    """The two-row prompt of a class that has a `Sight` of its own.
+
+    Raises:
+        Exception: of the model's encoder.
+    """
+    generator = torch.Generator().manual_seed(0)
+    given = {
+        name: value if isinstance(value, Tensor) else torch.randn(value, generator=generator).to(model.dtype)
+        for name, value in sight.given.items()
+    }
+    modality = "audio" if any(name.startswith("input_") for name in given) else "image"
+    counts = [sight.count] * 2 if sight.count is not None else _asked(_encoder_of(model, modality), given)
+    token = sight.token or _token_of(model, modality)
+    if counts is None or (token is None and any(counts)):
+        raise ValueError("it is not said how many tokens these are, or which")
+    inputs = _prompt(model, token or 0, counts)
+    ids = inputs["input_ids"]
+    slots = {
+        name: (ids == token).long() if size is None else ids.new_ones(*ids.shape, *size)
+        for name, size in sight.by_slot.items()
+    }
+    return inputs | given | slots
+
+
+def _encoder_of(model: Any, modality: str) -> Any:
+    parts = (getattr(model, "model", None), model)
+    return next((getattr(part, name) for part in parts if hasattr(part, name := f"get_{modality}_features")), None)
+
+
+def _asked(encode: Any, given: dict[str, Tensor]) -> list[int] | None:
+    """Tokens of each of two rows, as the encoder gives them."""
+    takes = inspect.signature(encode).parameters
+    with torch.no_grad():
+        return _counts(encode(**{name: value for name, value in given.items() if name in takes}))
 
 
 def _token_of(model: Any, modality: str) -> int | None:
@@ -134,7 +161,7 @@ def _prompt(model: Any, token: int, counts: list[int]) -> dict[str, Tensor]:
     words = [torch.arange(5, 5 + before).tolist() for before in (3, 8)]
     texts = [before + [token] * count + [9, 6, 13] for before, count in zip(words, counts, strict=True)]
     width = max(map(len, texts))
-    pad = model.config.get_text_config(decoder=True).pad_token_id or 0
+    pad = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None) or 0
     ids = torch.tensor([[pad] * (width - len(text)) + text for text in texts])
     mask = torch.tensor([[0] * (width - len(text)) + [1] * len(text) for text in texts])
     told = {"input_ids": ids, "attention_mask": mask}
@@ -153,6 +180,16 @@ def _matters(model: Any, inputs: dict[str, Tensor]) -> bool:
     return not torch.equal(*first)
 
 
+def _fails_when_asked(model: Any, inputs: dict[str, Tensor]) -> str:
+    """What is wrong with stock's own forward over the prompt that returns hidden states, which heads read."""
+    try:
+        with torch.no_grad():
+            model(**inputs, output_hidden_states=True)
+    except Exception as failure:  # unknown code may fail in any way
+        return shortened(f"{type(failure).__name__}: {failure}")
+    return ""
+
+
 @dataclass
 class Seen:
     """What came of a class: exact with `inputs`, refused in a sentence, or it was not to be run."""
@@ -163,44 +200,79 @@ class Seen:
     tau: float = 0.0
 
 
+def prompted(name: str) -> Iterator[tuple[Any, dict[str, Tensor]]]:
+    """Small models of a class, and prompts that may fit: until stock takes one, both are to be tried.
+
+    Raises:
+        CannotBuild: no small model of the class can be made.
+        Exception: of the model's encoder, where a `Sight` says what to hand to it and no variant takes that.
+    """
+    sight = SIGHTS.get(name)
+    if sight is None:
+        model = build(name, "sdpa")
+        yield from ((model, inputs) for inputs in inputs_of(model))
+        return
+    fails: Exception | None = None
+    for model in builds_with(name, sight.attention, sight.own):
+        try:
+            inputs = inputs_of_sight(model, sight)
+        except Exception as failure:  # unknown code may fail in any way
+            fails = fails or failure
+            continue
+        yield model, inputs
+    if fails is not None:
+        raise fails
+
+
 def examine(name: str, tokens: int = 10) -> Seen:
     """Greedy and sampled after images or sounds, held against stock."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
+        fails, refused = "", None
         try:
-            model = build(name, "sdpa")
+            for model, inputs in prompted(name):
+                seen = _examined(name, model, inputs, tokens)
+                if seen.kind == "refused" and "cannot run plain text" in seen.told:
+                    refused = refused or seen  # this model, of which another variant may run
+                elif seen.kind != "stock fails":
+                    return seen
+                fails = fails or seen.told
         except CannotBuild as reason:
             return Seen(name, "not built", shortened(str(reason)))
-        fails = "no shape of ours is taken by its encoder"
-        greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
-        for inputs in inputs_of(model):
-            try:
-                stock = run(model, inputs, 0, **greedy)
-            except Exception as failure:  # unknown code may fail in any way
-                fails = shortened(f"{type(failure).__name__}: {failure}")
-                continue
-            try:
-                attach(model)
-                pads = (1 - inputs["attention_mask"]).sum(1).tolist()
-                known = ReplayDrafter(stock.sequences, pads, vocabulary_of(model), misses=[0.1, 0.4])
-                ours = run(model, inputs, 0, **greedy, assistant=known)
-                sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens}
-                drawn = run(model, inputs, 0, **sampled)
-                head = tiny_head(model, feature_layers=[0, 1])
-                drafted = run(model, inputs, 0, **sampled, assistant=head)
-            except Exception as failure:
-                told = sentence_of_ours(failure)
-                return Seen(name, "crash" if told is None else "refused", told or shortened(repr(failure)))
-            if not _matters(model, inputs):
-                fails = "what is seen does not matter"
-                continue
-            same = torch.equal(stock.sequences, ours.sequences) and torch.equal(drawn.sequences, drafted.sequences)
-            same = same and torch.equal(drawn.state, drafted.state)
-            sees = ", ".join(
-                f"{key} {list(inputs[key].shape)}" for key in beside_text(model, inputs) if "type" not in key
-            )
-            return Seen(name, "exact" if same else "wrong", sees, known.last_stats.tau)
-        return Seen(name, "stock fails", fails)
+        except Exception as failure:  # unknown code may fail in any way
+            fails = fails or shortened(f"{type(failure).__name__}: {failure}")
+        return refused or Seen(name, "stock fails", fails or "no shape of ours is taken by its encoder")
+
+
+def _examined(name: str, model: Any, inputs: dict[str, Tensor], tokens: int) -> Seen:
+    greedy: dict[str, Any] = {"do_sample": False, "max_new_tokens": tokens}
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": tokens}
+    try:
+        attach(model)
+    except ValueError as refusal:
+        return Seen(name, "refused", sentence_of_ours(refusal) or shortened(repr(refusal)))
+    try:
+        stock = run(model, inputs, 0, **greedy)
+        if not _matters(model, inputs):
+            return Seen(name, "stock fails", "what is seen does not matter")
+        drawn = run(model, inputs, 0, **sampled)
+    except Exception as failure:  # unknown code may fail in any way
+        return Seen(name, "stock fails", shortened(f"{type(failure).__name__}: {failure}"))
+    try:
+        pads = (1 - inputs["attention_mask"]).sum(1).tolist()
+        known = ReplayDrafter(stock.sequences, pads, vocabulary_of(model), misses=[0.1, 0.4])
+        ours = run(model, inputs, 0, **greedy, assistant=known)
+        head = tiny_head(model, feature_layers=[0, 1])
+        drafted = run(model, inputs, 0, **sampled, assistant=head)
+    except Exception as failure:
+        told = sentence_of_ours(failure)
+        if told is None and (fails := _fails_when_asked(model, inputs)):
+            return Seen(name, "stock fails", f"when it is asked for hidden states: {fails}")
+        return Seen(name, "crash" if told is None else "refused", told or shortened(repr(failure)))
+    same = torch.equal(stock.sequences, ours.sequences) and torch.equal(drawn.sequences, drafted.sequences)
+    same = same and torch.equal(drawn.state, drafted.state)
+    sees = ", ".join(f"{key} {list(inputs[key].shape)}" for key in beside_text(model, inputs) if "type" not in key)
+    return Seen(name, "exact" if same else "wrong", sees, known.last_stats.tau)
 
 
 if __name__ == "__main__":

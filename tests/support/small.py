@@ -144,7 +144,7 @@ class CannotBuild(Exception):
 
 
 _FOUND: dict[str, dict[str, Any]] = {}
-_NOT_FOUND: dict[tuple[str, torch.dtype], str] = {}
+_NOT_FOUND: dict[tuple[str, str, torch.dtype], str] = {}
 _LACKS = re.compile(r"'(\w+)' object has no attribute '(\w+)'")
 
 
@@ -166,8 +166,8 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
                 return model
             except Exception as reason:  # unknown code may fail in any way
                 raise CannotBuild(_told(reason)) from reason
-        if (name, dtype) in _NOT_FOUND:
-            raise CannotBuild(_NOT_FOUND[name, dtype])
+        if (name, attention, dtype) in _NOT_FOUND:
+            raise CannotBuild(_NOT_FOUND[name, attention, dtype])
         reasons: list[str] = []
         runs: dict[str, Any] | None = None
         built = False
@@ -189,8 +189,8 @@ def build(name: str, attention: str, dtype: torch.dtype = torch.float64, seed: i
                 if lacks and lacks[1].endswith("Config") and lacks.groups() not in variant.get("lacks", []):
                     waiting.insert(0, {**variant, "lacks": [*variant.get("lacks", []), lacks.groups()]})
         if runs is None:
-            _NOT_FOUND[name, dtype] = ("" if built else NOT_BUILT) + "; ".join(dict.fromkeys(reasons))
-            raise CannotBuild(_NOT_FOUND[name, dtype])
+            _NOT_FOUND[name, attention, dtype] = ("" if built else NOT_BUILT) + "; ".join(dict.fromkeys(reasons))
+            raise CannotBuild(_NOT_FOUND[name, attention, dtype])
         _FOUND[name] = runs
     return build(name, attention, dtype, seed)
 
@@ -199,9 +199,40 @@ def _told(reason: Exception) -> str:
     return f"{type(reason).__name__}: {str(reason)[:300]}"
 
 
-def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any]) -> Any:
+def builds_with(name: str, attention: Any, own: dict[str, Any], dtype: torch.dtype = torch.float64) -> Iterator[Any]:
+    """Small random models of a class, in eval mode, with fields of its `own`; those of its parts are dicts.
+
+    One of each variant of small fields that a model can be made of; whether it runs is not asked. No weight is zero.
+
+    Raises:
+        CannotBuild: there is none; with the reasons.
+    """
+    reasons: list[str] | None = []
+    for variant in (one for one in _VARIANTS if "kinds" not in one):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            torch.manual_seed(0)
+            try:
+                model = _build(name, attention, dtype, variant, own)
+            except Exception as reason:  # unknown code may fail in any way
+                if reasons is not None:
+                    reasons.append(_told(reason))
+                continue
+            with torch.no_grad():
+                for weight in model.parameters():
+                    if not weight.any():  # as gates and projections of images begin
+                        weight.normal_()
+        reasons = None
+        yield model
+    if reasons is not None:
+        raise CannotBuild(NOT_BUILT + "; ".join(dict.fromkeys(reasons)))
+
+
+def _build(name: str, attention: Any, dtype: torch.dtype, variant: dict[str, Any], own: Any = None) -> Any:
     kind = getattr(transformers, name)
-    config = config_class_of(name)(**small_fields(config_class_of(name), variant))
+    fields = small_fields(config_class_of(name), variant)
+    _put(fields, own or {})
+    config = config_class_of(name)(**fields)
     for part in _configs(config):
         for field, value in (("is_decoder", True), ("add_cross_attention", False), ("is_encoder_decoder", False)):
             if getattr(part, field, value) != value and (field != "is_encoder_decoder"):
@@ -223,6 +254,15 @@ def _build(name: str, attention: str, dtype: torch.dtype, variant: dict[str, Any
         model.generation_config.pad_token_id = PAD
         model.generation_config.bos_token_id = 1
     return model.eval()
+
+
+def _put(fields: dict[str, Any], own: dict[str, Any]) -> None:
+    """Set fields, in parts too."""
+    for name, value in own.items():
+        if isinstance(value, dict) and isinstance(fields.get(name), dict) and name.endswith("_config"):
+            _put(fields[name], value)
+        else:
+            fields[name] = copy.deepcopy(value)
 
 
 def _configs(config: Any) -> Iterator[Any]:
