@@ -31,7 +31,7 @@ from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.beside import refuse_what_matters
 from hf_dart.target.devices import users_default
-from hf_dart.target.features import features_request, gather_features, stream_width
+from hf_dart.target.features import features_request, gather_features, merged_embeddings, stream_width
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
 from hf_dart.target.stock_steps import beside_text, cache_after, next_inputs, position_shift
@@ -149,18 +149,8 @@ class PrefillRecorder:
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
         features = gather_features(outputs, self._feature_layers, ran, stream_width(self._target))
-        self._feed(features, self._merged(outputs, ran) if merged else None)
+        self._feed(features, merged_embeddings(self._target, outputs, ran) if merged else None)
         return outputs
-
-    def _merged(self, outputs: Any, ids: Tensor) -> Tensor | None:
-        """Embeddings [B, C, E] of token ids [B, C] with those of images and sounds in their places.
-
-        None where the first hidden states are no embeddings, not even of text: some models scale them, or add others.
-        """
-        merged, embeddings = gather_features(outputs, [0], ids), self._target.get_input_embeddings()
-        known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
-        same = merged.shape == known.shape and bool((merged == known).all(-1).any())
-        return merged if same else None
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
         """Asked by `_prefill` before it runs chunks; a compiled forward would pass this recorder by."""

@@ -87,6 +87,18 @@ def gather_features(outputs: Any, layers: list[int], like: Tensor, width: int | 
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
+def merged_embeddings(target: PreTrainedModel, outputs: Any, ids: Tensor) -> Tensor | None:
+    """Embeddings [B, N, E] of token ids `ids` [B, N] with those of images and sounds in their places.
+
+    None where the first hidden states, which have to be among those of `outputs`, are no embeddings, not even of text:
+    some models scale them, or add others.
+    """
+    merged, embeddings = gather_features(outputs, [0], ids), target.get_input_embeddings()
+    known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
+    same = merged.shape == known.shape and bool((merged == known).all(-1).any())
+    return merged if same else None
+
+
 def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
     """Hidden states [..., B, 1, ..., H] of node `nodes[b]` [B] of each row, of [..., B, N, ..., H].
 

@@ -1,5 +1,6 @@
 """Training drafters on `transformers.Trainer`: rows of tokens, losses, and one trainer per kind of drafter."""
 
+from hf_dart.training.data.images import image_row
 from hf_dart.training.data.packing import PackedTokens, tokenize
 from hf_dart.training.data.sources import DataArguments, load_rows
 from hf_dart.training.objective import losses
@@ -24,6 +25,7 @@ __all__ = [
     "EditTrainingArguments",
     "PackedTokens",
     "UnoTrainer",
+    "image_row",
     "load_rows",
     "losses",
     "tokenize",

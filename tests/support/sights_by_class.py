@@ -62,9 +62,7 @@ SIGHTS: dict[str, Sight] = {
         {"audio_config": None, "vision_config": {"pooling_kernel_size": 2, "position_embedding_size": 16}},
         {"pixel_values": [2, 16, 192], "image_position_ids": PLACES},
     ),
-    "Gemma4UnifiedForConditionalGeneration": Sight(
-        {}, {"pixel_values": [2, 16, 1728], "image_position_ids": PLACES}
-    ),
+    "Gemma4UnifiedForConditionalGeneration": Sight({}, {"pixel_values": [2, 16, 1728], "image_position_ids": PLACES}),
     "Gemma3nForConditionalGeneration": Sight(
         {
             "vision_config": {"architecture": "resnet18", "hidden_size": 512},
@@ -104,9 +102,7 @@ SIGHTS: dict[str, Sight] = {
         count=5,
         token=IMAGE,
     ),
-    "AriaForConditionalGeneration": Sight(
-        {"projector_patch_to_query_dict": {4: 4}}, {"pixel_values": [2, 3, 16, 16]}
-    ),
+    "AriaForConditionalGeneration": Sight({"projector_patch_to_query_dict": {4: 4}}, {"pixel_values": [2, 3, 16, 16]}),
     "ChameleonForConditionalGeneration": Sight(
         {
             "vocabulary_map": {"<image>": 48} | {word: 49 + code for code, word in enumerate(LETTERS)},
@@ -134,7 +130,9 @@ SIGHTS: dict[str, Sight] = {
             "pixel_attention_mask": torch.ones(2, 16, dtype=torch.long),
         },
     ),
-    "Lfm3VlForConditionalGeneration": Sight({"vision_config": {"conv_kernel_size": 3}}, {"pixel_values": [32, 1536], "image_grid_thw": GRIDS}),
+    "Lfm3VlForConditionalGeneration": Sight(
+        {"vision_config": {"conv_kernel_size": 3}}, {"pixel_values": [32, 1536], "image_grid_thw": GRIDS}
+    ),
     "MiniCPMOcrForConditionalGeneration": _cpm,
     "MiniCPMV4_6ForConditionalGeneration": _cpm,
     "MiniCPMV4_7ForConditionalGeneration": _cpm,
@@ -147,10 +145,16 @@ SIGHTS: dict[str, Sight] = {
             "image_num_crops": torch.tensor([1, 1]),
         },
     ),
-    "PaddleOCRVLForConditionalGeneration": Sight({"text_config": {"rope_parameters": ROPE}}, {"pixel_values": [32, 3, 8, 8], "image_grid_thw": GRIDS}),
+    "PaddleOCRVLForConditionalGeneration": Sight(
+        {"text_config": {"rope_parameters": ROPE}}, {"pixel_values": [32, 3, 8, 8], "image_grid_thw": GRIDS}
+    ),
     "Kimi_K25ForConditionalGeneration": Sight({}, {"pixel_values": [32, 3, 8, 8], "image_grid_thw": GRIDS}),
-    "MuseGlimmerForConditionalGeneration": Sight({"out_hidden_size": 128}, {"pixel_values": [32, 384], "image_grid_thw": GRIDS}),
-    "MuseSparkForConditionalGeneration": Sight({"out_hidden_size": 128}, {"pixel_values": [32, 384], "image_grid_thw": GRIDS}),
+    "MuseGlimmerForConditionalGeneration": Sight(
+        {"out_hidden_size": 128}, {"pixel_values": [32, 384], "image_grid_thw": GRIDS}
+    ),
+    "MuseSparkForConditionalGeneration": Sight(
+        {"out_hidden_size": 128}, {"pixel_values": [32, 384], "image_grid_thw": GRIDS}
+    ),
     "VideoLlama3ForConditionalGeneration": Sight(
         {},
         {"pixel_values": [32, 192], "image_grid_thw": GRIDS, "image_merge_sizes": torch.tensor([2, 2])},
@@ -174,7 +178,11 @@ SIGHTS: dict[str, Sight] = {
         {},
         {"pixel_values": [2, 1, 3, 16, 16], "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool)},
     ),
-    "GotOcr2ForConditionalGeneration": Sight({"vision_config": {"image_size": 64}}, {"pixel_values": [2, 3, 64, 64]}, attention={"text_config": "sdpa", "vision_config": "eager"}),
+    "GotOcr2ForConditionalGeneration": Sight(
+        {"vision_config": {"image_size": 64}},
+        {"pixel_values": [2, 3, 64, 64]},
+        attention={"text_config": "sdpa", "vision_config": "eager"},
+    ),
     "GitForCausalLM": Sight({}, {"pixel_values": [2, 3, 16, 16]}, count=0, attention="eager"),
     "BlipForConditionalGeneration": Sight({}, {"pixel_values": [2, 3, 16, 16]}, count=0, attention="eager"),
     "Blip2ForConditionalGeneration": Sight({"image_token_index": IMAGE}, {"pixel_values": [2, 3, 16, 16]}),

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from huggingface_hub import CommitInfo
 from torch import Tensor, nn
-from transformers import PreTrainedModel, default_data_collator
+from transformers import PreTrainedModel
 
 from hf_dart.decoding.chain import best_chain
 from hf_dart.decoding.proposal import Proposal
@@ -26,9 +26,10 @@ from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
 from hf_dart.target.attention import for_trees
-from hf_dart.target.features import features_request, gather_features, stream_width
+from hf_dart.target.features import features_request, gather_features, merged_embeddings, stream_width
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
+from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
 from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
@@ -88,7 +89,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         max_length: tokens of the rows that these are packed into.
         kwargs: as for `Trainer`. `train_dataset` and `eval_dataset` are `datasets.Dataset`s with a field `text`,
             `messages`, `prompt` and `completion`, or `input_ids`, which are tokenized and packed here; or rows of
-            [`PackedTokens`] (`input_ids` [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T].
+            [`PackedTokens`] (`input_ids` [T], `documents` [T]) or of `load_rows`, which also have `loss_mask` [T]; or
+            rows with images or sounds (`image_row`), which also have `beside`, a dict of what else the target is given.
 
     Raises:
         ValueError: the drafter does not fit the target, what `args` ask for could not be trained or saved, or one
@@ -99,6 +101,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     """The options of `hf-dart train` that shape it: a `DrafterArguments`, and `LoraArguments` if it takes adapters."""
     training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
     """The options of this trainer."""
+    takes_images: ClassVar[bool] = False
+    """Do its blocks read `read_tokens`, the text with the embeddings of images in their places?"""
     recipe: dict[str, Any] | None = None
     """The options of `hf-dart train`, for the record of the training."""
 
@@ -121,7 +125,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 f"One process sees {args.n_gpu} GPUs; start one per GPU with 'accelerate launch', name one in "
                 "CUDA_VISIBLE_DEVICES, or spread the target over them with device_map='auto'."
             )
-        kwargs.setdefault("data_collator", default_data_collator)
+        kwargs.setdefault("data_collator", collate)
         for name in ("train_dataset", "eval_dataset"):
             columns = getattr(kwargs.get(name), "column_names", None)  # of `datasets`
             if columns is not None and "documents" not in columns:
@@ -170,7 +174,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Add to a batch, in place, what is random about it: `anchors` [B, K], the places of its blocks.
 
         Args:
-            inputs: the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T].
+            inputs: the stacked rows: `input_ids`, `documents` [B, T], perhaps `loss_mask` [B, T] and `beside`.
             generator: of all random numbers; a resumed run gets the same.
 
         Returns:
@@ -187,15 +191,13 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
-            inputs: with what `draw` has added.
+            inputs: with what `draw` has added; and where there are images, `read` (`read_tokens`).
             features, target_logits: of `teach`.
         """
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
         """The sum of the objective over the blocks."""
-        target_logits, labels = restricted(
-            drafts.target_logits, drafts.labels, self.drafter.draft_vocabulary, NO_LABEL
-        )
+        target_logits, labels = restricted(drafts.target_logits, drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
         objective = self.args.objective
         acceptance = None
         if objective.needs_acceptance:
@@ -217,9 +219,15 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
         Args:
             model, inputs: of `block_states`.
+
+        Raises:
+            ValueError: the batch has images, and this trainer takes none.
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
-        features, target_logits = self.teach(ids, documents)
+        if "beside" in inputs:
+            features, target_logits, inputs["read"] = self.teach_seen(ids, inputs["beside"])
+        else:
+            features, target_logits = self.teach(ids, documents)
         present = anchors >= 0  # [B, K]
         hidden = self.block_states(model, inputs, features, target_logits)[present]  # [N, d, H]
         rows = present.nonzero()[:, :1]
@@ -283,11 +291,43 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
                 use_cache=False,
                 **features_request(self.drafter.feature_layers),
             )
+        return self._features_of(output, ids), output.logits.to(self.drafter.device)
+
+    @torch.no_grad()
+    def teach_seen(self, ids: Tensor, beside: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+        """One forward of the target over rows of one document each, with images or sounds.
+
+        Args:
+            ids: [B, T].
+            beside: what else it is given (`collate`).
+
+        Returns:
+            Features [B, T, F], logits [B, T, V], and what the drafter reads of each token: the embeddings [B, T, E]
+            with those of images in their places where it reads as the target does, else ids [B, T].
+
+        Raises:
+            ValueError: this trainer takes no images.
+        """
+        if not self.takes_images:
+            raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
+        merges, layers = self.drafter.reads_embeddings, self.drafter.feature_layers
+        seen = {
+            name: value.to(self.target.dtype) if value.is_floating_point() else value for name, value in beside.items()
+        }
+        output = self.target(
+            input_ids=ids, use_cache=False, **seen, **features_request(sorted({*layers, 0}) if merges else layers)
+        )
+        read = merged_embeddings(self.target, output, ids) if merges else None
+        if read is None:  # ids of images may have no embedding
+            read = torch.where(ids < self.target.get_input_embeddings().num_embeddings, ids, 0)
+        return self._features_of(output, ids), output.logits.to(self.drafter.device), read
+
+    def _features_of(self, output: Any, ids: Tensor) -> Tensor:
         features = gather_features(output, self.drafter.feature_layers, ids, stream_width(self.target))
         features = features.to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
             features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
-        return features, output.logits.to(self.drafter.device)
+        return features
 
     def _check_packing(self, device: torch.device) -> None:
         """Change a token of a first document: the logits of a second one in the row must not notice."""
@@ -501,6 +541,11 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
         slots = inputs["anchors"].numel() * (self.drafter.draft_length - 1)
         return 6 * sum(p.numel() for p in self.drafter.parameters()) * (inputs["input_ids"].numel() + slots)
+
+
+def read_tokens(inputs: dict[str, Any]) -> Tensor:
+    """What a drafter reads of each token of a batch: ids [B, T], or embeddings [B, T, E] where there are images."""
+    return inputs.get("read", inputs["input_ids"])
 
 
 def seeded(*numbers: int) -> torch.Generator:

@@ -13,7 +13,7 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import DrafterTrainer, Drafts, seeded
+from hf_dart.training.trainers.base import DrafterTrainer, Drafts, read_tokens, seeded
 from hf_dart.trees.vocabulary import token_ids
 
 _CERTAIN = 1e4
@@ -33,6 +33,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
 
     drafter_arguments: ClassVar[tuple[type, ...]] = (HeadArguments, LoraArguments)
     training_arguments = DartTrainingArguments
+    takes_images = True
 
     def __init__(self, head: DartHead, target: PreTrainedModel, args: DartTrainingArguments, **kwargs: Any) -> None:
         _choose_trained(head, args)
@@ -45,7 +46,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
         blocks = self.blocks(inputs)
         states = model(
             features=features[:, :-1],
-            next_embeddings=self.drafter.embed(inputs["input_ids"][:, 1:]),
+            next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask if self.drafter.config.num_layers > 1 else None,
             wanted=blocks.entries,

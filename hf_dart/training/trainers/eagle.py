@@ -11,7 +11,7 @@ from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training.objective.blocks import build_blocks, target_positions
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.base import DrafterTrainer, read_tokens
 
 
 @dataclass
@@ -41,11 +41,12 @@ class EagleTrainer(DrafterTrainer[EagleDrafter]):
 
     drafter_arguments = (EagleArguments,)
     training_arguments = EagleTrainingArguments
+    takes_images = True
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        ids, anchors = inputs["input_ids"], inputs["anchors"]
+        anchors = inputs["anchors"]
         blocks = build_blocks(inputs["documents"], anchors, self.drafter.draft_length)
-        embeddings = self.drafter.embed(ids[:, 1:])
+        embeddings = self.drafter.embed(read_tokens(inputs)[:, 1:])
         # Pass j after anchor n reads the token n + 1 + j, j = 1..d - 1, which is the embedding at n + j.
         places = target_positions(anchors.clamp(min=0), self.drafter.draft_length)[..., :-1]
         flat = places.flatten(1)[..., None].expand(-1, -1, embeddings.shape[-1])

@@ -25,7 +25,7 @@ from hf_dart.training.objective.blocks import target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import Drafts
+from hf_dart.training.trainers.base import Drafts, read_tokens
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
 from hf_dart.training.trainers.evaluate import DraftQuality
@@ -114,7 +114,7 @@ class EditTrainer(DartTrainer):
         passes = self.args.edit_passes + (self._quality is not None)
         first, *edited = model(
             features=features[:, :-1],
-            next_embeddings=self.drafter.embed(inputs["input_ids"][:, 1:]),
+            next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
             edits=Edits(passes, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),

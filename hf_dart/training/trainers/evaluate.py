@@ -92,9 +92,16 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
     """Prompts from the first `count` rows: token ids [length or less] of their first documents.
 
     Of a text its beginning; of a conversation what comes before the first token that is learned, the assistant's.
+
+    Raises:
+        ValueError: a row has images.
     """
     prompts = []
     for row in itertools.islice(rows, count):
+        if "beside" in row:
+            raise ValueError(
+                "decode_prompts are of text, and the evaluation rows have images; leave decode_prompts out."
+            )
         ids, documents = torch.as_tensor(row["input_ids"]), torch.as_tensor(row["documents"])
         first = documents == documents[0]
         ids, learned = ids[first], torch.as_tensor(row.get("loss_mask", torch.ones(len(ids))))[first].bool()
