@@ -1,6 +1,6 @@
 """A head for a multimodal target, trained on what that writes about images: tokens per forward before and after.
 
-    python examples/image_head.py runs/image_head --max-steps 150
+    python examples/image_head.py runs/image_head --max-steps 100
 
 The target is a tiny LLaVA of random weights and the images are noise, so that nothing is downloaded and a minute on one
 CPU core is enough. For a model of your own take it, its processor and your images: a row is what the processor gives
@@ -26,8 +26,8 @@ WORDS, IMAGE = 60, 60  # ids below are words; an image is 4 tokens of this one
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--max-steps", type=int, default=150)
-    parser.add_argument("--rows", type=int, default=96, help="to learn from")
+    parser.add_argument("--max-steps", type=int, default=100)
+    parser.add_argument("--rows", type=int, default=64, help="to learn from")
     parser.add_argument("--new-tokens", type=int, default=32, help="of each reply")
     arguments = parser.parse_args()
 
@@ -74,7 +74,7 @@ def main() -> None:
 def small_target() -> LlavaForConditionalGeneration:
     """A LLaVA of random weights that repeats itself enough to be drafted."""
     torch.manual_seed(0)
-    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "initializer_range": 0.5}
+    size = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "initializer_range": 0.08}
     text = LlamaConfig(vocab_size=WORDS + 1, num_hidden_layers=4, eos_token_id=None, pad_token_id=0, **size)
     eyes = CLIPVisionConfig(num_hidden_layers=2, image_size=8, patch_size=4, **size)
     return LlavaForConditionalGeneration(
