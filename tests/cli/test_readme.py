@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from peft import LoraConfig
 from support import tiny
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from support.sights import seeing_target, sights
+from transformers import AutoModelForCausalLM, AutoTokenizer, BatchFeature
 
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.trees.ngram.build import build
@@ -119,10 +121,25 @@ def test_training(names: dict[str, Any], tmp_path: Path) -> None:
     row = '{"text": "import os, sys, re, json, math, time, random, string"}\n'
     (tmp_path / "answers.jsonl").write_text(row * 200, encoding="utf8")
     (adapters,) = blocks(ROOT / "docs" / "lora.md")
-    (training,) = blocks(ROOT / "docs" / "training.md")
+    training, _ = blocks(ROOT / "docs" / "training.md")
     for code in (adapters, training):
         run(code, names, tmp_path)
     assert (tmp_path / "head" / "final" / "model.safetensors").is_file()
+    assert names["trainer"].state.global_step == 2
+
+
+def test_training_on_images(names: dict[str, Any], tmp_path: Path) -> None:
+    _, code = blocks(ROOT / "docs" / "training.md")
+    model = seeing_target("llava").float()
+
+    def processor(text: str, images: int, return_tensors: str) -> BatchFeature:
+        return BatchFeature(sights("llava", rows=1, image=images))
+
+    args = DartTrainingArguments(str(tmp_path), max_steps=2, use_cpu=True, report_to="none")
+    head = DartHead.from_target(model, draft_length=4)
+    names |= {"model": model, "processor": processor, "args": args, "head": head, "DartTrainer": DartTrainer}
+    names["examples"] = [("text", 0), ("text", 1)]
+    run(code.replace("max_new_tokens=256", "max_new_tokens=12, suppress_tokens=[47]"), names, tmp_path)
     assert names["trainer"].state.global_step == 2
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import wraps
+from functools import partial, wraps
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,16 +13,25 @@ import transformers
 from support.compare import assert_identical, run, tally
 from support.engines import engine
 from support.families import needs_running_states
+from support.modules import with_module
 from support.refusals import refused
-from support.sights import SEEING, behind_sights, seeing_target, sights
+from support.sights import SEEING, TEXT, behind_sights, seeing_target, sights
 from support.sights_of_classes import examine, seeing_classes
-from support.tiny import VOCABULARY, ReplayDrafter, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head
+from support.tiny import (
+    VOCABULARY,
+    ReplayDrafter,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_uno_drafter,
+)
 from support.turns import taken_up  # noqa: F401
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import DynamicCache, LlavaProcessor, PreTrainedTokenizerFast
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
 
+from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters.base import Drafter
 
 SEEN = tally("float64, with images")
@@ -38,6 +48,7 @@ def knows(stock: Tensor, inputs: dict[str, Tensor]) -> ReplayDrafter:
 
 # Images in chunks, and `image_sizes` with CLIP, are beyond older releases themselves.
 _stock_can = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="stock cannot, in this release")
+MORE = ("qwen3_vl", "llava", "gemma3")
 _FAMILIES = [pytest.param(one, marks=needs_running_states if one == "qwen3_5" else ()) for one in SEEING]
 
 
@@ -66,7 +77,19 @@ def test_one_row_in_chunks(family: str) -> None:
         assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY, prefill_chunk_size=5)
 
 
-@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
+def peagle_head(target: Any) -> Any:
+    return tiny_head(target, mask_mode="peagle", mask_token_id=1, num_layers=2)
+
+
+def small_model(target: Any) -> LanguageModelDrafter:
+    """Of another family, which sees nothing."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        fields = {**TEXT, "num_hidden_layers": 1}
+        return LanguageModelDrafter(LlamaForCausalLM(LlamaConfig(**fields)).double().eval(), target)
+
+
+@pytest.mark.parametrize("make", [tiny_head, peagle_head, tiny_eagle_drafter, tiny_diffusion_drafter])
 def test_drafters_read_what_the_target_reads(make: Any) -> None:
     """The embeddings of images in place of their tokens' own, and of text those that they know."""
     target, inputs = seeing_target("llava"), sights("llava")
@@ -87,6 +110,37 @@ def test_drafters_read_what_the_target_reads(make: Any) -> None:
         wanted[text == 47] = images[row]
         assert counts[row] == len(text)
         torch.testing.assert_close(tokens[row, : len(text)], wanted, rtol=0, atol=0)
+
+
+DRAFTERS = [
+    peagle_head,
+    tiny_eagle_drafter,
+    tiny_diffusion_drafter,
+    small_model,
+    partial(tiny_uno_drafter, mask_token_id=2),
+]
+
+
+@pytest.mark.parametrize("make", DRAFTERS)
+@pytest.mark.parametrize("family", ["qwen2_5_vl", *(pytest.param(one, marks=pytest.mark.matrix) for one in MORE)])
+def test_every_kind_of_drafter(family: str, make: Any) -> None:
+    target = seeing_target(family)
+    drafter = make(target)
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, sights(family), into=SEEN, **mode)
+    text = {name: sights(family)[name] % 43 for name in ("input_ids", "attention_mask")}
+    assert_identical(target, drafter, text, into=SEEN, **GREEDY)
+
+
+@needs_running_states
+def test_a_module_of_the_targets_own(tmp_path: Path) -> None:
+    """MTP, as the checkpoints of Qwen3.5 have it, reads the embeddings of images too."""
+    kinds = ["linear_attention"] * 3 + ["full_attention"]  # its norms are those of a layer of attention
+    target, _ = with_module("qwen3_5", tmp_path, target=seeing_target("qwen3_5", layer_types=kinds))
+    drafter = MtpDrafter.from_target(attach(target))
+    assert drafter.reads_embeddings
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target, drafter, sights("qwen3_5"), into=SEEN, **mode)
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llava"])

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
 from transformers.modeling_layers import MtpModel
 
 from hf_dart.drafters.mtp.modules import _WithModules
@@ -27,13 +26,20 @@ _QWENS = {
 _NUMBERED = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
 
 
-def with_module(family: str, folder: Path, dtype: torch.dtype = torch.float64) -> tuple[Any, dict[str, Tensor]]:
-    """A tiny target loaded from a folder that has a module as well, and that module's weights by `MtpModel`'s names."""
-    target = tiny_target(family, dtype=dtype)
+def with_module(
+    family: str, folder: Path, dtype: torch.dtype = torch.float64, target: Any = None
+) -> tuple[Any, dict[str, Tensor]]:
+    """A tiny target loaded from a folder that has a module as well, and that module's weights by `MtpModel`'s names.
+
+    Args:
+        target: another one of the family than `tiny_target` gives.
+    """
+    target = tiny_target(family, dtype=dtype) if target is None else target
     target.save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())
     if family.startswith("qwen"):
-        content["mtp_num_hidden_layers"] = target.config.mtp_num_hidden_layers = 1
+        text = target.config.get_text_config(decoder=True)
+        content.get("text_config", content)["mtp_num_hidden_layers"] = text.mtp_num_hidden_layers = 1
         (folder / "config.json").write_text(json.dumps(content))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -52,7 +58,7 @@ def with_module(family: str, folder: Path, dtype: torch.dtype = torch.float64) -
         weights[f"{prefix}shared_head.head.weight"] = weights["lm_head.weight"].clone()
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     options = {"experts_implementation": "eager"} if family in EXPERTS_IN_A_LOOP else {}
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options).eval(), own
+    return type(target).from_pretrained(folder, dtype=dtype, **options).eval(), own
 
 
 def _publish(weights: dict[str, Tensor], name: str, weight: Tensor) -> None:

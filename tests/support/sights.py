@@ -74,11 +74,16 @@ SEEING: dict[str, dict[str, Any]] = {
 """Config fields by model type. Ids from 43 on are no words."""
 
 
-def seeing_target(family: str, seed: int = 0) -> Any:
-    """A random target of a family of `SEEING`, in float64; the global generators are not moved."""
+def seeing_target(family: str, seed: int = 0, **text: Any) -> Any:
+    """A random target of a family of `SEEING`, in float64; the global generators are not moved.
+
+    Args:
+        text: fields of the text's config in place of those there.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = CONFIG_MAPPING[family](**SEEING[family])
+        fields = SEEING[family]
+        config = CONFIG_MAPPING[family](**{**fields, "text_config": {**fields["text_config"], **text}})
         model = AutoModelForImageTextToText.from_config(config).double().eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():

@@ -79,7 +79,10 @@ SIGHTS: dict[str, Sight] = {
     "LlavaOnevisionForConditionalGeneration": _tiled,
     "Granite4VisionForConditionalGeneration": Sight(_tiled.own, _tiled.given, count=7),
     "MllamaForConditionalGeneration": Sight(
-        {"vision_config": {"vision_output_dim": 64}},
+        {
+            "vision_config": {"vision_output_dim": 64},
+            "text_config": {"cross_attention_layers": [1], "num_hidden_layers": 3},
+        },
         {
             "pixel_values": [2, 1, 4, 3, 16, 16],
             "aspect_ratio_ids": torch.ones(2, 1, dtype=torch.long),
