@@ -18,6 +18,11 @@ from hf_dart.drafters.lookup import LookupDrafter
 ESTIMATED = TreeConfig(draft_cost=0.25, node_cost=0.1)
 
 
+@pytest.fixture(autouse=True)
+def untimed() -> None:
+    """Here drafts are timed, which they are in no other test."""
+
+
 class Clock:
     """Seconds by phase, as `DraftStats` counts them."""
 
