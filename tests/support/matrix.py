@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1])  # in place of this folder: its kernels.py is not the package
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
