@@ -15,8 +15,10 @@ from torch import Tensor
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.kernels import Kernels
 from hf_dart.target.fused import fused
+from hf_dart.target.masks import MaskKind
 from hf_dart.target.packed import MASKS, NODES, for_groups
 from hf_dart.target.verify import Verifier
+from hf_dart.trees.tree import DraftTree
 
 
 class PackedVerifier(Verifier):
@@ -52,12 +54,22 @@ class PackedVerifier(Verifier):
         if self.shift is not None and like.shift is not None:
             self.shift.copy_(like.shift[..., list(seats)])
 
-    def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+    def extra_inputs(
+        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
+    ) -> dict[str, Any]:
         if not self._hands_down:
             return {}
-        heads = self.target.config.get_text_config(decoder=True).num_attention_heads
-        pairs = []
+        pairs: list[tuple[Tensor, Any]] = []
         for kind, mask in zip(self.kinds, masks.values() if isinstance(masks, dict) else [masks], strict=True):
-            groups = heads // self.cache.cache.layers[kind.layer].keys.shape[1]
-            pairs.append((mask, for_groups(mask, groups)))
+            pairs.append((mask, self._attends(kind, mask, tree, positions)))
         return {MASKS: pairs} if computed is None else {MASKS: pairs, NODES: computed}
+
+    def _attends(self, kind: MaskKind, mask: Tensor, tree: DraftTree, positions: Tensor) -> Any:
+        """What attends under a mask [B, 1, N, T + N]: a kernel, or the mask as groups of heads need it."""
+        if self._kernels.tree_attention:
+            from hf_dart.engine.tree_attention import TreeMask  # Triton may not be installed
+
+            lengths = self.cache.lengths
+            return TreeMask.of(kind, tree.ancestors, positions, lengths, mask.shape[-1] - tree.size)
+        heads = self.target.config.get_text_config(decoder=True).num_attention_heads
+        return for_groups(mask, heads // self.cache.cache.layers[kind.layer].keys.shape[1])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,8 @@ class EngineConfig:
             meanwhile.
         fuse: multiply by the weights of q, k and v, and of gate and up, at once. They move into one storage for that,
             of which the parameters are views (`hf_dart.target.fused`), until `detach`.
+        tree_attention: attend by Triton kernels of our own, for targets that attend by SDPA
+            (`hf_dart.engine.tree_attention`).
 
     Raises:
         ValueError: a field is out of range.
@@ -30,6 +33,7 @@ class EngineConfig:
     share: int = 2
     lag: int | None = None
     fuse: bool = False
+    tree_attention: bool = False
 
     def __post_init__(self) -> None:
         if self.first_tier < 8 or self.first_tier % 8:
@@ -38,3 +42,5 @@ class EngineConfig:
             raise ValueError(f"share is {self.share}; give 1 or more.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
+        if self.tree_attention and find_spec("triton") is None:
+            raise ValueError("tree_attention needs Triton, which is not installed: pip install triton.")

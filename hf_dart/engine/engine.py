@@ -124,7 +124,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._kernels = Kernels(linears)
+                self._kernels = Kernels(linears, self.config.tree_attention)
                 self._hands_down = job.verify.attention.name in ("sdpa", PACKED)
             whole = head_job(job)
             if isinstance(whole, str):

@@ -12,6 +12,8 @@ class Kernels(NamedTuple):
 
     Attributes:
         linears: products that are computed at once.
+        tree_attention: attend by `hf_dart.engine.tree_attention`.
     """
 
     linears: tuple[FusedLinears, ...] = ()
+    tree_attention: bool = False

@@ -20,7 +20,9 @@ class _Handing(Verifier):
 
     beside: Mapping[str, Any] = {}
 
-    def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+    def extra_inputs(
+        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
+    ) -> dict[str, Any]:
         return dict(self.beside)
 
 

@@ -151,7 +151,7 @@ class Verifier:
         if computed is not None:
             tokens, at = tokens.flatten()[computed][None], at.flatten(-2)[..., None, computed]
         masks: Any = self.masks(tree, positions) if masked else self._plain_masks()
-        inputs: dict[str, Any] = self.extra_inputs(masks, computed) if masked else {}
+        inputs: dict[str, Any] = self.extra_inputs(tree, positions, masks, computed) if masked else {}
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
@@ -180,7 +180,9 @@ class Verifier:
         cache = self.cache.cache
         return tree_forwards(self.mixers, cache, tree) if isinstance(cache, StatefulCache) else nullcontext()
 
-    def extra_inputs(self, masks: Tensor | dict[str, Tensor], computed: Tensor | None) -> dict[str, Any]:
+    def extra_inputs(
+        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
+    ) -> dict[str, Any]:
         """Keyword arguments for the target beside the usual ones."""
         return {}
 

@@ -109,7 +109,7 @@ def test_masks_are_made_once_for_all_layers(
     with counted() as operations:
         tier.round.run_uncompiled()
     assert operations["aten.repeat.default"] == len(set(types))
-    monkeypatch.setattr(PackedVerifier, "extra_inputs", lambda *args: {NODES: args[2]} if size > 1 else {})
+    monkeypatch.setattr(PackedVerifier, "extra_inputs", lambda *args: {NODES: args[-1]} if size > 1 else {})
     with counted() as operations:
         tier.round.run_uncompiled()
     assert operations["aten.repeat.default"] == 4

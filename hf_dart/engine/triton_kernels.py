@@ -1,0 +1,114 @@
+"""Triton kernels of a captured round. Imported only where Triton is, by what calls them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+LOG2_E = 1.4426950408889634
+# What a hidden score is: far below any, and differences of two of them are numbers.
+_HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)
+
+
+@triton.jit
+def attend_to_split(
+    Q: Any, K: Any, V: Any, WORDS: Any, FIRST: Any, LENGTHS: Any, PART: Any, PEAK: Any,
+    q_batch: Any, q_head: Any, q_node: Any, k_batch: Any, k_head: Any, k_slot: Any, v_batch: Any, v_head: Any,
+    v_slot: Any, o_batch: Any, o_node: Any, o_head: Any, slots: Any, scale: Any,
+    KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
+    NODES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Queries of one head of keys under one part of the keys, by online softmax; the last part is followed by the tree.
+
+    Program (b KV + head, block of G N queries, part). Queries stand by their head of the group, then by their node.
+    PART [B KV, SPLITS, G N, E] and PEAK [B KV, SPLITS, G N] take the mixed values and the log2 of the weights' sum;
+    with one part PART is the output, by its strides, and PEAK is not written.
+    """
+    pair, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch, head = (pair // KV).to(tl.int64), (pair % KV).to(tl.int64)
+    queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    is_query = queries < G * N
+    node, q_heads = queries % N, head * G + queries // N
+    d, e, n = tl.arange(0, WIDTH), tl.arange(0, OUT_WIDTH), tl.arange(0, BLOCK_K)
+    q_at = Q + batch * q_batch + q_heads[:, None] * q_head + node[:, None] * q_node + d[None]
+    q = tl.load(q_at, mask=is_query[:, None] & (d < D)[None], other=0.0)
+    first = tl.load(FIRST + batch * N + node, mask=is_query, other=0)
+    length = tl.load(LENGTHS + batch).to(tl.int32)
+    # Slots before the first one that any node of the row sees are not read.
+    places = tl.arange(0, NODES)
+    begin = tl.min(tl.load(FIRST + batch * N + tl.minimum(places, N - 1)), 0).to(tl.int32) // BLOCK_K * BLOCK_K
+    each = tl.cdiv(tl.cdiv(length - begin, BLOCK_K), SPLITS) * BLOCK_K
+    low = begin + split * each
+    high = tl.minimum(low + each, length)
+    keys, values = K + batch * k_batch + head * k_head, V + batch * v_batch + head * v_head
+    best = tl.full([BLOCK_Q], _HIDDEN, ACC)
+    total = tl.zeros([BLOCK_Q], ACC)
+    mixed = tl.zeros([BLOCK_Q, OUT_WIDTH], ACC)
+    for start in range(low, high, BLOCK_K):
+        slot = (start + n).to(tl.int64)
+        there = slot < high
+        k = tl.load(keys + slot[:, None] * k_slot + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
+        seen = there[None] & (slot[None] >= first[:, None])
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
+        scores = tl.where(seen, scores, _HIDDEN)
+        peak = tl.maximum(best, tl.max(scores, 1))
+        weights, fade = tl.where(seen, tl.exp2(scores - peak[:, None]), 0.0), tl.exp2(best - peak)
+        v = tl.load(values + slot[:, None] * v_slot + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
+        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
+        total, best = total * fade + tl.sum(weights, 1), peak
+    if split == SPLITS - 1:
+        for start in tl.static_range(0, N, BLOCK_K):
+            word = tl.load(WORDS + (batch * N + node) * W + start // 64, mask=is_query, other=0)
+            other = start + n
+            there = other < N
+            slot = (slots + other).to(tl.int64)
+            k = tl.load(keys + slot[:, None] * k_slot + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
+            seen = there[None] & (((word[:, None] >> (other % 64).to(tl.int64)[None]) & 1) != 0)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
+            scores = tl.where(seen, scores, _HIDDEN)
+            peak = tl.maximum(best, tl.max(scores, 1))
+            weights, fade = tl.where(seen, tl.exp2(scores - peak[:, None]), 0.0), tl.exp2(best - peak)
+            v = tl.load(values + slot[:, None] * v_slot + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
+            mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
+            total, best = total * fade + tl.sum(weights, 1), peak
+    mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
+    is_out = is_query[:, None] & (e < E)[None]
+    if SPLITS == 1:
+        at = PART + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
+        tl.store(at, mixed.to(PART.dtype.element_ty), mask=is_out)
+    else:
+        place = (pair.to(tl.int64) * SPLITS + split) * G * N + queries
+        tl.store(PART + place[:, None] * E + e[None], mixed, mask=is_out)
+        peak = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), _HIDDEN)
+        tl.store(PEAK + place, peak, mask=is_query)
+
+
+@triton.jit
+def join_splits(
+    PART: Any, PEAK: Any, OUT: Any, o_batch: Any, o_node: Any, o_head: Any,
+    KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
+    SPLITS_WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, OUT_WIDTH: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """What the parts of `attend_to_split` come to together. Program (b KV + head, block of G N queries)."""
+    pair, block = tl.program_id(0), tl.program_id(1)
+    batch, head = (pair // KV).to(tl.int64), (pair % KV).to(tl.int64)
+    queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
+    is_query = queries < G * N
+    s, e = tl.arange(0, SPLITS_WIDTH), tl.arange(0, OUT_WIDTH)
+    base = pair.to(tl.int64) * SPLITS * G * N
+    at = PEAK + base + s[None] * G * N + queries[:, None]
+    peaks = tl.load(at, mask=is_query[:, None] & (s < SPLITS)[None], other=_HIDDEN)
+    highest = tl.max(peaks, 1)
+    total = tl.sum(tl.exp2(peaks - highest[:, None]), 1)
+    mixed = tl.zeros([BLOCK_Q, OUT_WIDTH], ACC)
+    is_out = is_query[:, None] & (e < E)[None]
+    for split in range(SPLITS):
+        place = base + split * G * N + queries
+        weight = tl.exp2(tl.load(PEAK + place, mask=is_query, other=_HIDDEN) - highest)
+        mixed += weight[:, None] * tl.load(PART + place[:, None] * E + e[None], mask=is_out, other=0.0)
+    node, q_heads = queries % N, head * G + queries // N
+    to = OUT + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
+    tl.store(to, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=is_out)

@@ -1,0 +1,177 @@
+"""Kernels for Triton against plain references: in its interpreter, on a CPU, and compiled for a GPU without one.
+
+Triton chooses its interpreter when it is imported, so these tests run in a process of their own (`test_interpreted`).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.cases import batch
+from support.compare import assert_identical
+from support.engines import engine
+from support.tiny import tiny_head, tiny_target
+from torch import Tensor
+from torch.nn import functional as F
+
+from hf_dart.engine.config import EngineConfig
+from hf_dart.target.masks import MaskKind
+
+INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
+needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
+interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs in a process of its own, see test_interpreted")
+GREEDY = {"do_sample": False, "max_new_tokens": 12}
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETS, reason="this is that process")
+def test_interpreted() -> None:
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-rA", __file__]
+    run = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-4000:] + run.stderr[-2000:]
+    assert "PASSED" in run.stdout
+
+
+def case(
+    batch: int, nodes: int, slots: int, window: int | None, seed: int = 0
+) -> tuple[MaskKind, Tensor, Tensor, Tensor, Tensor]:
+    """Random trees after texts of random lengths: the kind, ancestors, positions, lengths, and all that is seen."""
+    generator = torch.Generator().manual_seed(seed)
+    ancestors, depths = torch.eye(nodes, dtype=torch.bool).repeat(batch, 1, 1), torch.zeros(batch, nodes).long()
+    for row in range(batch):
+        for node in range(1, nodes):
+            parent = int(torch.randint(node, (), generator=generator))
+            ancestors[row, node] |= ancestors[row, parent]
+            depths[row, node] = depths[row, parent] + 1
+    lengths = torch.randint(1, slots + 1, (batch,), generator=generator)
+    positions, places = lengths[:, None] + depths, torch.arange(slots)
+    past = (places < lengths[:, None])[:, None].expand(-1, nodes, -1)
+    tree = ancestors
+    kind = MaskKind("full_attention" if window is None else "sliding_attention", window, 0)
+    if window is not None:
+        past = past & (places > positions[..., None] - window)
+        tree = tree & (positions[:, None] > positions[..., None] - window)
+    return kind, ancestors, positions, lengths, torch.cat([past, tree], dim=-1)[:, None]
+
+
+@interpreted
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize(
+    ("rows", "heads", "kv", "nodes", "width", "out_width", "slots"),
+    [
+        (1, 4, 2, 8, 16, 16, 24),  # one part
+        (2, 6, 2, 13, 20, 24, 300),  # several; widths that are no powers of two
+        (1, 4, 2, 70, 16, 16, 200),  # two words, more than one block of queries
+        (2, 2, 2, 1, 16, 16, 8),  # no groups, roots alone
+        (3, 4, 1, 64, 32, 32, 520),  # the last bit of a word
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_attention_is_pytorchs(
+    rows: int, heads: int, kv: int, nodes: int, width: int, out_width: int, slots: int, window: int | None, dtype: Any
+) -> None:
+    from hf_dart.engine.tree_attention import TreeMask
+
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(rows, nodes, heads, width, generator=generator, dtype=torch.float64).transpose(1, 2).to(dtype)
+    key = torch.randn(rows, kv, slots + nodes, width, generator=generator, dtype=torch.float64).to(dtype)
+    value = torch.randn(rows, kv, slots + nodes, out_width, generator=generator, dtype=torch.float64).to(dtype)
+    kind, ancestors, positions, lengths, seen = case(rows, nodes, slots, window)
+    wide = (part.double() for part in (query, key, value))
+    wanted = F.scaled_dot_product_attention(*wide, attn_mask=seen, scale=0.3, enable_gqa=True).transpose(1, 2)
+    # What stands after a row's text is not even read.
+    beyond = (torch.arange(slots + nodes) >= lengths[:, None]) & (torch.arange(slots + nodes) < slots)
+    for part in (key, value):
+        part.masked_fill_(beyond[:, None, :, None], torch.nan)
+    found = TreeMask.of(kind, ancestors, positions, lengths, slots)(query, key, value, 0.3)
+    assert found.dtype == dtype
+    assert found.is_contiguous()
+    torch.testing.assert_close(found.double(), wanted, rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+@interpreted
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+def test_rounds(family: str, backend: str | None) -> None:
+    """Whole calls, alone and with nodes shared by a batch, in float64: stock's text."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(target, head, tree_attention=True, backend=backend)
+    for size in (1, 3):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert made.tiers
+    assert all(tier is not None and tier.round.verifier._kernels.tree_attention for tier in made.tiers)
+
+
+@interpreted
+def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_dart.engine import tree_attention
+
+    right = tree_attention.as_words
+    monkeypatch.setattr(tree_attention, "as_words", lambda seen: right(seen.roll(1, -1)))
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    engine(target, head, tree_attention=True)
+    with pytest.warns(UserWarning, match="go on without the kernels that were asked for: .*computes something else"):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
+def test_without_a_gpu() -> None:
+    """Kernels that cannot run are told once, and done without."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    made = engine(target, head, tree_attention=True, first_tier=64)
+    with pytest.warns(UserWarning, match="go on without the kernels that were asked for"):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    (tier,) = made.tiers
+    assert tier is not None
+
+
+def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hf_dart.engine.config.find_spec", lambda name: None)
+    with pytest.raises(ValueError, match="needs Triton, which is not installed: pip install triton"):
+        EngineConfig(tree_attention=True)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
+@pytest.mark.parametrize("splits", [1, 8])
+def test_compiles_for_a_gpu(splits: int, tmp_path: Path) -> None:
+    """For an H200, at Qwen3-8B's shape: no register is spilled, and scores are products of the tensor cores."""
+    from triton import compile, language
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from hf_dart.engine import triton_kernels
+
+    constants: dict[str, Any] = {"KV": 8, "G": 4, "N": 64, "W": 1, "D": 128, "E": 128, "SPLITS": splits}
+    constants |= {"BLOCK_Q": 64, "BLOCK_K": 64, "WIDTH": 128, "OUT_WIDTH": 128, "NODES": 64}
+    constants |= {"ACC": language.float32, "PRECISION": "ieee"}
+    part = "*fp32" if splits > 1 else "*bf16"
+    kinds = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "WORDS": "*i64", "FIRST": "*i32", "LENGTHS": "*i64"}
+    kinds |= {"PART": part, "PEAK": "*fp32"}
+    names = triton_kernels.attend_to_split.arg_names
+    kinds |= {name: "i32" for name in names if name not in kinds and name not in constants}
+    kinds["scale"] = "fp32"
+    signature = {name: kinds.get(name, "constexpr") for name in names}
+    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in kinds}
+    del aligned[names.index("scale"),]
+    source = ASTSource(triton_kernels.attend_to_split, signature, constants, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
+    assert re.search("wgmma.mma_async|mma.sync", made.asm["ptx"])
+    (tmp_path / "kernel.ptx").write_text(made.asm["ptx"])
+    ptxas = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin/ptxas"
+    command = [ptxas, "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", "/dev/null"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    assert "0 bytes spill stores, 0 bytes spill loads" in told
