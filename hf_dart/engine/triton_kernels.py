@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import triton
 import triton.language as tl
 
@@ -14,9 +12,9 @@ _HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)
 
 @triton.jit
 def attend_to_split(
-    Q: Any, K: Any, V: Any, WORDS: Any, FIRST: Any, LENGTHS: Any, PART: Any, PEAK: Any,
-    q_batch: Any, q_head: Any, q_node: Any, k_batch: Any, k_head: Any, k_slot: Any, v_batch: Any, v_head: Any,
-    v_slot: Any, o_batch: Any, o_node: Any, o_head: Any, slots: Any, scale: Any,
+    Q, K, V, WORDS, FIRST, LENGTHS, PART, PEAK,
+    q_batch, q_head, q_node, k_batch, k_head, k_slot, v_batch, v_head,
+    v_slot, o_batch, o_node, o_head, slots, scale,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
     NODES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
@@ -60,9 +58,9 @@ def attend_to_split(
         mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
         total, best = total * fade + tl.sum(weights, 1), peak
     if split == SPLITS - 1:
-        for start in tl.static_range(0, N, BLOCK_K):
-            word = tl.load(WORDS + (batch * N + node) * W + start // 64, mask=is_query, other=0)
-            other = start + n
+        for node_from in tl.static_range(0, N, BLOCK_K):
+            word = tl.load(WORDS + (batch * N + node) * W + node_from // 64, mask=is_query, other=0)
+            other = node_from + n
             there = other < N
             slot = (slots + other).to(tl.int64)
             k = tl.load(keys + slot[:, None] * k_slot + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
@@ -88,7 +86,7 @@ def attend_to_split(
 
 @triton.jit
 def join_splits(
-    PART: Any, PEAK: Any, OUT: Any, o_batch: Any, o_node: Any, o_head: Any,
+    PART, PEAK, OUT, o_batch, o_node, o_head,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
     SPLITS_WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, OUT_WIDTH: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
