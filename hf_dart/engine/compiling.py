@@ -4,15 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import FunctionType, MethodType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 Part = TypeVar("Part")
 
 
-def compiled(part: Callable[..., Part], backend: str | None) -> Callable[..., Part]:
+class Backend(NamedTuple):
+    """`backend` and `mode` of `torch.compile`."""
+
+    name: str | None
+    mode: str | None = None
+
+
+def compiled(part: Callable[..., Part], backend: Backend | str | None) -> Callable[..., Part]:
     """A function or method as one graph of `backend`; as it is where that is None."""
+    backend, mode = backend if isinstance(backend, Backend) else (backend, None)
     if backend is None:
         return part
     # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
@@ -22,4 +30,4 @@ def compiled(part: Callable[..., Part], backend: str | None) -> Callable[..., Pa
     )
     own.__kwdefaults__ = plain.__kwdefaults__
     whole = MethodType(own, part.__self__) if isinstance(part, MethodType) else own
-    return torch.compile(whole, fullgraph=True, backend=backend, dynamic=False)
+    return torch.compile(whole, fullgraph=True, backend=backend, mode=mode, dynamic=False)

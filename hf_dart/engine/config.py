@@ -13,6 +13,8 @@ class EngineConfig:
     Args:
         backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU the round is one CUDA graph
             either way.
+        mode: of `torch.compile`: "max-autotune-no-cudagraphs" times several kernels for each matrix product and takes
+            the fastest, which takes minutes.
         first_tier: T of the shortest tier, in tokens; each is twice as long as the one before.
         share: how many times its share of a batch's nodes one row may have. The likeliest nodes of all rows are
             verified, and none of rows that have ended (`hf_dart.engine.budget`); 1 gives each row its own, as is done
@@ -29,6 +31,7 @@ class EngineConfig:
     """
 
     backend: str | None = "inductor"
+    mode: str | None = None
     first_tier: int = 512
     share: int = 2
     lag: int | None = None
@@ -36,6 +39,10 @@ class EngineConfig:
     tree_attention: bool = False
 
     def __post_init__(self) -> None:
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"mode is {self.mode!r}, which only the backend inductor has; leave one of them out.")
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(f"mode is {self.mode!r}, which makes graphs of its own; give max-autotune-no-cudagraphs.")
         if self.first_tier < 8 or self.first_tier % 8:
             raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
         if self.share < 1:

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session
 from hf_dart.engine.calls import head_job, job_of, signature
+from hf_dart.engine.compiling import Backend
 from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Capture, Pool, memory_pool
@@ -108,7 +109,8 @@ class Engine:
 
     def _capture(self, job: Job) -> Capture:
         self._pool = self._pool or memory_pool(job.model.device)
-        return Capture(self.config.backend, self._pool, self._memory, self._hands_down, self._kernels)
+        backend = Backend(self.config.backend, self.config.mode)
+        return Capture(backend, self._pool, self._memory, self._hands_down, self._kernels)
 
     def run(self, session: Session) -> None:
         """Bring a prefilled session to its end, or as far as rounds can be captured; eager rounds go on from there."""

@@ -12,7 +12,7 @@ from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache
-from hf_dart.engine.compiling import compiled
+from hf_dart.engine.compiling import Backend, compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
 from hf_dart.target.verify import Verifier
@@ -33,7 +33,7 @@ class FixedRound:
         verifier: of the target, over `cache`.
         cache, draft, state: what the round works on; `draft` is the head's.
         processors: that the target's scores go through.
-        backend: of `torch.compile` for `propose`, `accept` and `move_on`, compiled apart. Between the last two the
+        backend: that compiles `propose`, `accept` and `move_on`, each apart. Between the last two the
             entries of all layers move at once, in one storage that the others see as a tensor per layer. None runs
             them as they are.
         text: of the rows, where trees follow it.
@@ -49,7 +49,7 @@ class FixedRound:
         draft: FixedDraftCache,
         state: State,
         processors: FixedProcessors,
-        backend: str | None = None,
+        backend: Backend | None = None,
         text: BatchLookup | None = None,
         ngram: NgramTable | None = None,
     ) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from hf_dart.engine.compiling import Backend
 from hf_dart.engine.kernels import Kernels
 from hf_dart.engine.memory import Memory
 
@@ -30,13 +31,13 @@ class Capture(NamedTuple):
     """What rounds are made with.
 
     Attributes:
-        backend: of `torch.compile`.
+        backend: that compiles them.
         pool: of graphs.
         memory: for keys, values and noise.
         hands_down, kernels: of `attention.PackedVerifier`.
     """
 
-    backend: str | None
+    backend: Backend
     pool: Pool | None
     memory: Memory
     hands_down: bool
