@@ -11,7 +11,6 @@ entries' own keys hold the features already; deeper layers would see them only t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache, lru_cache
 from typing import Any, Protocol
 
@@ -128,16 +127,19 @@ class DartLayer(nn.Module):
 
     Args:
         config: the widths.
-        pairs: attend over pairs, which arrive normed.
+        pairs: attend over pairs.
+        normed: has a norm of its own in front of its attention; what it reads is as it should be otherwise, as are the
+            two halves of pairs, which are normed apart (section 3.1).
         mlp_bias: the MLP has biases.
         attention: what its attention has beside plain projections, as `DartAttention` takes it.
     """
 
-    def __init__(self, config: DrafterConfig, *, pairs: bool, mlp_bias: bool = False, **attention: bool) -> None:
+    def __init__(
+        self, config: DrafterConfig, *, pairs: bool, normed: bool, mlp_bias: bool = False, **attention: bool
+    ) -> None:
         super().__init__()
         width = config.embedding_size + config.hidden_size if pairs else config.hidden_size
-        # The two halves of a pair are normed apart (section 3.1).
-        self.input_norm = None if pairs else nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.input_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps) if normed else None
         self.self_attn = DartAttention(config, width, **attention)
         self.mlp_norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = DartMLP(config, bias=mlp_bias)
@@ -158,22 +160,41 @@ class DartLayer(nn.Module):
         return hidden + self.mlp(self.mlp_norm(hidden))
 
 
+def fusion_norm(config: Any) -> nn.Module | None:
+    """What the target's hidden states go through before `fc` fuses them, by the config's `fusion_norm`."""
+    if config.fusion_norm == "joint":
+        return nn.RMSNorm(config.features_width, config.rms_norm_eps)
+    if config.fusion_norm == "each":
+        return nn.ModuleList(nn.RMSNorm(config.feature_size, config.rms_norm_eps) for _ in config.feature_layers)
+    return None
+
+
+def fuse(features: Tensor, norm: nn.Module | None, fc: nn.Linear) -> Tensor:
+    """Hidden states of the target [..., F] to features [..., H]."""
+    if isinstance(norm, nn.ModuleList):
+        parts = features.chunk(len(norm), dim=-1)
+        features = torch.cat([one(part) for one, part in zip(norm, parts, strict=True)], dim=-1)
+    elif norm is not None:
+        features = norm(features)
+    return fc(features)
+
+
 def take(x: Tensor, wanted: Tensor | None) -> Tensor:
     """Entries [B, W, H] of x [B, Q, H] by their numbers [B, W]; all of them for None."""
     return x if wanted is None else x.gather(1, wanted[..., None].expand(-1, -1, x.shape[-1]))
 
 
-def rotation_at(
-    positions: Tensor, config: DrafterConfig, dtype: torch.dtype, own: Sequence[float] | None = None
-) -> tuple[Tensor, Tensor]:
+def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
 
-    Frequencies are those of rope_theta, or `own` [head_dim / 2].
+    Frequencies are those of rope_theta, or rope_frequencies [head_dim / 2] and rope_scale of a config that has them.
     """
+    own, scale = getattr(config, "rope_frequencies", None), getattr(config, "rope_scale", 1.0)
     given = None if own is None else tuple(own)
     frequencies = _frequencies(config.head_dim, config.rope_theta, given, positions.device)
     angles = positions[:, None, :, None] * frequencies
-    return angles.cos().to(dtype), angles.sin().to(dtype)
+    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
 
 
 @lru_cache(maxsize=2)

@@ -1,4 +1,4 @@
-"""Loading EAGLE-3 and P-EAGLE heads that other projects published (`hf_dart.interop.eagle3`) as drafters of ours."""
+"""Loading EAGLE and P-EAGLE heads that other projects published (`hf_dart.interop.eagle3`) as drafters of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.hub.download import checkpoint_config, published_license, weight_files
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.interop.eagle3 import eagle3_format, read_published, read_weights
+from hf_dart.interop.eagle3 import JOINED, eagle3_format, read_published, read_weights
 from hf_dart.target.devices import as_dtype, weight_of
 from hf_dart.target.features import layer_count
 from hf_dart.trees.vocabulary import vocabulary_hash
@@ -47,9 +47,10 @@ def load_published(
     """
     content = checkpoint_config(path, **where)
     if target is None:
+        found = eagle3_format(content) or JOINED
         raise ValueError(
-            f"{path} is {eagle3_format(content)}, which does not say what its target is like; pass target=, and "
-            "save_pretrained it to load it without."
+            f"{path} is {found}, which does not say what its target is like; pass target=, and save_pretrained it to "
+            "load it without."
         )
     files = weight_files(path, pickled=True, **where)
     published = read_published(content, weight_shapes(files, path), layer_count(target), path)

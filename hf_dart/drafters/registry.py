@@ -7,9 +7,11 @@ class as a name of `hf_dart`. The kinds of this package are found by their folde
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from functools import cache, partial
 from importlib import import_module
+from itertools import chain
 from pathlib import Path
 from pkgutil import iter_modules
 from typing import Any, TypeVar
@@ -18,9 +20,10 @@ from weakref import WeakKeyDictionary
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.decoding.api import AttachedGenerate, attach, detach
-from hf_dart.hub.download import HUB_OPTIONS, head_config
+from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
+Names = Callable[[], Collection[str]]
 Class = TypeVar("Class", bound=type[Any])
 _LOGGER = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class Registered:
         called: what one is called, with its article.
         reads: what a config.json describes, if it is that of a checkpoint in another format, which its
             `from_pretrained` reads too.
+        reads_named: the same, from a config.json and what gives the names of the tensors beside it.
     """
 
     drafter: Any
@@ -43,6 +47,7 @@ class Registered:
     trainers: dict[str, str]
     called: str
     reads: Callable[[dict[str, Any]], str | None]
+    reads_named: Callable[[dict[str, Any], Names], str | None]
 
     def recognises(self, content: dict[str, Any]) -> str | None:
         """What `content` is called, if it is the config.json of such a drafter."""
@@ -53,7 +58,7 @@ class Registered:
 _REGISTERED: dict[str, Registered] = {}
 
 
-def _nothing_else(content: dict[str, Any]) -> None:
+def _nothing_else(*content: Any) -> None:
     return None
 
 
@@ -65,6 +70,7 @@ def register(
     variants: dict[str, str] | None = None,
     card: CardTexts | None = None,
     reads: Callable[[dict[str, Any]], str | None] = _nothing_else,
+    reads_named: Callable[[dict[str, Any], Names], str | None] = _nothing_else,
 ) -> Callable[[Class], Class]:
     """A decorator that makes a class of drafters known: to loading, to `hf-dart train`, to cards, and in `hf_dart`.
 
@@ -76,13 +82,15 @@ def register(
         card: what its card on the Hub says.
         reads: what a config.json describes, such as "an EAGLE-3 head in the original format", if it is that of a
             checkpoint in another format that the class reads; else None.
+        reads_named: the same, for formats whose config.json does not tell: its second argument gives the names of the
+            tensors, for which their headers are fetched.
     """
 
     def add(drafter: Class) -> Class:
         trainers = {**({} if trainer is None else {name: trainer}), **(variants or {})}
         model_type = None if config is None else config.model_type
         called = f"a {drafter.__name__}" if card is None else card.called
-        _REGISTERED[name] = Registered(drafter, model_type, trainers, called, reads)
+        _REGISTERED[name] = Registered(drafter, model_type, trainers, called, reads, reads_named)
         if config is not None:
             drafter.config_class = config
             if card is not None:
@@ -129,9 +137,10 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
         raise ValueError("default=True needs the target that shall draft; pass target=model.")
     where = {name: options[name] for name in HUB_OPTIONS if name in options}
     content = head_config(path, **where)[0]
-    kinds = registered()
-    recognised = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
-    kind, found = next(recognised, (kinds["dart"], None))
+    kinds, names = registered(), cache(partial(tensor_names, path, **where))
+    named = ((kind, found) for kind in kinds.values() if (found := kind.reads_named(content, names)))
+    told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
+    kind, found = next(chain(named, told), (kinds["dart"], None))
     drafter = kind.drafter.from_pretrained(path, **options)
     _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:

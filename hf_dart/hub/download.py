@@ -13,7 +13,7 @@ from transformers.utils import cached_file
 
 from hf_dart.errors import missing_folder
 from hf_dart.hub.errors import hub_errors
-from hf_dart.interop.checkpoint import read_json
+from hf_dart.interop.checkpoint import read_json, weight_shapes
 
 _WEIGHTS, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _LARGEST_CARD = 1024**2
@@ -188,3 +188,19 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
             raise OSError(f"{path} lacks a file that its {_INDEX} names; fetch it as a whole.")
         found.append(file)
     return found
+
+
+def tensor_names(path: str, **where: Any) -> frozenset[str]:
+    """Names of the tensors of a checkpoint, from the headers of its files; none where there are no weights.
+
+    Args:
+        path, where: as for `optional_file`.
+
+    Raises:
+        ValueError: the weights or their index are damaged.
+    """
+    try:
+        files = weight_files(path, pickled=True, **where)
+    except OSError:
+        return frozenset()
+    return frozenset(weight_shapes(files, path))

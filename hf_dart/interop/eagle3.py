@@ -1,10 +1,14 @@
-"""EAGLE-3 and P-EAGLE heads as other projects publish them: what their config.json and weights say.
+"""EAGLE and P-EAGLE heads as other projects publish them: what their config.json and weights say.
 
 Two formats. The *original* one (SafeAILab's code; also AngelSlim, SpecForge, SGLang, NVIDIA's ModelOpt) is a flat
 config.json whose first layer is called `midlayer` or `layers.0`. That of *speculators* (vLLM, Red Hat) has the layer's
 shape in `transformer_layer_config`. The tensors have the same names in both, and the network is the same: a fusion of
 hidden states, a first layer over pairs of token and feature, further layers, a norm, an LM head of its own over a
 vocabulary that is mapped to the target's by offsets: token i of the draft is i + d2t[i] of the target.
+
+EAGLE-1 and EAGLE-2 heads are one network, in the original format alone: a fusion of the token with the target's last
+hidden state, a layer without the norm in front of it, and the target's LM head. Their config.json is that of a Llama of
+one layer, so that the names of the tensors tell.
 
 Layers of the target are counted in three ways. Where no config names them, they are `hidden_states` 2, L // 2 and
 L - 3; speculators and vLLM name indices of `hidden_states`; `eagle_config` of ModelOpt and SGLang counts the outputs of
@@ -15,7 +19,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,6 +35,10 @@ from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
 from hf_dart.target.features import default_feature_layers
 
 _MANY = 2**31 - 1
+_MOST_LAYERS = 8
+_HOSTS = ("llama", "qwen2", "qwen3", "mixtral")
+JOINED = "an EAGLE-1 or EAGLE-2 head"
+"""What such a checkpoint is called; its config.json does not say it."""
 _SPECULATORS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 # Said by training code about itself, and of no matter to the forward pass.
@@ -70,6 +78,21 @@ def eagle3_format(content: Mapping[str, Any]) -> str | None:
     named = isinstance(architectures, list) and any("eagle3" in str(name).lower() for name in architectures)
     scored = "draft_vocab_size" in content and content.get("model_type") == "llama" and "draft_length" not in content
     return "an EAGLE-3 head in the original format" if named or scored else None
+
+
+def eagle1_format(content: Mapping[str, Any], names: Callable[[], Collection[str]]) -> str | None:
+    """What a config.json and the names of the tensors beside it describe, if it is an EAGLE-1 or EAGLE-2 head.
+
+    Args:
+        content: of the config.json.
+        names: gives the names; is asked only if the config.json may be that of one.
+    """
+    layers = content.get("num_hidden_layers")
+    if eagle3_format(content) or content.get("model_type") not in _HOSTS or layers not in range(1, _MOST_LAYERS + 1):
+        return None
+    found = names()
+    joined = {"fc.weight", "layers.0.self_attn.q_proj.weight"} <= set(found)
+    return JOINED if joined and "layers.0.input_layernorm.weight" not in found else None
 
 
 def is_peagle(content: Mapping[str, Any]) -> bool:
@@ -126,7 +149,7 @@ def read_published(
     """What a config.json and the shapes of its tensors say.
 
     Args:
-        content: of the config.json, of which `eagle3_format` is not None.
+        content: of the config.json, of which `eagle3_format` is not None, or `eagle1_format`.
         shapes: of the tensors by their names, as `weight_shapes` gives them.
         num_layers: of the target.
         path: of the checkpoint, for messages.
@@ -134,9 +157,9 @@ def read_published(
     Raises:
         ValueError: a field is missing, out of range, unknown or contradicts another one or the weights.
     """
-    found = eagle3_format(content)
-    assert found is not None
-    fields = Fields(content, f"{found.split(' ')[1]} head")
+    found = eagle3_format(content) or JOINED
+    joined = found == JOINED
+    fields = Fields(content, found.split(" ", 1)[1] if joined else f"{found.split(' ')[1]} head")
     speculators = "speculators_model_type" in content
     layer = speculators_layer(fields) if speculators else fields
     nested = Fields({}, fields.kind) if speculators else fields.part("eagle_config")
@@ -146,10 +169,10 @@ def read_published(
     stored = frozenset(shapes) - ignored
     first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
     deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
-    layers = layer.integer("num_hidden_layers", 1, 8, 1)
+    layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
     if first == "midlayer" and not deeper:
         layers = 1  # that code has one, whatever its config.json says
-    taps = _taps(fields, nested, num_layers, speculators)
+    taps = [num_layers] if joined else _taps(fields, nested, num_layers, speculators)
     hidden = layer.integer("hidden_size", 2, 2**20)
     heads = layer.integer("num_attention_heads", 1, 4096)
     vocab_size = layer.integer("vocab_size", 2, _MANY)
@@ -194,6 +217,7 @@ def read_published(
         "vocab_size": vocab_size,
         "draft_vocab_size": None if scored == vocab_size else scored,
         "own_lm_head": "lm_head.weight" in stored,
+        "joined": joined,
         "fusion_norm": "joint" if joint else "each" if each else "none",
         "norm_before_residual": fields.flag("norm_before_residual", False),
         "norm_output": fields.flag("norm_output", False),
@@ -452,6 +476,7 @@ def write_eagle3(
 
 def _refuse(config: PreTrainedConfig) -> None:
     has = {
+        "a token joined to one feature (EAGLE-1)": config.joined,
         f"{config.num_layers} layers": config.num_layers > 1,
         "a norm in front of its fusion": config.fusion_norm != "none",
         "a normed residual": config.norm_before_residual,

@@ -153,7 +153,7 @@ def _content(
         "target_hidden_size": None,
         "mask_token_id": config.mask_token_id,
         "eagle_aux_hidden_state_layer_ids": list(config.feature_layers),
-        "norm_before_residual": False,
+        "norm_before_residual": config.norm_before_residual,
         "norm_before_fc": False,
         "fc_norm": False,
         "norm_output": False,
@@ -171,6 +171,8 @@ def _refuse(config: PreTrainedConfig) -> None:
     has = {
         "a selector": config.selector_rank > 0,
         "a double final norm": config.double_norm,
+        "sliding layers": any(config.windows),
+        "scaled rotations": config.rope_frequencies is not None,
         f"features of {len(config.feature_layers)} layers instead of 3": len(config.feature_layers) != 3,
         f"features of layer 0 or the last ({config.feature_layers})": config.feature_layers[0] == 0
         or config.feature_layers[-1] == config.target_num_layers,

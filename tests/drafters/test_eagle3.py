@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
-from support.eagle3 import PEAGLE, VARIANTS, forward, variant
+from support.eagle3 import JOINED, PEAGLE, VARIANTS, forward, variant
 from support.heads import drafts, peagle_head
 from support.letters import letters
 from support.tiny import prompts, tiny_target
@@ -39,7 +39,7 @@ def weights_of(folder: str) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [*VARIANTS, *JOINED])
 def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -> None:
     folder = variant(tmp_path, target, name)
     drafter = load_drafter(folder, target=target)
@@ -51,13 +51,14 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
     features = gather_features(outputs, drafter.feature_layers, ids[:, :-1])
     counted = config.get("eagle_config", {}).get("eagle_aux_hidden_state_layer_ids", [1, 3, 4])  # L // 2 and L - 3
     taps = config.get("eagle_aux_hidden_state_layer_ids") or [tap + 1 for tap in counted]
-    theirs = gather_features(outputs, taps, ids[:, :-1])[0]
+    theirs = gather_features(outputs, [8] if name in JOINED else taps, ids[:, :-1])[0]
     state = drafter.begin(1, 4)
     drafter.extend(state, features[:, :3], ids[:, 1:4], torch.tensor([3]))
     proposal = drafter.propose(state, features[:, 3:], ids[:, 4:], torch.tensor([features.shape[1] - 3]), 4)
     assert isinstance(proposal, BeamProposal)
     columns = slice(None) if drafter.draft_vocabulary is None else drafter.draft_vocabulary
     weights, table = weights_of(folder), target.get_input_embeddings().weight
+    weights.setdefault("lm_head.weight", target.lm_head.weight)
     known = {}
     for place, token in enumerate(proposal.branches[0, 0].tolist()):
         # After the first branches; deeper ones are looked at in test_eagle.
@@ -121,11 +122,11 @@ def test_what_we_write_for_vllm_is_read_back(target: Any, tmp_path: Path) -> Non
     assert torch.equal(drafts(again), drafts(head))
 
 
-QUICK = ("original, draft vocabulary", "modelopt", "speculators, 0.9's defaults", "speculators, own table")
+QUICK = ("EAGLE-1", "original, draft vocabulary", "modelopt", "speculators, 0.9's defaults", "speculators, own table")
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in VARIANTS]
+    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.matrix) for name in (*VARIANTS, *JOINED)]
 )
 def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
     drafter = load_drafter(variant(tmp_path, target, name), target=target)
@@ -158,7 +159,8 @@ def test_what_was_found_is_said(target: Any, tmp_path: Path, caplog: pytest.LogC
 
 
 @pytest.mark.parametrize("name", ["original, draft vocabulary", "original, a table of its own", "original, yarn",
-                                  "speculators, 0.9's defaults", "speculators, three layers"])  # fmt: skip
+                                  "EAGLE-2, Qwen2's", "speculators, 0.9's defaults",
+                                  "speculators, three layers"])  # fmt: skip
 def test_saved_in_our_format_it_is_the_same_head(target: Any, tmp_path: Path, name: str) -> None:
     (tmp_path / "README.md").write_text("---\nlicense: mit\n---\n")
     first = load_drafter(variant(tmp_path, target, name), target=target)

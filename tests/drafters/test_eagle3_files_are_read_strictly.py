@@ -15,10 +15,10 @@ import torch
 from safetensors.torch import save_file
 from support.attacks import changed, damaged, seeds, survives
 from support.compare import assert_identical
-from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, YARN, eagle3_config, eagle3_tensors, save_eagle3, variant
+from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3, variant
 from support.tiny import prompts, tiny_target
 
-from hf_dart import EagleDrafter, TreeConfig
+from hf_dart import EagleDrafter, LanguageModelDrafter, TreeConfig
 from hf_dart.drafters.registry import load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
@@ -206,8 +206,8 @@ def test_weights(target: Any, tmp_path: Path, pickled: bool, part: range) -> Non
 PEAGLE_WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no mask token": ({"mask_token_id": None}, "mask_token_id"),
     "a mask token beyond the vocabulary": ({"mask_token_id": 48}, "mask_token_id"),
-    "a norm of what is fused": ({"norm_before_fc": True}, "norm_before_fc"),
-    "scaled rotations": ({"rope_parameters": {**YARN, "rope_theta": 1e4}}, "yarn"),
+    "two kinds of norm": ({"norm_before_fc": True, "fc_norm": True}, "fc_norm"),
+    "an unknown rotation": ({"rope_parameters": {"rope_type": "ntk", "rope_theta": 1e4}}, "rope_type"),
 }
 
 
@@ -254,3 +254,48 @@ def test_two_names_of_a_norm(target: Any, tmp_path: Path) -> None:
     tensors["layers.1.input_layernorm.weight"] = tensors["layers.1.hidden_norm.weight"].clone()
     save_file(tensors, tmp_path / "model.safetensors")
     refused(lambda: load(tmp_path, target), "input_layernorm and a hidden_norm")
+
+
+JOINED_WRONG: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "another activation": ({"hidden_act": "gelu"}, {}, "hidden_act"),
+    "an unknown field": ({"logit_scale": 0.5}, {}, "logit_scale"),
+    "layers that are not there": ({"num_hidden_layers": 2}, {}, "layers.1"),
+    "another width": ({"hidden_size": 64}, {}, "hidden size 64"),
+    "another fusion": ({}, {"fc.weight": torch.zeros(32, 96)}, "fc.weight"),
+    "a table of another size": ({}, {"embed_tokens.weight": torch.zeros(40, 32)}, "embed_tokens.weight"),
+    "a tensor of no such head": ({}, {"layers.0.gate.weight": torch.zeros(2, 2)}, "layers.0.gate.weight"),
+}
+
+
+@pytest.mark.parametrize("name", JOINED_WRONG)
+def test_what_is_no_eagle1_head(target: Any, tmp_path: Path, name: str) -> None:
+    fields, tensors, words = JOINED_WRONG[name]
+    folder = variant(tmp_path, target, "EAGLE-1")
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = torch.load(tmp_path / "pytorch_model.bin", weights_only=True)
+    save_eagle3(tmp_path, {**config, **fields}, {**weights, **tensors}, pickled=True)
+    refused(lambda: load_drafter(folder, target=target), words)
+    refused(lambda: load_drafter(folder), "pass target=")
+
+
+@pytest.mark.parametrize("part", seeds(16, 600))
+@pytest.mark.parametrize("name", ["EAGLE-1", "EAGLE-2, Qwen2's"])
+def test_eagle1_files_under_attack(target: Any, tmp_path: Path, name: str, part: range) -> None:
+    """A config that says something else than such a head may be taken for that of a language model."""
+    folder = variant(tmp_path, target, name)
+    config = json.loads((tmp_path / "config.json").read_text())
+    file = next(tmp_path / one for one in ("model.safetensors", "pytorch_model.bin") if (tmp_path / one).exists())
+    weights = file.read_bytes()
+    for seed in part:
+        (tmp_path / "config.json").write_text(changed(config, seed), encoding="latin1")
+        survives(lambda: EagleDrafter.from_pretrained(folder, target=target))
+        survives(lambda: load_drafter(folder, target=target))
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for seed in part:
+        file.write_bytes(damaged(weights, seed))
+        survives(lambda: load_drafter(folder, target=target))
+
+
+def test_a_language_model_of_one_layer_is_none(target: Any, tmp_path: Path) -> None:
+    tiny_target("llama", num_hidden_layers=1).save_pretrained(tmp_path)
+    assert isinstance(load_drafter(str(tmp_path), target=target), LanguageModelDrafter)

@@ -200,6 +200,14 @@ PEAGLE: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
          "rope_parameters": {"rope_type": "default", "rope_theta": 5e5}},
         {"first": "layers.0", "taps": 2},
     ),
+    "peagle, one norm": (
+        SPECULATORS,
+        {**_PEAGLE, "norm_before_fc": True, "norm_output": True, "rope_parameters": {**YARN, "rope_theta": 1e4}},
+        {"first": "layers.0"},
+    ),
+    "peagle, a norm for each layer": (
+        SPECULATORS, {**_PEAGLE, "fc_norm": True, "attention_bias": True, "mlp_bias": True}, {"first": "layers.0"}
+    ),
 }  # fmt: skip
 VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "original": (ORIGINAL, {}, {}),
@@ -234,17 +242,46 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "speculators, own table": (SPECULATORS, {}, {"first": "layers.0", "own_embeddings": True}),
 }  # fmt: skip
 """Everything that is published, and differs in the pass: format, changes of the config, and of the tensors."""
+JOINED: dict[str, dict[str, Any]] = {
+    "EAGLE-1": {},
+    "EAGLE-2, Qwen2's": {"model_type": "qwen2", "bias": False, "attention_bias": True, "rope_theta": 1e6},
+    "EAGLE-1, two layers": {"num_hidden_layers": 2, "bias": False},
+}
+"""Heads of EAGLE-1 and EAGLE-2, by the changes of their config."""
 
 
 def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64) -> str:
-    """A checkpoint of one of `VARIANTS` or `PEAGLE`."""
-    style, changes, options = {**VARIANTS, **PEAGLE}[name]
-    config = eagle3_config(target, style, **changes)
-    tensors = eagle3_tensors(config, **options)
+    """A checkpoint of one of `VARIANTS`, `PEAGLE` or `JOINED`."""
+    if name in JOINED:
+        config = eagle3_config(target, draft_vocab_size=None, **JOINED[name])
+        tensors = joined_tensors(config, target)
+    else:
+        style, changes, options = {**VARIANTS, **PEAGLE}[name]
+        config = eagle3_config(target, style, **changes)
+        tensors = eagle3_tensors(config, **options)
     made = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if name == "original, head_dim from the shapes":
         config["head_dim"] = 16
-    return save_eagle3(folder, config, made, pickled=name == "original")
+    return save_eagle3(folder, config, made, pickled=name in ("original", "EAGLE-1"))
+
+
+def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:
+    """Random weights of an EAGLE-1 head, and the target's table of embeddings, as that code saves it too."""
+    whole = {"draft_vocab_size": config["vocab_size"], "bias": True, **config}
+    biased = config.get("attention_bias")
+    tensors = eagle3_tensors({**whole, "attention_bias": biased}, first="layers.0", taps=2)
+    for name in ("norm", "lm_head", "layers.0.hidden_norm", "layers.0.input_layernorm"):
+        del tensors[f"{name}.weight"]
+    for part in "qkv":
+        name = f"layers.0.self_attn.{part}_proj.weight"
+        tensors[name] = tensors[name][:, : config["hidden_size"]].clone()
+    # Queries, keys and values alone have biases there.
+    # Nothing norms what goes into the LM head: smaller weights keep log-probabilities in the usual range.
+    tensors = {
+        name: one if "norm" in name else 0.6 * one for name, one in tensors.items() if "o_proj.bias" not in name
+    }
+    table = target.get_input_embeddings().weight.detach().double().clone()
+    return {**tensors, "embed_tokens.weight": table}
 
 
 def forward(
@@ -256,7 +293,7 @@ def forward(
     path: list[int],
     masks: int = 0,
 ) -> Tensor:
-    """EAGLE-3 as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
+    """EAGLE as published, over a text and then over a drafted path: logits [1 + len(path), V or M].
 
     P-EAGLE has mask slots after the text instead: logits [1 + masks, V or M].
 
@@ -288,7 +325,8 @@ def forward(
     if config.get("fc_norm"):
         count = sum(name.startswith("fc_norm.") for name in weights)
         features = torch.cat([norm(x, f"fc_norm.{tap}") for tap, x in enumerate(features.chunk(count, -1))], -1)
-    fused = project(features, "fc")
+    joined = f"{first}.hidden_norm.weight" not in weights
+    fused = features if joined else project(features, "fc")
     cos, sin = rotations(layer, size, len(tokens) + len(path))
     keys: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
     values: list[list[Tensor]] = [[] for _ in range(layer["num_hidden_layers"])]
@@ -299,9 +337,12 @@ def forward(
 
     def one(token: Tensor, feature: Tensor, at: int, real: int) -> Tensor:
         """The output at one entry, after those before it; `real` is the last position of the text up to it."""
-        known = norm(feature, f"{first}.hidden_norm")
-        x = torch.cat([norm(embeddings[token], f"{first}.input_layernorm"), known])
-        residual = known if config.get("norm_before_residual") else feature
+        if joined:
+            x = residual = project(torch.cat([embeddings[token], feature]), "fc")
+        else:
+            known = norm(feature, f"{first}.hidden_norm")
+            x = torch.cat([norm(embeddings[token], f"{first}.input_layernorm"), known])
+            residual = known if config.get("norm_before_residual") else feature
         for index in range(layer["num_hidden_layers"]):
             name = first if index == 0 else f"layers.{index}"
             if index:
@@ -335,7 +376,7 @@ def forward(
     for step, token in enumerate(path):
         states.append(one(torch.tensor(token), states[-1], len(tokens) + step, len(tokens) - 1))
     out = torch.stack(states)
-    return project(out if config.get("norm_output") else norm(out, "norm"), "lm_head")
+    return project(out if joined or config.get("norm_output") else norm(out, "norm"), "lm_head")
 
 
 def rotations(layer: dict[str, Any], size: int, positions: int) -> tuple[Tensor, Tensor]:

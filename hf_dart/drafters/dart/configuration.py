@@ -38,6 +38,7 @@ class DartConfig(DrafterConfig):
         attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
             biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
             [head_dim / 2] (None are those of rope_theta).
+        fusion_norm, fusion_bias, mlp_bias, rope_scale: of heads that other projects trained, as in an `EagleConfig`.
         fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint stands on and does not
             hold.
         inject_features: every layer also attends to keys and values that are projected from the fused features
@@ -83,7 +84,11 @@ class DartConfig(DrafterConfig):
     attention_bias: bool = False
     output_bias: bool = False
     qk_norm: bool = False
+    fusion_norm: str = "none"
+    fusion_bias: bool = False
+    mlp_bias: bool = False
     rope_frequencies: list[float] | tuple[float, ...] | None = None
+    rope_scale: float = 1.0
     fingerprint: list[float] | tuple[float, ...] | None = None
     inject_features: bool = False
     mask_mode: str = "learned"
@@ -104,6 +109,8 @@ class DartConfig(DrafterConfig):
         self.windows = list(self.windows)
         if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
             raise ValueError(f"windows is {list(self.windows)}; give {self.num_layers} numbers of 0 or more, or none.")
+        if self.fusion_norm not in ("none", "joint", "each"):
+            raise ValueError(f"fusion_norm is {self.fusion_norm!r}; give 'none', 'joint' or 'each'.")
         if self.block_attention not in ("causal", "bidirectional"):
             raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
         if self.input_form not in ("pair", "stream"):

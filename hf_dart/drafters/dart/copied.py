@@ -176,7 +176,7 @@ def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) ->
     positions = torch.tensor([[0, 1, 2, 3, 40, 41, 500, 1000, 1001]], device=weight.device)
     mask = torch.ones(9, 9, dtype=torch.bool, device=weight.device).tril()[None, None]
     try:
-        rotation = rotation_at(positions, config, weight.dtype, config.rope_frequencies)
+        rotation = rotation_at(positions, config, weight.dtype)
         ours = copy(x, x, rotation, mask, None, None)
         rotary = target.get_decoder().rotary_emb(x, positions)
         additive = torch.zeros_like(mask, dtype=weight.dtype).masked_fill(~mask, torch.finfo(weight.dtype).min)

@@ -76,20 +76,7 @@ def _reads(content: dict[str, Any]) -> str | None:
 
 
 def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has.
-
-    Raises:
-        ValueError: the head has parts that ours have not.
-    """
-    has = {
-        "norm_before_fc or fc_norm": given["fusion_norm"] != "none",
-        "a bias of fc": given["fusion_bias"],
-        "mlp_bias": given["mlp_bias"],
-        "rotations with a factor (yarn)": given["rope_scale"] != 1.0,
-    }
-    for what, applies in has.items():
-        if applies:
-            raise ValueError(f"This P-EAGLE head has {what}, which hf_dart reads in EAGLE-3 heads only; use another.")
+    """The fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has."""
     # What P-EAGLE feeds back is nothing.
     known = {name: value for name, value in given.items() if name in _FIELDS}
     return {**known, "mask_mode": "peagle"}
@@ -294,7 +281,7 @@ class DartHead(AdaptableHead, DartModel):
         # A slot may see all of its block, also after the last one that is run.
         block = self.config.draft_slots if self.config.block_attention == "bidirectional" else 0
         end = state.reach(max(queries, block))
-        rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        rotation = rotation_at(positions, self.config, self.dtype)
         masks = self._masks(state.lengths + counts, positions, end)
         for index, layer in enumerate(self.layers):
 

@@ -18,7 +18,7 @@ from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.selector import BigramSelector
-from hf_dart.drafters.layers import DartLayer, rotation_at
+from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.target.devices import device_of
 
@@ -74,7 +74,8 @@ class DartModel(DraftNetwork):
 
     def __init__(self, config: DartConfig) -> None:
         super().__init__(config)
-        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=False)
+        self.fusion_norm = fusion_norm(config)
+        self.fc = nn.Linear(config.features_width, config.hidden_size, bias=config.fusion_bias)
         self.embedding_norm = nn.RMSNorm(config.embedding_size, config.rms_norm_eps)
         pairs = config.input_form == "pair"
         self.embedding_projection = None if pairs else nn.Linear(config.embedding_size, config.hidden_size, bias=False)
@@ -85,15 +86,15 @@ class DartModel(DraftNetwork):
             slot_width = config.features_width
         # An Embedding, not a Parameter: PEFT's modules_to_save trains and saves modules only.
         self.mask_slot = nn.Embedding(1, slot_width)
-        attention = {
+        parts = {
             "injected": config.inject_features,
             "bias": config.attention_bias,
             "output_bias": config.output_bias,
             "qk_norm": config.qk_norm,
+            "mlp_bias": config.mlp_bias,
         }
-        self.layers = nn.ModuleList(
-            DartLayer(config, pairs=pairs and index == 0, **attention) for index in range(config.num_layers)
-        )
+        first = [pairs and index == 0 for index in range(config.num_layers)]
+        self.layers = nn.ModuleList(DartLayer(config, pairs=one, normed=not one, **parts) for one in first)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
         scored = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
@@ -114,6 +115,8 @@ class DartModel(DraftNetwork):
             nn.init.zeros_(module.correction.weight)
         elif isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=self.config.initializer_range)
+            if isinstance(module, nn.Linear) and module.bias is not None:
+                nn.init.zeros_(module.bias)
         elif isinstance(module, nn.RMSNorm):
             nn.init.ones_(module.weight)
 
@@ -138,7 +141,7 @@ class DartModel(DraftNetwork):
             features: [B, T, F] of positions i.
             embeddings: [B, T, E] of the tokens at i + 1.
         """
-        return self._entries(self.fc(features), self.embedding_norm(embeddings))
+        return self._entries(fuse(features, self.fusion_norm, self.fc), self.embedding_norm(embeddings))
 
     def _entries(self, fused: Tensor, token: Tensor) -> Entries:
         """Of fused features [B, T, H] and normed embeddings [B, T, E]."""
@@ -207,7 +210,7 @@ class DartModel(DraftNetwork):
         batch, real = features.shape[:2]
         slots = self.slot_inputs(batch, positions.shape[1] - real)
         x, residual, context = self.inputs(features, next_embeddings).followed_by(slots)
-        rotation = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
+        rotation = rotation_at(positions, self.config, self.dtype)
         known: list[tuple[Tensor, Tensor]] = []  # keys and values of real positions, in the order of their use
 
         def keep(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
@@ -223,7 +226,7 @@ class DartModel(DraftNetwork):
         if edits is None:
             return first
         states = [first]
-        places = rotation_at(positions[:, real:], self.config, self.dtype, self.config.rope_frequencies)
+        places = rotation_at(positions[:, real:], self.config, self.dtype)
         assert self.editor is not None
         for number in range(1, edits.passes + 1):
             x, residual, context = self.edit_inputs(edits.draft(number, states[-1]), first[:, real:])

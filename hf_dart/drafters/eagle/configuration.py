@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import Any
+from typing import Any, Self
+
+from transformers import PreTrainedModel
 
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.drafters.dart.configuration import DartConfig
+from hf_dart.target.features import layer_count
 
 _MOST_LAYERS = 8
 
@@ -22,6 +25,8 @@ class EagleConfig(DrafterConfig):
         embeddings: how tokens are read: "target", as the target itself embeds them; "table", by the rows of its table
             alone, without the factors and norms that some families put after it; "own", by a table of the head's.
         own_lm_head: score tokens with an LM head of the head's own instead of the target's.
+        joined: the fusion takes a token's embedding together with the feature, instead of features of several layers;
+            there are no norms in front of the first layer or after the last one (EAGLE-1 and EAGLE-2).
         draft_vocab_size: M, how many tokens the head scores; None is all of them.
         fusion_norm: what the target's hidden states go through before they are fused: "none", "joint", one norm of
             all, or "each", one norm per layer that is read.
@@ -48,6 +53,7 @@ class EagleConfig(DrafterConfig):
     num_layers: int = 1
     embeddings: str = "target"
     own_lm_head: bool = False
+    joined: bool = False
     draft_vocab_size: int | None = None
     fusion_norm: str = "none"
     norm_before_residual: bool = False
@@ -78,6 +84,12 @@ class EagleConfig(DrafterConfig):
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; give one of {', '.join(choices)}.")
+        normed = self.fusion_norm != "none" or self.norm_before_residual or self.norm_output
+        if self.joined and (normed or self.features_width != self.hidden_size):
+            raise ValueError(
+                "joined reads one layer of the target, of the width hidden_size, and has no norms; leave out "
+                "fusion_norm, norm_before_residual and norm_output, and name one layer in feature_layers."
+            )
         if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
             raise ValueError(
                 f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
@@ -86,6 +98,13 @@ class EagleConfig(DrafterConfig):
         frequencies, pairs = self.rope_frequencies, self.head_dim // 2
         if frequencies is not None and len(frequencies) != pairs:
             raise ValueError(f"rope_frequencies has {len(frequencies)} entries; give {pairs}, half of head_dim.")
+
+    @classmethod
+    def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
+        """As `DrafterConfig.for_target`; one that is `joined` reads the last hidden state."""
+        if overrides.get("joined"):
+            overrides.setdefault("feature_layers", [layer_count(target)])
+        return super().for_target(target, **overrides)
 
     @property
     def needs(self) -> dict[str, int]:

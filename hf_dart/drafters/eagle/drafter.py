@@ -8,6 +8,7 @@ goes the same way, `hf_dart.training.trainers.eagle`.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, ClassVar, Self
 
 import torch
@@ -23,8 +24,9 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
+from hf_dart.hub.download import HUB_OPTIONS, tensor_names
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
-from hf_dart.interop.eagle3 import eagle3_format, is_peagle
+from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
 from hf_dart.trees.vocabulary import spread
 
 
@@ -65,6 +67,7 @@ def _reads(content: dict[str, Any]) -> str | None:
     trainer="hf_dart.training.trainers.eagle:EagleTrainer",
     card=_CARD,
     reads=_reads,
+    reads_named=eagle1_format,
 )
 class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
     """An autoregressive draft head, as `assistant=`.
@@ -84,8 +87,9 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
     def _from_published(
         cls, path: str, content: dict[str, Any], target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
     ) -> Self:
-        """Load an EAGLE-3 head of another project (`hf_dart.interop.eagle3`)."""
-        if _reads(content) is None:
+        """Load an EAGLE head of another project (`hf_dart.interop.eagle3`)."""
+        place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+        if _reads(content) is None and eagle1_format(content, partial(tensor_names, path, **place)) is None:
             return super()._from_published(path, content, target, tokenizer, **kwargs)
         return load_published(cls, path, target, tokenizer, fields_of=dict, layers=eagle_layers, **kwargs)
 

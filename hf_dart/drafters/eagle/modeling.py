@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.layers import DartLayer, KeyValueWriter, rotation_at
+from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.network import DraftNetwork
 
 Memory = Callable[[int], KeyValueWriter]
@@ -27,23 +27,22 @@ class EagleModel(DraftNetwork):
     def __init__(self, config: EagleConfig) -> None:
         super().__init__(config)
         hidden, eps = config.hidden_size, config.rms_norm_eps
-        self.fusion_norm: nn.Module | None = None
-        if config.fusion_norm == "joint":
-            self.fusion_norm = nn.RMSNorm(config.features_width, eps)
-        elif config.fusion_norm == "each":
-            self.fusion_norm = nn.ModuleList(nn.RMSNorm(config.feature_size, eps) for _ in config.feature_layers)
-        self.fc = nn.Linear(config.features_width, hidden, bias=config.fusion_bias)
-        self.embedding_norm = nn.RMSNorm(config.embedding_size, eps)
-        self.feature_norm = nn.RMSNorm(hidden, eps)
+        plain = not config.joined
+        self.fusion_norm = fusion_norm(config)
+        fused = config.features_width if plain else config.embedding_size + hidden
+        self.fc = nn.Linear(fused, hidden, bias=config.fusion_bias)
+        self.embedding_norm = nn.RMSNorm(config.embedding_size, eps) if plain else None
+        self.feature_norm = nn.RMSNorm(hidden, eps) if plain else None
         parts = {
             "bias": config.attention_bias,
             "output_bias": config.output_bias,
             "mlp_bias": config.mlp_bias,
             "qk_norm": config.qk_norm,
         }
-        self.layer = DartLayer(config, pairs=True, **parts)
-        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, **parts) for _ in range(config.num_layers - 1))
-        self.norm = nn.RMSNorm(hidden, eps)
+        self.layer = DartLayer(config, pairs=plain, normed=False, **parts)
+        deeper = range(config.num_layers - 1)
+        self.deeper = nn.ModuleList(DartLayer(config, pairs=False, normed=True, **parts) for _ in deeper)
+        self.norm = nn.RMSNorm(hidden, eps) if plain else None
         scored = config.draft_vocab_size or config.vocab_size
         self.lm_head = nn.Linear(hidden, scored, bias=False) if config.own_lm_head else None
         own = config.embeddings == "own"
@@ -62,19 +61,12 @@ class EagleModel(DraftNetwork):
             nn.init.ones_(module.weight)
 
     def fuse(self, features: Tensor) -> Tensor:
-        """Hidden states of the target [..., F] to features [..., H]."""
-        if isinstance(self.fusion_norm, nn.ModuleList):
-            parts = features.chunk(len(self.fusion_norm), dim=-1)
-            features = torch.cat([norm(part) for norm, part in zip(self.fusion_norm, parts, strict=True)], dim=-1)
-        elif self.fusion_norm is not None:
-            features = self.fusion_norm(features)
-        return self.fc(features)
+        """Hidden states of the target [..., F] to features [..., H]; as they are where `fc` takes tokens too."""
+        return features if self.config.joined else fuse(features, self.fusion_norm, self.fc)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
-        cos, sin = rotation_at(positions, self.config, self.dtype, self.config.rope_frequencies)
-        scale = self.config.rope_scale
-        return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
+        return rotation_at(positions, self.config, self.dtype)
 
     def step(
         self,
@@ -86,18 +78,21 @@ class EagleModel(DraftNetwork):
         memory: Memory,
     ) -> Tensor:
         """The layers over tokens and features: states [B, Q, H], which stand in for the next features."""
-        known = self.feature_norm(features)
-        pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
-        residual = known if self.config.norm_before_residual else features
+        if self.embedding_norm is None or self.feature_norm is None:
+            pairs = residual = self.fc(torch.cat([embeddings, features], dim=-1))
+        else:
+            known = self.feature_norm(features)
+            pairs = torch.cat([self.embedding_norm(embeddings), known], dim=-1)
+            residual = known if self.config.norm_before_residual else features
         masks = [mask & (ages < window) if window else mask for window in self.config.windows or [0]]
         x = self.layer(pairs, residual, rotation, masks[0], memory(0), None)
         for number, layer in enumerate(self.deeper, start=1):
             x = layer(x, x, rotation, masks[number % len(masks)], memory(number), None)
-        return self.norm(x) if self.config.norm_output else x
+        return self.norm(x) if self.norm is not None and self.config.norm_output else x
 
     def final(self, states: Tensor) -> Tensor:
-        """States [..., H] of `step`, normed for the LM head."""
-        return states if self.config.norm_output else self.norm(states)
+        """States [..., H] of `step` as the LM head takes them."""
+        return states if self.norm is None or self.config.norm_output else self.norm(states)
 
     def forward(
         self,
