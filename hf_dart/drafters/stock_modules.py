@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -171,12 +172,17 @@ class View:
 
 @contextmanager
 def refused(what: str, remedy: str) -> Iterator[None]:
-    """Say in one sentence why transformers did not load something."""
+    """Say in one sentence why transformers did not load something; the global generator is not moved."""
     try:
-        yield
+        # transformers draws weights that a damaged checkpoint lacks.
+        with torch.random.fork_rng(devices=[]):
+            yield
     except torch.OutOfMemoryError:
         raise
-    except (SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError) as error:
+    except (
+        SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError,
+        StrictDataclassError,
+    ) as error:  # fmt: skip
         words = " ".join(sentence(error).split())[:300]
         raise ValueError(f"{what} cannot be read ({type(error).__name__}: {words}); {remedy}.") from error
 
