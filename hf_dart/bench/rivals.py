@@ -14,7 +14,7 @@ from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile
-from hf_dart.errors import as_user_error
+from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
@@ -36,10 +36,14 @@ def methods(
 
     Args:
         tree: of the pair's head.
-        rivals: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup), "copies"
-            (our `LookupDrafter`), "chain", "tree", the head as it comes, and "engine", the same in compiled rounds.
+        rivals: "compiled" (stock's static cache and `torch.compile`), "lookup" (stock's prompt lookup, left out for
+            targets with running states, for which stock has none), "copies" (our `LookupDrafter`), "chain", "tree", the
+            head as it comes, and "engine", the same in compiled rounds.
         assistant_model: a small causal LM for stock's assisted decoding.
         drafters: more drafters of ours for the target, each with its own tree.
+
+    Raises:
+        UserError: stock has no assisted decoding for such a target.
     """
     head = pair.head
     found: dict[str, dict[str, Any]] = {STOCK: {}}
@@ -48,7 +52,9 @@ def methods(
         if pair.model.device.type == "cpu":
             compiling._compile_all_devices = True  # stock compiles on accelerators only, unless told so
         found[STOCK_COMPILED] = {"cache_implementation": "static", "compile_config": compiling}
-    if "lookup" in rivals:
+    if pair.model._is_stateful and assistant_model is not None:
+        raise UserError("Stock drafts for no target with running states; leave --assistant-model out.")
+    if "lookup" in rivals and not pair.model._is_stateful:
         found[LOOKUP] = {"prompt_lookup_num_tokens": _LOOKUP_TOKENS}
     if assistant_model is not None:
         found[ASSISTED] = {"assistant_model": assistant_model}

@@ -71,11 +71,21 @@ def load_published(
     drafter.load_state_dict({name: weights[there] for name, there in names.items()}, assign=True)
     saved = weights["fc.weight"].dtype
     config.target_name = own_name or config.target_name
-    config.origin = path if not Path(path).is_dir() else Path(path).resolve().name
-    config.origin_license = published_license(path, **where)
+    note_origin(config, path, **where)
     drafter.name_or_path = path
     wanted = as_dtype(dtype)
     return attach_to(drafter.to(saved), target, tokenizer, dtype=saved if wanted == "auto" else wanted)
+
+
+def note_origin(config: Any, path: str, **where: Any) -> None:
+    """Keep in a drafter's config where it comes from, and under which licence, as its card will say.
+
+    Args:
+        path: a folder or a Hub repository.
+        where: revision, token, ...
+    """
+    config.origin = path if not Path(path).is_dir() else Path(path).resolve().name
+    config.origin_license = published_license(path, **where)
 
 
 def _same_rows(table: Tensor | None, target: PreTrainedModel) -> bool:

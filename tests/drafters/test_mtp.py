@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -27,8 +28,8 @@ from hf_dart.drafters.mtp.modules import module_count, read_module
 
 EXACT = tally("float64, multi-token prediction modules")
 MORE = ("greedy", "several EOS")
-LATER = ("deepseek_v3", "qwen3_5")
-FAMILIES = ["glm4_moe", "qwen3_next", *(pytest.param(name, marks=pytest.mark.matrix) for name in LATER)]
+LATER = ("deepseek_v3", "qwen3_5", "mimo_v2")
+FAMILIES = ["glm4_moe", "qwen3_next", "mimo", *(pytest.param(name, marks=pytest.mark.matrix) for name in LATER)]
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +129,49 @@ def test_the_modules_of_qwen3_next(folders: Any) -> None:
     drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
     found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+
+
+@torch.no_grad()
+def test_the_modules_of_mimo(folders: Any) -> None:
+    """Against Xiaomi's definition, whose code runs with old releases of transformers only, by hand."""
+    target, folder, weights = folders("mimo")
+    drafter = load_drafter(str(folder), target=target)
+    assert isinstance(drafter, MtpDrafter)
+    assert all(torch.equal(drafter.module.state_dict()[name], weight) for name, weight in weights.items())
+    ids = prompts([9])["input_ids"]
+    states = target(ids, output_hidden_states=True).hidden_states[-1][:, :8]
+    files = {name: one for name, one in load_file(folder / "model.safetensors").items() if ".mtp_layers.0." in name}
+    files = {name.removeprefix("model.mtp_layers.0."): one for name, one in files.items()}
+
+    def norm(x: Tensor, name: str) -> Tensor:
+        return F.rms_norm(x, x.shape[-1:], files[f"{name}.weight"], target.config.rms_norm_eps)
+
+    tokens = norm(target.get_input_embeddings()(ids[:, 1:9]), "token_layernorm")
+    x = F.linear(torch.cat([norm(states, "hidden_layernorm"), tokens], dim=-1), files["input_proj.weight"])
+    layer = copy.deepcopy(target.model.layers[0])
+    layer.load_state_dict({name: files[name] for name in layer.state_dict()})
+    places = torch.arange(1, 9)[None]
+    mask = torch.full((8, 8), torch.finfo(x.dtype).min, dtype=x.dtype).triu(1)[None, None]
+    rotation = target.model.rotary_emb(x, position_ids=places)
+    x = layer(x, position_embeddings=rotation, attention_mask=mask, position_ids=places)
+    expected = target.lm_head(norm(x, "final_layernorm")).log_softmax(-1)
+    state = drafter.begin(1, 4)
+    drafter.extend(state, states[:, :3], ids[:, 1:4], torch.tensor([3]))
+    found = drafter.log_chances(drafter._read(state, states[:, 3:], ids[:, 4:9], torch.tensor([5])))
+    assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
+
+
+def test_the_modules_of_mimo_v2(folders: Any) -> None:
+    """Told by its tensors alone: sliding attention with sinks, and a dense MLP."""
+    target, folder, weights = folders("mimo_v2")
+    drafter = load_drafter(str(folder), target=target)
+    assert isinstance(drafter, MtpDrafter)
+    assert all(torch.equal(drafter.module.state_dict()[name], weight) for name, weight in weights.items())
+    block = drafter.module.layers[0].mtp_block
+    assert type(block.mlp).__name__ == "MiMoV2FlashMLP"
+    assert block.self_attn.sinks is not None
+    assert drafter._kind.name == "sliding_attention"
+    assert_identical(target, drafter, batch(1, "eager"), **SAMPLED, tree_config=TreeConfig(nodes=16), into=EXACT)
 
 
 def test_the_text_of_stocks_own_use(folders: Any) -> None:

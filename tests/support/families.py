@@ -327,11 +327,13 @@ ROUNDS_INSIDE = {"kimi_linear", "bailing_hybrid"}
 """Whose rule is summed in fp32 whatever the dtype: stock's own float64 rows differ by 1e-6 with how many there are."""
 FORGETS_STATES = {"jamba", "zamba", "recurrent_gemma"}
 """Where stock goes on wrongly when several tokens come after a cached text: it drops a state."""
-WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2"}
+OTHERS = {"mimo_v2": _rotary("mimo_v2_flash", _ROUTED, head_dim=8, v_head_dim=8, sliding_window=WINDOW)}
+"""Those of tests of their own alone."""
+WITHOUT_ATTENTION = {"mamba", "falcon_mamba", "mamba2", "mimo_v2"}
 """Those that know no attention implementation but "eager"."""
 # Stock's grouped and batched expert kernels take no float64.
 EXPERTS_IN_A_LOOP = {
     name
-    for name, (_, config) in {**FAMILIES, **HYBRIDS, **REFUSED}.items()
+    for name, (_, config) in {**FAMILIES, **HYBRIDS, **REFUSED, **OTHERS}.items()
     if config.keys() & {"num_experts_per_tok", "num_local_experts"}
 }

@@ -23,6 +23,22 @@ _QWENS = {
     "layers.0.post_norm.": "mtp.norm.",
     "layers.0.mtp_block.": "mtp.layers.0.",
 }
+_MIMOS = {
+    "layers.0.enorm.": "model.mtp_layers.0.token_layernorm.",
+    "layers.0.hnorm.": "model.mtp_layers.0.hidden_layernorm.",
+    "layers.0.eh_proj.": "model.mtp_layers.0.input_proj.",
+    "layers.0.post_norm.": "model.mtp_layers.0.final_layernorm.",
+    "layers.0.mtp_block.": "model.mtp_layers.0.",
+}
+_MIMO_V2S = {
+    "layers.0.post_norm.": "model.mtp.layers.0.final_layernorm.",
+    "layers.0.mtp_block.post_attention_layernorm.": "model.mtp.layers.0.pre_mlp_layernorm.",
+    "layers.0.mtp_block.self_attn.sinks": "model.mtp.layers.0.self_attn.attention_sink_bias",
+    "layers.0.mtp_block.": "model.mtp.layers.0.",
+    "layers.0.": "model.mtp.layers.0.",
+}
+_MARKED = {"mimo": "model.mtp_layers.0.input_proj", "mimo_v2": "model.mtp.layers.0.eh_proj."}
+"""Families whose modules are told by the names of their tensors, and one of these."""
 _NUMBERED = {"layers.0.mtp_block.": "", "layers.0.post_norm.": "shared_head.norm.", "layers.0.": ""}
 
 
@@ -34,22 +50,27 @@ def with_module(
     Args:
         target: another one of the family than `tiny_target` gives.
     """
-    target = tiny_target(family, dtype=dtype) if target is None else target
+    own = "qwen2" if family == "mimo" else family
+    target = tiny_target(own, dtype=dtype) if target is None else target
     target.save_pretrained(folder)
     content = json.loads((folder / "config.json").read_text())
+    if family == "mimo":
+        content["num_nextn_predict_layers"] = 1
+        (folder / "config.json").write_text(json.dumps(content))
     if family.startswith("qwen"):
         text = target.config.get_text_config(decoder=True)
         content.get("text_config", content)["mtp_num_hidden_layers"] = text.mtp_num_hidden_layers = 1
         (folder / "config.json").write_text(json.dumps(content))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        module = MtpModel(_WithModules(target, str(folder)), 1).to(dtype)
+        module = MtpModel(_WithModules(target, str(folder), [_MARKED.get(family, "")]), 1).to(dtype)
         own = {name: weight for name, weight in module.state_dict().items() if name.startswith("layers.")}
         for name, weight in own.items():
             torch.nn.init.normal_(weight, std=0.3, mean=1.0 * ("norm" in name and not family.startswith("qwen")))
     weights = load_file(folder / "model.safetensors")
-    names = _QWENS if family.startswith("qwen") else _NUMBERED
-    prefix = "" if family.startswith("qwen") else f"model.layers.{target.config.num_hidden_layers}."
+    published = {"mimo": _MIMOS, "mimo_v2": _MIMO_V2S}
+    names = _QWENS if family.startswith("qwen") else published.get(family, _NUMBERED)
+    prefix = f"model.layers.{target.config.num_hidden_layers}." if names is _NUMBERED else ""
     for name, weight in own.items():
         start = next(start for start in names if name.startswith(start))
         _publish(weights, prefix + names[start] + name.removeprefix(start), weight)

@@ -20,7 +20,7 @@ from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.drafters.uno.drafter import UnoDrafter
 from hf_dart.target import trial as probe
-from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, PAD, REFUSED, WITHOUT_ATTENTION
+from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, OTHERS, PAD, REFUSED, WITHOUT_ATTENTION
 from support.families import VOCABULARY as VOCABULARY
 from support.families import WINDOW as WINDOW
 
@@ -29,7 +29,7 @@ def tiny_target(
     family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float64, seed: int = 0, **config: Any
 ) -> Any:
     """A random causal LM in eval mode; the global generators are not moved."""
-    model_type, fields = {**FAMILIES, **HYBRIDS, **REFUSED}[family]
+    model_type, fields = {**FAMILIES, **HYBRIDS, **REFUSED, **OTHERS}[family]
     attention = "eager" if family in WITHOUT_ATTENTION else attention
     options: dict[str, Any] = {"attn_implementation": attention, "dtype": dtype}
     if family in EXPERTS_IN_A_LOOP:

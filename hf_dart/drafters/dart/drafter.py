@@ -23,7 +23,7 @@ from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.drafters.published import load_published
+from hf_dart.drafters.published import load_published, note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
@@ -163,6 +163,7 @@ class DartHead(AdaptableHead, DartModel):
         weights, targets = read_weights(config, files, path, target.get_output_embeddings())
         if targets:
             config.own_lm_head = config.double_norm = False
+        note_origin(config, path, **kwargs)
         with torch.random.fork_rng(devices=[]):
             head = cls(config)
         head.to(weights["fc.weight"].dtype).load_state_dict(weights)

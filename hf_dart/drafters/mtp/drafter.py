@@ -8,6 +8,7 @@ token for each module, for one row, and samples another text than stock alone.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from typing import Any, Self
 from weakref import WeakSet
 
@@ -19,7 +20,7 @@ from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
-from hf_dart.drafters.mtp.modules import module_count, read_module
+from hf_dart.drafters.mtp.modules import has_unnamed_modules, module_count, read_module
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, View
 from hf_dart.target.devices import device_of, users_default
@@ -34,7 +35,13 @@ def _reads(content: dict[str, Any]) -> str | None:
     return "a target with a multi-token prediction module" if module_count(content) else None
 
 
-@register("mtp", reads=_reads)
+def _reads_named(content: dict[str, Any], names: Callable[[], Collection[str]]) -> str | None:
+    """MiMo-V2's config names no module."""
+    has = str(content.get("model_type")).startswith("mimo_v2") and has_unnamed_modules(names())
+    return "a target with a multi-token prediction module" if has else None
+
+
+@register("mtp", reads=_reads, reads_named=_reads_named)
 class MtpDrafter(BeamDrafter[SlotCacheState]):
     """The multi-token prediction module of a target, as `assistant=`.
 

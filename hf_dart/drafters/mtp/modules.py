@@ -1,16 +1,23 @@
 """The multi-token prediction module of a target, read from the files of its checkpoint.
 
-transformers knows the modules of several families (`MtpModel`) and how their weights are called. Those of Qwen3-Next
-and Qwen3.5 (`mtp.*`) are made of the same parts, one layer of full attention; their configs only do not say so.
+transformers knows the modules of several families (`MtpModel`) and how their weights are called. Others are made of the
+same parts, and only their configs or names do not say so:
+
+- Qwen3-Next and Qwen3.5 (`mtp.*`): one layer of full attention.
+- MiMo (`model.mtp_layers.N.*`), which transformers runs as a Qwen2: the hidden state comes first in `input_proj`.
+- MiMo-V2 (`model.mtp.layers.N.*`): sliding attention and a dense MLP; the config names no module at all.
 """
 
 from __future__ import annotations
 
 import copy
+import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
 from transformers import PreTrainedModel
+from transformers.core_model_loading import WeightRenaming
 from transformers.utils import cached_file
 
 from hf_dart.drafters.stock_modules import refused
@@ -24,6 +31,19 @@ FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """What configs call the number of their modules."""
 
 
+_MIMO, _MIMO_V2 = re.compile(r"(^|\.)mtp_layers\.0\."), re.compile(r"(^|\.)mtp\.layers\.0\.eh_proj\.")
+# After MtpModel's own renamings, which take "model." and "mtp." off and put the parts of a layer into its mtp_block.
+_RENAMED = {
+    r"^mtp_layers\.(\d+)\.token_layernorm\.": r"layers.\1.enorm.",
+    r"^mtp_layers\.(\d+)\.hidden_layernorm\.": r"layers.\1.hnorm.",
+    r"^mtp_layers\.(\d+)\.eh_proj\.": r"layers.\1.eh_proj.",
+    r"^mtp_layers\.(\d+)\.final_layernorm\.": r"layers.\1.post_norm.",
+    r"^mtp_layers\.(\d+)\.": r"layers.\1.mtp_block.",
+    r"\.mtp_block\.final_layernorm\.": ".post_norm.",
+    r"\.mtp_block\.pre_mlp_layernorm\.": ".mtp_block.post_attention_layernorm.",
+}
+
+
 def module_count(content: dict[str, Any]) -> int:
     """How many modules a config.json says that its checkpoint has."""
     parts = [content, content.get("text_config")]
@@ -31,30 +51,44 @@ def module_count(content: dict[str, Any]) -> int:
     return max((count for count in found if type(count) is int), default=0)
 
 
+def has_unnamed_modules(names: Collection[str]) -> bool:
+    """Do the names of a checkpoint's tensors tell of modules as MiMo-V2 has them?"""
+    return any(_MIMO_V2.search(name) for name in names)
+
+
 class _WithModules:
     """A target whose config says what `MtpModel` asks; all else is the target's own."""
 
-    def __init__(self, target: PreTrainedModel, folder: str) -> None:
+    def __init__(self, target: PreTrainedModel, folder: str, names: Collection[str] = ()) -> None:
         self._target = target
         self.config = copy.deepcopy(target.config)
         self.config.name_or_path = folder
         text = self.config.get_text_config(decoder=True)
         count = module_count({name: getattr(text, name, None) for name in FIELDS})
-        if not count:
+        first, second = any(_MIMO.search(name) for name in names), has_unnamed_modules(names)
+        if not (count or first or second):
             raise ValueError(
                 f"The config of {folder} names no multi-token prediction module; give a drafter of another kind."
             )
         # transformers knows the numbers of the last layers of what is published, and this is that of any target.
         known = getattr(target, "_keys_to_ignore_on_load_unexpected", None) or []
-        self._keys_to_ignore_on_load_unexpected = [*known, rf"(^|\.)layers\.{text.num_hidden_layers}\."]
+        ours = [rf"(^|\.)layers\.{text.num_hidden_layers}\."]
+        if first or second:
+            # A plain 0 would be taken for the number of a layer of the target.
+            known, ours = [], [r"(^|\.)mtp_layers\.[0]\.", r"(^|\.)mtp\.layers\.[0]\."]
+            renamed = [WeightRenaming(source_patterns=one, target_patterns=other) for one, other in _RENAMED.items()]
+            self._weight_conversions = [*renamed, *(getattr(target, "_weight_conversions", None) or ())]
+            text.mtp_hidden_states_first = first
+        self._keys_to_ignore_on_load_unexpected = [*known, *ours]
         text._attn_implementation = TreeAttention(target).name  # its drafts are trees, too
         # The first module drafts all tokens.
         text.num_mtp_layers = 1
         if getattr(text, "layer_types", None) is not None:
-            given = getattr(text, "mtp_layer_types", None) or ["full_attention"]
+            given = getattr(text, "mtp_layer_types", None) or ["sliding_attention" if second else "full_attention"]
             text.mtp_layer_types = list(given[:1])
         if getattr(text, "mlp_layer_types", None) is not None:
-            text.mtp_mlp_layer_types = list((getattr(text, "mtp_mlp_layer_types", None) or text.mlp_layer_types)[-1:])
+            kinds = ["dense"] if second else getattr(text, "mtp_mlp_layer_types", None) or text.mlp_layer_types
+            text.mtp_mlp_layer_types = list(kinds[-1:])
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
@@ -75,9 +109,9 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     except ImportError as error:
         raise ValueError("This transformers has no multi-token prediction modules; install a newer one.") from error
     folder = _folder(path, **where)
-    view = _WithModules(target, folder)
     missing = f"{path} holds no weights (model.safetensors); give the checkpoint of the target."
-    weight_shapes(weight_files(path, missing, **where), path)  # all headers, before anything is read
+    shapes = weight_shapes(weight_files(path, missing, **where), path)  # all headers, before anything is read
+    view = _WithModules(target, folder, shapes)
     remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
     with refused(f"The multi-token prediction module in {path}", remedy):
         module = MtpModel.from_pretrained(view, device_map={"": device_of(target.get_output_embeddings())})
