@@ -158,6 +158,7 @@ def test_what_was_found_is_said(target: Any, tmp_path: Path, caplog: pytest.LogC
     assert f"{folder} holds an EAGLE-3 head in the format of speculators, which EagleDrafter reads." in caplog.text
 
 
+@torch.no_grad()
 @pytest.mark.parametrize("name", ["original, draft vocabulary", "original, a table of its own", "original, yarn",
                                   "EAGLE-2, Qwen2's", "speculators, 0.9's defaults",
                                   "speculators, three layers"])  # fmt: skip
