@@ -41,6 +41,11 @@ def source_files(packages: Sequence[str]) -> list[Path]:
     return found
 
 
+def held_out_files() -> list[Path]:
+    """Files of pytest's source, on which targets and heads are measured."""
+    return sorted(p for p in Path(sysconfig.get_path("purelib"), "_pytest").rglob("*.py") if p.stat().st_size > 200)
+
+
 def texts(files: list[Path]) -> Iterator[str]:
     """The files' text without the licence comment at the top, which would be the corpus's commonest text."""
     for path in files:
