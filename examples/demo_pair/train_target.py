@@ -157,8 +157,8 @@ def deepened(shallow: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
     config.num_hidden_layers = layers
     config.layer_types = [config.layer_types[0]] * layers
     deep = Qwen3ForCausalLM(config)
-    deep.model.embed_tokens.load_state_dict(shallow.model.embed_tokens.state_dict())
-    deep.model.norm.load_state_dict(shallow.model.norm.state_dict())
+    around = {name: weight for name, weight in shallow.state_dict().items() if ".layers." not in name}
+    deep.load_state_dict(around, strict=False)
     for index, layer in enumerate(deep.model.layers):
         source = index * own // layers
         layer.load_state_dict(shallow.model.layers[source].state_dict())
