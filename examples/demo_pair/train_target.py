@@ -156,7 +156,7 @@ def deepened(shallow: Qwen3ForCausalLM, layers: int) -> Qwen3ForCausalLM:
     config = copy.deepcopy(shallow.config)
     config.num_hidden_layers = layers
     config.layer_types = [config.layer_types[0]] * layers
-    deep = Qwen3ForCausalLM(config)
+    deep = Qwen3ForCausalLM(config).to(shallow.dtype)
     around = {name: weight for name, weight in shallow.state_dict().items() if ".layers." not in name}
     deep.load_state_dict(around, strict=False)
     for index, layer in enumerate(deep.model.layers):

@@ -21,8 +21,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 
 @pytest.mark.parametrize("layers", [3, 5, 7])
 def test_a_deeper_target_begins_as_the_same_function(script: ModuleType, layers: int) -> None:
-    shallow = tiny_target("qwen3").double().eval()
-    deep = script.deepened(shallow, layers).double().eval()
+    shallow = tiny_target("qwen3")
+    deep = script.deepened(shallow, layers).eval()
     ids = torch.randint(0, shallow.config.vocab_size, (2, 9))
     assert len(deep.model.layers) == layers
     assert torch.equal(deep(input_ids=ids).logits, shallow(input_ids=ids).logits)
