@@ -1,0 +1,134 @@
+"""The options that `examples/experiments/head_options.py` compares, each against a plain reference."""
+
+from __future__ import annotations
+
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from support.tiny_training import tiny_head, tiny_target
+from torch import Tensor, nn
+
+from hf_dart import DartHead
+from hf_dart.training.objective.blocks import build_blocks
+
+FILE = Path(__file__).parents[2] / "examples" / "experiments" / "head_options.py"
+
+
+@pytest.fixture(scope="module")
+def options() -> ModuleType:
+    spec = spec_from_file_location("head_options", FILE)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def loud(part: nn.Module, seed: int = 5) -> nn.Module:
+    generator = torch.Generator().manual_seed(seed)
+    for weight in part.parameters():
+        nn.init.normal_(weight, std=0.3, generator=generator)
+    return part
+
+
+def trained(head: DartHead, features: Tensor, ids: Tensor, anchors: Tensor) -> Tensor:
+    """Hidden states [B, K, d, H] as the training pass has them."""
+    blocks = build_blocks(torch.zeros_like(ids), anchors, head.draft_length)
+    states = head(
+        features=features[:, :-1],
+        next_embeddings=head.embed(ids[:, 1:]),
+        positions=blocks.positions,
+        attention_mask=None,
+        wanted=blocks.entries,
+        wanted_mask=blocks.entries_mask,
+    )
+    return states.unflatten(1, (-1, head.draft_length))
+
+
+@pytest.mark.parametrize("name", ["Convolutions", "Adjacent"])
+def test_an_option_begins_as_nothing_and_drafts_as_it_was_trained(name: str, options: ModuleType) -> None:
+    target = tiny_target().double()
+    head, plain = (tiny_head(target).double() for _ in range(2))
+    width, features_width = head.config.hidden_size, head.config.features_width
+    option = getattr(options, name)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(head.config.vocab_size, (1, 12), generator=generator)
+    features = torch.randn(1, 12, features_width, dtype=torch.float64, generator=generator)
+    anchors = torch.tensor([[2, 6]])
+    options.with_option(head, option(width).double())
+    torch.testing.assert_close(trained(head, features, ids, anchors), trained(plain, features, ids, anchors))
+    loud(head.layers[-1].option)
+    drafts = trained(head, features, ids, anchors)
+    assert not torch.allclose(drafts, trained(plain, features, ids, anchors))
+    for block, anchor in enumerate(anchors[0].tolist()):
+        count = torch.tensor([anchor + 1])
+        proposal = head.propose(head.begin(1, 20), features[:, : anchor + 1], ids[:, 1 : anchor + 2], count)
+        torch.testing.assert_close(proposal.hidden[0], drafts[0, block])
+
+
+def test_convolutions_and_injection_are_those_of_the_reference(options: ModuleType) -> None:
+    head = tiny_head(tiny_target()).double()
+    layer, width = head.layers[-1], head.config.hidden_size
+    hidden, attended = torch.randn(2, 3, 4, width, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+    adjacent = loud(options.Adjacent(width).double())
+    found = adjacent(hidden, attended, layer)
+    for block in range(3):
+        front = torch.zeros(width, dtype=torch.float64)
+        for place in range(4):
+            x = hidden[block, place] + attended[block, place]
+            own = adjacent.norm(x)
+            x = x + torch.sigmoid(adjacent.gate(torch.cat([own, front]))) * adjacent.value(front)
+            torch.testing.assert_close(found[block, place], x + layer.mlp(layer.mlp_norm(x)))
+            front = own
+
+    convolutions = loud(options.Convolutions(width).double())
+
+    def convolved(part: nn.Module, which: int, x: Tensor, given_by: Tensor) -> Tensor:
+        out = torch.empty_like(x)
+        for place in range(len(x)):
+            given = part.kernel_projection(given_by[place]).view(2, 2, -1)[which].repeat_interleave(16, dim=-1)
+            kernel = part.base_kernel[which] + given
+            out[place] = kernel[0] * x[place] + (kernel[1] * x[place - 1] if place else 0)
+        return out
+
+    found = convolutions(hidden, attended, layer)
+    for block in range(3):
+        x = hidden[block] + convolved(convolutions.attention, 0, attended[block], attended[block])
+        normed = layer.mlp_norm(x)
+        inner = layer.mlp(convolved(convolutions.mlp, 0, normed, normed))
+        torch.testing.assert_close(found[block], x + convolved(convolutions.mlp, 1, inner, normed))
+
+
+@pytest.mark.parametrize("corrects", [False, True])
+def test_in_a_tree_a_selector_adds_what_it_learnt_to_add(corrects: bool, options: ModuleType) -> None:
+    """Along a path on which every token is its depth's one candidate, a tree's table is the sum that is trained."""
+    target = tiny_target().double()
+    head = tiny_head(target).add_selector(4).double()
+    embeddings = target.get_input_embeddings().weight.detach()
+    selector = options.PathSelector(head.selector, embeddings, corrects, 16).double()
+    loud(selector)
+    generator, depth = torch.Generator().manual_seed(3), head.draft_length
+    hidden = torch.randn(2, depth, head.config.hidden_size, dtype=torch.float64, generator=generator)
+    path = torch.randint(len(embeddings), (2, depth + 1), generator=generator)
+    front, candidates = path[:, :-1], path[:, 1:, None]
+    logits, scores = torch.randn(2, 2, depth, 1, dtype=torch.float64, generator=generator)
+    learnt = selector.added(hidden, logits, scores, front, candidates)
+    torch.testing.assert_close(selector.table(hidden, logits, scores, front[..., None], candidates)[..., 0, :], learnt)
+
+
+def test_noise_is_that_of_the_text(options: ModuleType) -> None:
+    generator = torch.Generator().manual_seed(4)
+    goals = torch.randn(1, 1, 6, dtype=torch.float64, generator=generator).expand(400, 50, -1).log_softmax(-1)
+    drawn = torch.empty_like(goals).exponential_(generator=generator)
+    tokens = (goals - drawn.log()).argmax(-1)
+    noise = options.noise_given(goals, tokens, generator)
+    assert torch.equal((goals + noise).argmax(-1), tokens)
+    # Over texts that were drawn, it is Gumbel noise again: mean 0.5772, variance 1.6449, and independent.
+    flat = noise.flatten(0, 1)
+    assert (flat.mean(0) - 0.5772).abs().max() < 0.05
+    assert (flat.var(0) - 1.6449).abs().max() < 0.12
+    assert torch.corrcoef(flat.T).fill_diagonal_(0).abs().max() < 0.03
