@@ -24,6 +24,7 @@ from hf_dart.bench.exact import (
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
 from hf_dart.target.attention import TreeAttention
+from hf_dart.target.rounding import rounding_of
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import Verdict, headline, markdown
 
@@ -63,7 +64,7 @@ def audit(
     Returns:
         For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
         stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the target's, and what
-        verifies its trees; findings: by mode and prompt the first difference (None without one) of `drafted`, the
+        verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and prompt the first difference (None without one) of `drafted`, the
         prompt alone, of `drafted_batch`, and of `control`, stock in the batch against stock alone: what a change of
         shapes does without any drafts.
     """
@@ -104,6 +105,7 @@ def audit(
     return {
         "passed": all(one.identical for one in verdicts),
         "compared": {**asdict(whole), "generator": generator},
+        "rounding": str(rounding_of(model)).removeprefix("torch."),
         "attention": {"own": attention.own, "trees": attention.shown},
         "findings": findings,
     }
@@ -124,13 +126,14 @@ def as_table(report: dict[str, Any]) -> str:
         headline(report),
         f"{size} prompts ({report['text']}), {settings['new_tokens']} new tokens, seed {settings['seed']}",
         *_attention(report["attention"]),
+        *_rounding(report["dtype"], report["rounding"]),
         "",
         *markdown(names, rows),
         "",
         "In a cell: the first generated token that differs from stock's (control: from stock's alone), and how much "
         "better stock's own token was there, in ulp of the top logit.",
         f"drafted: {compared['rows']} outputs, {_summary(drafted)}, {compared['differences']} of them beyond "
-        f"{allowed.get(report['dtype'], f'{LOW_PRECISION_ULPS} ulp')}; "
+        f"{allowed.get(report['rounding'], f'{LOW_PRECISION_ULPS} ulp')}; "
         f"generator left as stock leaves it: {'yes' if compared['generator'] else 'no'}",
         f"control: {len(control)} outputs, {_summary(control)}",
         f"audit: {'passed' if report['passed'] else 'FAILED'}",
@@ -143,6 +146,10 @@ def _attention(names: dict[str, str]) -> list[str]:
     if own == trees:
         return []
     return [f"{own} takes no tree mask, so {trees} verifies trees: roundings of the two kernels differ, too"]
+
+
+def _rounding(dtype: str, rounding: str) -> list[str]:
+    return [] if rounding == dtype else [f"quantised modules round like {rounding} in {dtype}: ulp are those"]
 
 
 def _entry(one: Difference) -> dict[str, Any]:

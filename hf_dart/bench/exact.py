@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import generator_state
+from hf_dart.target.rounding import rounding_of
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
@@ -73,7 +74,7 @@ class Difference:
         gap: how much better stock's own token was than the one written instead, in its processed logits, or in
             log(p / noise) when sampling; inf where a run goes on and the other has stopped.
         top2: the same of stock's two best tokens.
-        ulp: one unit in the last place of the top logit there, in the model's dtype.
+        ulp: one unit in the last place of the top logit there, in the model's dtype, or in what it rounds like.
         allowed: the largest gap that counts as a near-tie.
     """
 
@@ -108,6 +109,7 @@ def differences(
     positions = [_first_difference(left, right) for left, right in zip(stock, other, strict=True)]
     if not any(position is not None for position in positions):
         return [None] * len(positions)
+    dtype = rounding_of(model)
     torch.manual_seed(seed)
     told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
     found: list[Difference | None] = []
@@ -124,7 +126,7 @@ def differences(
         top = float(told.logits[position][row].max())
         best, second = scores[row].topk(2).values.tolist()
         gap = best - float(scores[row, other[row, position]])
-        found.append(Difference(position, gap, best - second, ulp(model.dtype, top), tolerance(model.dtype, top)))
+        found.append(Difference(position, gap, best - second, ulp(dtype, top), tolerance(dtype, top)))
     return found
 
 

@@ -19,7 +19,7 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
     What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
     """
     parts = parts_of(model)
-    kinds = tuple(map(type, parts))
+    kinds = (*map(type, parts), *{type(part._parameters.get("weight")): None for part in parts})
     code = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
     for part in parts:
         members = part.__dict__

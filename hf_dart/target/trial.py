@@ -40,6 +40,7 @@ from hf_dart.target.identity import identity
 from hf_dart.target.masks import layer_windows, mask_kinds
 from hf_dart.target.mixers import own_states
 from hf_dart.target.positions import position_limit
+from hf_dart.target.rounding import refuse_shared_scales, rounding_of
 from hf_dart.target.stock_steps import StockSteps, cache_name
 from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
 from hf_dart.target.untouched import as_before
@@ -197,6 +198,8 @@ class _Trial:
                 f"{type(model).__name__} keeps its past in a cache of its own ({type(short).__name__}), from which "
                 "rejected drafts cannot be taken back; call generate without assistant=."
             )
+        refuse_shared_scales(model)
+        self._eps = torch.finfo(rounding_of(model)).eps
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
         self._own = {slot: slot.read() for slot in own_states(model, short)}
@@ -394,9 +397,9 @@ class _Trial:
         return noise / largest if largest else 0.0, noise <= max(_ROUNDINGS * coarsest, _SHARE) * largest
 
     def _coarsest(self, logits: Tensor) -> float:
-        """The relative rounding of what the target computes in: under autocast, its weights do not tell."""
+        """The relative rounding of what the target computes in: weights do not tell it under autocast, or quantised."""
         values = {layer.values.dtype for layer in attention_layers(self.short)}
-        return max(torch.finfo(dtype).eps for dtype in {logits.dtype, self._model.dtype, *values})
+        return max(self._eps, *(torch.finfo(dtype).eps for dtype in {logits.dtype, *values}))
 
     def _feeds_otherwise(self, length: int, tokens: Tensor, allowed: float) -> bool:
         """Is plain text another one when it is fed at once?"""

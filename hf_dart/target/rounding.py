@@ -1,0 +1,106 @@
+"""How coarsely a target rounds: quantised modules may compute in fewer bits than its dtype has, or round activations.
+
+Quantised weights are weights like any other. What runs on the way is another matter: bitsandbytes multiplies in 16 bits
+whatever the dtype, LLM.int8 and dynamic schemes round activations to 8 bits. Logits then carry roundings of that size,
+and stock's own text may part at near-ties of that size between batches. Activations that are scaled by the largest
+number of a whole call are worse: the tokens of a call decide how the others are rounded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from hf_dart.target.devices import device_of
+from hf_dart.target.support import parts_of
+
+_ROWS = 33  # more than 32, from which on some kernels change
+# What is no more than a module's own roundings, and than those of sums in float32.
+_OWN, _SUMS = 4, 64
+
+
+def rounding_of(model: PreTrainedModel) -> torch.dtype:
+    """The dtype whose roundings logits of `model` carry: its own, or bfloat16 where a module rounds more coarsely."""
+    own = torch.finfo(model.dtype).eps
+    if own >= torch.finfo(torch.bfloat16).eps or not any(_coarse(part, _inputs(part, model)) for part in _quantised(model)):
+        return model.dtype
+    return torch.bfloat16
+
+
+def refuse_shared_scales(model: PreTrainedModel) -> None:
+    """Raise where the result of a token depends on the tokens beside it, by more than a module's own rounding.
+
+    Raises:
+        ValueError: the message names the kind of module.
+    """
+    for part in _quantised(model):
+        x = _inputs(part, model)
+        # As large as the dtype allows: 8 bits of floating point lose what is far smaller, and keep the rest.
+        louder = x.clone()
+        louder[:, 1:] *= 2.0 ** (12 if x.dtype == torch.float16 else 16)
+        found, beside = _run(part, x), _run(part, louder)
+        if found is None or beside is None:
+            continue
+        change = _share(found[:, :1] - beside[:, :1], found[:, :1])
+        if not change <= _OWN * max(_rounding(part, x), torch.finfo(x.dtype).eps):
+            raise ValueError(
+                f"{type(model).__name__} rounds activations by the largest of all tokens that its "
+                f"{type(part).__name__} modules are given at once, so that the tokens of a tree would change each "
+                "other's logits; load it with a scale for each token or with quantised weights alone, or call generate "
+                "without assistant=."
+            )
+
+
+def _coarse(part: nn.Module, x: Tensor) -> bool:
+    """Does a module round more coarsely than its inputs are?"""
+    eps = torch.finfo(x.dtype).eps
+    return _rounding(part, x) > (2 * eps if x.dtype == torch.float16 else _SUMS * max(eps, 2.0**-23))
+
+
+def _rounding(part: nn.Module, x: Tensor) -> float:
+    """How far a module is from f(x + y) + f(x - y) = 2 f(x), as a share of the largest; 0 if it cannot be run."""
+    y = x.roll(1, dims=-1)  # both are of so few bits that sums of them are exact
+    found = [_run(part, one) for one in (x, x + y, x - y)]
+    if any(one is None for one in found):
+        return 0.0
+    middle, above, below = (one for one in found if one is not None)
+    return _share(above + below - 2 * middle, middle)
+
+
+def _quantised(model: nn.Module) -> Iterator[nn.Module]:
+    """One of each kind of linear module that is not PyTorch's own over a plain weight."""
+    seen = set()
+    for part in parts_of(model):
+        weight = part._parameters.get("weight", getattr(part, "weight", None))
+        kind = (type(part), type(weight))
+        plain = type(part) is nn.Linear and type(weight) in (nn.Parameter, Tensor) and type(weight.data) is Tensor
+        width = getattr(part, "in_features", None)
+        if kind in seen or plain or not isinstance(width, int) or part._modules:
+            continue
+        seen.add(kind)
+        yield part
+
+
+def _inputs(part: nn.Module, model: PreTrainedModel) -> Tensor:
+    """[1, 33, in] random numbers of 7 bits, in the dtype that the module computes in."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(1, _ROWS, part.in_features, generator=generator).mul_(16).round_().clamp_(-64, 64).div_(16)
+    floats = (part.weight, getattr(part, "bias", None))
+    dtype = next((one.dtype for one in floats if isinstance(one, Tensor) and one.is_floating_point()), None)
+    return x.to(device_of(part), dtype or model.dtype)
+
+
+@torch.no_grad()
+def _run(part: nn.Module, x: Tensor) -> Tensor | None:
+    """What a module makes of [1, 33, in], in float64; None if it takes other inputs."""
+    try:
+        return part(x.clone()).cpu().double()
+    except Exception:  # unknown code may fail in any way at all
+        return None
+
+
+def _share(difference: Tensor, whole: Tensor) -> float:
+    return float(difference.abs().max() / whole.abs().max().clamp(min=1e-30))
