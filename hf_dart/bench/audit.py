@@ -64,9 +64,9 @@ def audit(
     Returns:
         For JSON. passed: whether no drafted run differs at more than a near-tie and each leaves the generator as
         stock does; compared: the fields of the `Verdict` on all drafted runs; attention: the target's, and what
-        verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and prompt the first difference (None without one) of `drafted`, the
-        prompt alone, of `drafted_batch`, and of `control`, stock in the batch against stock alone: what a change of
-        shapes does without any drafts.
+        verifies its trees; rounding: the dtype that near-ties are judged by; findings: by mode and prompt the first
+        difference (None without one) of `drafted`, the prompt alone, of `drafted_batch`, and of `control`, stock in
+        the batch against stock alone: what a change of shapes does without any drafts.
     """
     model, seed = pair.model, settings.seed
     drafting = {"assistant": pair.head, **({} if tree_config is None else {"tree_config": tree_config})}

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.target.loading import DTYPES, PACKAGED
+from hf_dart.target.loading import DTYPES, PACKAGED, quantization_config
 from hf_dart.view.layout import laid_out
 
 
@@ -39,6 +39,12 @@ def target_options() -> argparse.ArgumentParser:
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--attn-implementation", metavar="NAME", help="of the target, as for from_pretrained")
+    target.add_argument(
+        "--quantization",
+        type=fields,
+        metavar="JSON",
+        help='of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}',
+    )
     target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
     return target
 
@@ -113,7 +119,7 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
     """
     if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
-    options = given(arguments, ("attn_implementation",))
+    options = loading_options(arguments)
     pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map, **options)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable
@@ -121,6 +127,14 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
         with as_user_error():
             pair.head.ngram = NgramTable.load(arguments.ngram)
     return pair
+
+
+def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """What `target_options` adds to `from_pretrained` of the target, dtype and places aside."""
+    options = given(arguments, ("attn_implementation",))
+    if arguments.quantization is not None:
+        options["quantization_config"] = quantization_config(arguments.quantization)
+    return options
 
 
 def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
@@ -188,6 +202,17 @@ def positive(text: str) -> int:
     if number < 1:
         raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
     return number
+
+
+def fields(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def temperature(text: str) -> float:

@@ -10,7 +10,17 @@ from time import monotonic
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.cli.common import check_folder, given, positive, seed, set_threads, share, target_options, temperature
+from hf_dart.cli.common import (
+    check_folder,
+    given,
+    loading_options,
+    positive,
+    seed,
+    set_threads,
+    share,
+    target_options,
+    temperature,
+)
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import load_target, load_tokenizer
 
@@ -154,7 +164,7 @@ def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tupl
     device_map = arguments.device_map
     if device_map is None and torch.cuda.is_available():
         device_map = {"": int(os.environ.get("LOCAL_RANK", 0))}
-    model, _ = load_target(arguments.target, arguments.dtype, device_map, **given(arguments, ("attn_implementation",)))
+    model, _ = load_target(arguments.target, arguments.dtype, device_map, **loading_options(arguments))
     head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
     chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
     made_by = {

@@ -24,10 +24,8 @@ _OWN, _SUMS = 4, 64
 
 def rounding_of(model: PreTrainedModel) -> torch.dtype:
     """The dtype whose roundings logits of `model` carry: its own, or bfloat16 where a module rounds more coarsely."""
-    own = torch.finfo(model.dtype).eps
-    if own >= torch.finfo(torch.bfloat16).eps or not any(_coarse(part, _inputs(part, model)) for part in _quantised(model)):
-        return model.dtype
-    return torch.bfloat16
+    coarse = any(_coarse(part, _inputs(part, model)) for part in _quantised(model))
+    return torch.bfloat16 if coarse else model.dtype
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:
@@ -38,9 +36,10 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
     """
     for part in _quantised(model):
         x = _inputs(part, model)
-        # As large as the dtype allows: 8 bits of floating point lose what is far smaller, and keep the rest.
-        louder = x.clone()
-        louder[:, 1:] *= 2.0 ** (12 if x.dtype == torch.float16 else 16)
+        # As far apart as the dtype allows: floating point of 8 bits has a range of its own.
+        quiet, loud = (-8, 12) if x.dtype == torch.float16 else (0, 40)
+        x = x * 2.0**quiet
+        louder = torch.cat([x[:, :1], x[:, 1:] * 2.0 ** (loud - quiet)], dim=1)
         found, beside = _run(part, x), _run(part, louder)
         if found is None or beside is None:
             continue

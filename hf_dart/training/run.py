@@ -19,7 +19,7 @@ from hf_dart.drafters.registry import trainers
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
-from hf_dart.target.loading import load_target
+from hf_dart.target.loading import load_target, quantization_config
 from hf_dart.training.checkpoints.folders import STAGING
 from hf_dart.training.checkpoints.record import last_evaluation
 from hf_dart.training.data.sources import load_rows
@@ -135,9 +135,7 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
     """The model and its tokenizer."""
     options: dict[str, Any] = {}
     if arguments.quantization is not None:
-        from transformers import BitsAndBytesConfig
-
-        options["quantization_config"] = BitsAndBytesConfig(**arguments.quantization_fields())
+        options["quantization_config"] = quantization_config(arguments.quantization_fields())
     if arguments.attn_implementation is not None:
         options["attn_implementation"] = arguments.attn_implementation
     if arguments.target_revision is not None:

@@ -13,6 +13,7 @@ import torch
 from support.cases import MODES
 from support.compare import assert_identical_up_to_near_ties, tally
 from support.matrix import attentions
+from support.simulated_gpu import needs_a_driver
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
@@ -82,6 +83,8 @@ def test_a_drafter_on_another_device_than_the_lm_head(kind: str) -> None:
     torch.testing.assert_close(found, there)
 
 
+@needs_a_driver
+@pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_flex_attention(family: str) -> None:
     """As it is compiled: trees by SDPA, or by block masks where there is none."""
@@ -100,6 +103,7 @@ def test_flex_attention(family: str) -> None:
         )
 
 
+@needs_a_driver
 @pytest.mark.parametrize("name", ["flash_attention_2", "flash_attention_3", "kernels-community/flash-attn2"])
 def test_flash_attention(name: str) -> None:
     """The packaged pair in 16 bits: differences are near-ties."""

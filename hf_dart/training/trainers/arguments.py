@@ -34,7 +34,9 @@ class TargetArguments:
     tokenizer: str | None = option(None, "default: the target's")
     dtype: str | None = option(None, "of the target's weights; default: float32 for the packaged one, else as saved")
     device_map: str | None = option(None, "auto spreads the target over devices; default: whole on each process's own")
-    quantization: str | None = option(None, 'fields of a BitsAndBytesConfig as JSON, such as {"load_in_4bit": true}')
+    quantization: str | None = option(
+        None, 'fields of a quantization config of transformers as JSON, such as {"load_in_4bit": true}'
+    )
     attn_implementation: str | None = option(None, "of the target, as for from_pretrained")
 
     def quantization_fields(self) -> dict[str, Any]:

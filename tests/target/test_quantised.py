@@ -1,0 +1,247 @@
+"""Quantised targets: weights alone are exact; what rounds on the way is measured, and refused where tokens share it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from support.cases import GREEDY, MODES, batch, replay
+from support.compare import assert_identical, run, tally
+from support.refusals import refused
+from support.tiny import PAD, prompts, tiny_head, tiny_target
+from support.tiny_training import tiny_trainer
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from hf_dart import attach
+from hf_dart.bench.audit import audit
+from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.bench.speed import Settings
+from hf_dart.cli import main
+from hf_dart.target.rounding import rounding_of
+from hf_dart.target.trial import check_verification, forget
+
+EXACT = tally("float64, quantised weights")
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft 0.21
+PROMPTS = ["import os\n\n\ndef join(left, right):\n    ", "class Reader:\n    def __init__(self, path) -> None:\n"]
+
+
+class Int8Linear(nn.Module):
+    """Weights in 8 bits with a scale for each row; activations as they come."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
+        scale = linear.weight.detach().abs().amax(1, keepdim=True) / 127
+        self.register_buffer("weight", (linear.weight.detach() / scale).round().to(torch.int8))
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.rounded(x), self.weight.to(x.dtype) * self.scale, self.bias)
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return x
+
+
+class PerToken(Int8Linear):
+    """Each token's activations in 8 bits, too."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return to_8_bits(x, x.abs().amax(-1, keepdim=True))
+
+
+class PerTensor(Int8Linear):
+    """By one scale for all tokens of a call."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        return to_8_bits(x, x.abs().max())
+
+
+class PerTensorFloat8(Int8Linear):
+    """The same in 8 bits of floating point."""
+
+    def rounded(self, x: Tensor) -> Tensor:
+        scale = x.abs().max().clamp(min=1e-5) / 448
+        return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
+
+
+def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
+    scale = largest.clamp(min=1e-5) / 127  # the embedding of padding is 0
+    return (x / scale).round() * scale
+
+
+def quantised(kind: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.float64) -> Any:
+    """A tiny target whose layers are linear in that way."""
+    target = tiny_target("qwen3", dtype=dtype)
+    for name, part in [*target.named_modules()]:
+        if isinstance(part, nn.Linear) and name != "lm_head":
+            target.set_submodule(name, kind(part))
+    return target
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_weights_in_8_bits(size: int) -> None:
+    target, inputs = quantised(Int8Linear), batch(size, "sdpa")
+    assert rounding_of(target) == torch.float64
+    attach(target)
+    for mode in ("greedy", "T=1"):
+        options = {**MODES[mode], "max_new_tokens": 24}
+        known = replay(target, inputs, misses=[0.1, 0.4, 0.3, 0.5][:size], **options)
+        assert_identical(target, known, inputs, into=EXACT, **options)
+        assert known.last_stats.tau > 1.3
+        assert_identical(target, tiny_head(target), inputs, **options)
+
+
+@pytest.mark.parametrize("kind", [PerTensor, PerTensorFloat8])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+def test_scales_that_tokens_share(kind: Any, dtype: torch.dtype) -> None:
+    target = quantised(kind, dtype)
+    plain = run(target, batch(1, "sdpa"), 0, **GREEDY).sequences
+    for attempt in (attach, check_verification, tiny_head):
+        words = f"largest of all tokens.*{kind.__name__}.*assistant="
+        refused(lambda attempt=attempt: attempt(target), ValueError, words)
+        assert "generate" not in vars(target)
+    assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
+
+
+def test_modules_put_in_later_are_looked_at() -> None:
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    layer = target.model.layers[0].mlp
+    layer.down_proj = PerTensor(layer.down_proj)
+    refused(lambda: run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head), ValueError, "PerTensor")
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "rounds_like"),
+    [
+        (PerToken, torch.float64, torch.bfloat16),
+        (PerToken, torch.float32, torch.bfloat16),
+        (PerToken, torch.float16, torch.bfloat16),
+        (PerToken, torch.bfloat16, torch.bfloat16),
+        (Int8Linear, torch.float32, torch.float32),
+        (Int8Linear, torch.float16, torch.float16),
+    ],
+)
+def test_what_a_target_rounds_like(kind: Any, dtype: torch.dtype, rounds_like: torch.dtype) -> None:
+    assert rounding_of(quantised(kind, dtype)) == rounds_like
+
+
+def test_activations_in_8_bits_for_each_token() -> None:
+    """They part from stock at near-ties, of the size of such roundings, as stock's batches do."""
+    target = quantised(PerToken, torch.float32)
+    forget(target)
+    texts = [ids[ids != PAD].tolist() for ids in prompts([9, 5, 7])["input_ids"]]
+    pad: Any = type("Tokenizer", (), {"pad_token_id": PAD})
+    report = audit(Pair(target, tiny_head(target), pad, "tiny", "tiny"), texts, Settings(prompts=3, new_tokens=24))
+    assert report["rounding"] == "bfloat16"
+    assert report["compared"]["rows"] == 12
+    assert report["passed"], report["findings"]
+
+
+def test_heads_are_trained_on_them(tmp_path: Path) -> None:
+    target = quantised(Int8Linear, torch.float32)
+    head = tiny_head(target)
+    rows = [
+        {"input_ids": prompts([24], seed=seed)["input_ids"][0], "documents": torch.zeros(24, dtype=torch.long)}
+        for seed in range(8)
+    ]
+    losses = tiny_trainer(tmp_path, head, target, rows, logging_steps=1).train().training_loss
+    assert losses > 0
+    assert all(part.grad is None for part in target.parameters())
+    assert_identical(target, head.to(target.dtype), prompts([7]), **GREEDY)
+
+
+@pytest.mark.parametrize("kind", [None, Int8Linear])
+def test_lora_beside_and_in_the_weights(kind: Any) -> None:
+    """Merged it is a model as any other; over quantised weights it stays beside them."""
+    target = tiny_target("qwen3") if kind is None else quantised(kind)
+    if kind is not None:  # PEFT knows what it may replace by type
+        config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
+    else:
+        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+    plain = run(target, batch(1, "sdpa"), 0, **GREEDY).sequences
+    wrapped = get_peft_model(target, config).double().eval()
+    head = tiny_head(wrapped)
+    for inputs in (batch(1, "sdpa"), batch(4, "sdpa")):
+        assert_identical(wrapped, head, inputs, **GREEDY)
+    assert not torch.equal(run(wrapped, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
+    if kind is None:
+        merged: Any = wrapped.merge_and_unload()
+        assert_identical(merged, tiny_head(merged), batch(4, "sdpa"), **GREEDY)
+
+
+BITS_AND_BYTES = {"4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "8 bits": {"load_in_8bit": True}}
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", BITS_AND_BYTES)
+def test_bits_and_bytes(bits: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    passes(BITS_AND_BYTES[bits], dtype, "bfloat16", tmp_path, capsys)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(
+    ("config", "dtype", "rounds_like"),
+    [
+        ("Int8WeightOnlyConfig", "float32", "float32"),
+        ("Int8WeightOnlyConfig", "bfloat16", "bfloat16"),
+        ("IntxWeightOnlyConfig", "float32", "float32"),
+        ("Float8WeightOnlyConfig", "float32", "float32"),
+        ("Int8DynamicActivationInt8WeightConfig", "float32", "bfloat16"),
+        ("Int8DynamicActivationIntxWeightConfig", "bfloat16", "bfloat16"),
+    ],
+)
+def test_torchao(
+    config: str, dtype: str, rounds_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = pytest.importorskip("torchao.quantization")
+    from transformers import TorchAoConfig
+
+    passes(TorchAoConfig(getattr(kinds, config)()).to_dict(), dtype, rounds_like, tmp_path, capsys)
+
+
+@pytest.mark.matrix
+def test_quanto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("optimum.quanto")
+    passes({"quant_method": "quanto", "weights": "int8"}, "float32", "float32", tmp_path, capsys)
+
+
+def passes(
+    config: dict[str, Any], dtype: str, rounds_like: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`hf-dart audit` of the packaged pair, quantised as it is loaded."""
+    words = ["audit", *PROMPTS, "--new-tokens", "32", "--dtype", dtype, "--quantization", json.dumps(config)]
+    assert main([*words, "--json", str(folder / "audit.json")]) == 0
+    report = json.loads((folder / "audit.json").read_text(encoding="utf8"))
+    assert report["rounding"] == rounds_like
+    assert report["compared"]["rows"] == 8
+    shown = capsys.readouterr().out
+    assert (f"round like {rounds_like}" in shown) == (rounds_like != dtype)
+
+
+@pytest.mark.matrix
+def test_qlora(tmp_path: Path) -> None:
+    """A LoRA over 4 bits, and a head that is trained on it."""
+    pytest.importorskip("bitsandbytes")
+    from transformers import BitsAndBytesConfig
+
+    pair = load_pair(dtype="bfloat16", quantization_config=BitsAndBytesConfig(load_in_4bit=True))
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    wrapped = get_peft_model(pair.model, config).eval()
+    ids = [pair.tokenizer(text)["input_ids"] for text in PROMPTS]
+    report = audit(pair._replace(model=wrapped), ids, Settings(prompts=2, new_tokens=32))
+    assert report["passed"], report["findings"]
+    texts = [torch.tensor((one * 4)[:40]) for one in ids * 4]
+    rows = [{"input_ids": text, "documents": torch.zeros_like(text)} for text in texts]
+    head = type(pair.head).from_target(wrapped, draft_length=4).float()
+    assert tiny_trainer(tmp_path, head, wrapped, rows).train().training_loss > 0
+    assert pair.head.last_stats.tau > 1
