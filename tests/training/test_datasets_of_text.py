@@ -77,6 +77,14 @@ def test_a_dataset_without_a_tokenizer_is_refused(target: Any, tmp_path: Path) -
         tiny_trainer(tmp_path, head, target, datasets.Dataset.from_dict(ROWS["text"]))
 
 
+def test_a_dataset_with_images_is_refused(target: Any, tmp_path: Path) -> None:
+    """It would be packed without them."""
+    head, settings = DartHead.from_target(target), DartTrainer.training_arguments(str(tmp_path), report_to="none")
+    rows = datasets.Dataset.from_dict({"messages": TURNS, "images": [[i] for i in range(8)]})
+    with pytest.raises(ValueError, match=r"the field 'images', .* with hf_dart\.training\.image_row\.$"):
+        DartTrainer(head, target, settings, train_dataset=rows, processing_class=chat_tokenizer())
+
+
 def test_streams_are_packed_too(target: Any) -> None:
     stream = datasets.Dataset.from_dict(ROWS["text"]).to_iterable_dataset()
     assert next(iter(pack_dataset(stream, chat_tokenizer(), 3, 64)))["input_ids"].shape == (64,)

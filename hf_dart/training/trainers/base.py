@@ -41,6 +41,9 @@ from hf_dart.trees.vocabulary import spread
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 
+# Fields of datasets that hold more than text, their plural left out.
+_NO_TEXT = {"image", "video", "audio", "pixel_value", "input_feature"}
+
 AnyDrafter = TypeVar("AnyDrafter", bound=PretrainedDrafter)
 
 
@@ -161,6 +164,11 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     @staticmethod
     def _packed(documents: Any, tokenizer: Any, max_length: int, drafter: PretrainedDrafter) -> Any:
         """Rows of a dataset of text or conversations."""
+        if seen := [name for name in documents.column_names if name.rstrip("s") in _NO_TEXT]:
+            raise ValueError(
+                f"The dataset has the field {seen[0]!r}, and what is packed here is text; make rows of such examples "
+                "with hf_dart.training.image_row."
+            )
         if tokenizer is None:
             raise ValueError(
                 f"The dataset has the fields {', '.join(map(repr, documents.column_names))}, which are no packed rows; "
