@@ -1,24 +1,31 @@
-"""What a round costs on a device, beside what it has to: `hf-dart bench engine`."""
+"""What a round costs on a device, beside what it has to: `hf-dart bench engine`.
+
+A run ends in the time that it is given: what costs most is done last, and left out where no time is left. After every
+line of the table all that is known so far is handed on.
+"""
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from statistics import median
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel, StaticCache
+from transformers import StaticCache
 
+from hf_dart.bench import profile
 from hf_dart.bench.exact import run, timed
+from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from hf_dart.bench.speed import in_turn
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.compiled import compile
-from hf_dart.engine.compiling import compiled
 from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.graphs import Launch
@@ -41,6 +48,15 @@ _COLUMNS = [
     *("method", "τ", "tokens/s", "ms per round", "x stock", "x static", "x N = 1", "roofline"),
     *("launches", "waits", "same"),
 ]
+_ON_CPU: dict[str, Any] = {
+    **{"nodes": 16, "prompt_tokens": 64, "new_tokens": 32, "repeats": 2, "backend": None, "dtype": "float32"},
+    **{"seconds": 240.0, "every_method": False, "costs": True, "other_taus": ()},
+}
+_ANYWHERE = (STOCK, EAGER, CAPTURED)  # methods that are measured on a CPU
+SIZES = (1, 8, 16, 32, 64)
+"""Of trees whose rounds `costs` are of."""
+_WARM_UP = 4  # tokens, where nothing is compiled
+_COUNTED = 10  # tokens whose launches are counted
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
 _TIMED = {"cuda": 20, "cpu": 3}  # calls, for a phase
 _LAUNCHES = ("cudaLaunchKernel", "cudaLaunchKernelExC", "cuLaunchKernel", "cuLaunchKernelEx", "cudaGraphLaunch")
@@ -49,11 +65,12 @@ _WAITS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchroniz
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """What is measured; `on` fills in what suits a device.
 
     Args:
         shape: of the target, one of `simulated.SHAPES`.
         tau: tokens per round that the head is made to reach.
+        other_taus: such that the captured round is measured at, too.
         nodes: of the tree.
         draft_length: of the head.
         draft_rank: of the LM head that scores drafts (`DartHead.reduce_rank`); None is the target's.
@@ -61,6 +78,9 @@ class Settings:
         repeats: how often each method is timed.
         backend: of `torch.compile`; None compiles nothing of ours.
         dtype, device: of target and head.
+        seconds: what all of it may take, but for what is under way then.
+        every_method: also those that say little on a CPU.
+        costs: measure rounds of trees of several sizes, and those of the packaged pair beside them.
 
     Raises:
         ValueError: they do not go together.
@@ -68,6 +88,7 @@ class Settings:
 
     shape: str = "qwen3-8b"
     tau: float = 5.0
+    other_taus: tuple[float, ...] = (3.0, 7.0)
     nodes: int = 64
     draft_length: int = 8
     draft_rank: int | None = None
@@ -78,15 +99,21 @@ class Settings:
     backend: str | None = "inductor"
     dtype: str = "bfloat16"
     device: str = "cuda"
+    seconds: float = 540.0
+    every_method: bool = True
+    costs: bool = False
+
+    @classmethod
+    def on(cls, device: str = "cuda", **given: Any) -> Settings:
+        """For a device, with some of them given: on a CPU less, in float32, and nothing is compiled."""
+        return cls(device=device, **{**(_ON_CPU if device.startswith("cpu") else {}), **given})
 
     def __post_init__(self) -> None:
         if self.shape not in SHAPES:
             raise ValueError(f"--shape is {self.shape!r}; give one of {', '.join(SHAPES)}.")
-        if not 1 <= self.tau <= min(self.draft_length + 1, self.nodes):
-            raise ValueError(
-                f"--tau is {self.tau:g}; give 1 to {min(self.draft_length + 1, self.nodes)}, the longest path of the "
-                "tree."
-            )
+        longest = min(self.draft_length + 1, self.nodes)
+        if not 1 <= self.tau <= longest:
+            raise ValueError(f"--tau is {self.tau:g}; give 1 to {longest}, the longest path of the tree.")
         width = SHAPES[self.shape][0]
         if self.draft_rank is not None and self.draft_rank > width:
             raise ValueError(f"--draft-rank is {self.draft_rank}; give 1 to {width}, the width of the LM head.")
@@ -102,13 +129,17 @@ class Measurement:
 
     Attributes:
         seconds: of each call, and of the same calls for one token, which is their prefill.
-        rounds, tau: forwards after the prefill and tokens of each row per forward.
+        tau_asked: what the head is made to reach; None for methods without one.
+        seconds_to_ready: of the first call, in which all is made that later ones find.
+        rounds, tau: forwards after the prefill that text came of, and tokens of each row per forward.
         same: were the tokens stock's?
         launches, waits: per round, of kernels or graphs, and of the host for the device; None where it cannot tell.
     """
 
     method: str
     options: dict[str, Any]
+    tau_asked: float | None = None
+    seconds_to_ready: float = 0.0
     seconds: list[float] = field(default_factory=list)
     prefill: list[float] = field(default_factory=list)
     rounds: int = 0
@@ -122,41 +153,176 @@ class Measurement:
         return tokens / max(median(self.seconds) - median(self.prefill), 1e-9)
 
 
-def measure(settings: Settings, progress: Callable[[str], object] = lambda line: None) -> dict[str, Any]:
-    """Time all methods in turns, then the parts of the captured round; ready for JSON."""
-    device, dtype = torch.device(settings.device), getattr(torch, settings.dtype)
-    progress(f"building {settings.shape} in {settings.dtype} on {settings.device}")
-    target = build_target(settings.shape, dtype, device)
-    head = SimulatedHead.from_target(target, draft_length=settings.draft_length).aim(settings.tau)
-    head.reduce_rank(settings.draft_rank)
-    first = torch.arange(settings.batch)[:, None] * 7 + torch.arange(settings.prompt_tokens)
-    inputs = {"input_ids": (first % target.config.vocab_size).to(device)}
-    inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+class _Left:
+    """How much of the time is left."""
 
-    engine = compile(target, head, backend=settings.backend, progress=progress)
-    # One cache for all calls: what transformers compiles for a static cache is bound to its addresses.
-    static = StaticCache(config=target.config, max_cache_len=settings.prompt_tokens + settings.new_tokens)
-    methods = _methods(head, static, settings)
-    expected = run(target, inputs, _greedy(settings.new_tokens)).sequences
-    for one in methods:
-        progress(f"warming up: {one.method}")
+    def __init__(self, seconds: float) -> None:
+        self._end = perf_counter() + seconds
+
+    def allows(self, seconds: float) -> bool:
+        """May something be begun that takes so long?"""
+        return perf_counter() + seconds <= self._end
+
+
+def measure(
+    settings: Settings,
+    progress: Callable[[str], object] = lambda line: None,
+    keep: Callable[[dict[str, Any]], object] = lambda report: None,
+) -> dict[str, Any]:
+    """Time all methods in turns, then the parts of the captured round; ready for JSON.
+
+    Args:
+        progress: is told what is done next.
+        keep: is handed the report whenever something was added to it.
+    """
+    with _without_cudnn_attention():
+        return _Bench(settings, progress, keep).run()
+
+
+@contextmanager
+def _without_cudnn_attention() -> Iterator[None]:
+    """Stock is measured at its best: cuDNN's attention makes a plan for every length of a text, in every step."""
+    allowed = torch.backends.cuda.cudnn_sdp_enabled()
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(allowed)
+
+
+class _Bench:
+    """One run of the benchmark.
+
+    Args: as for `measure`.
+    """
+
+    def __init__(
+        self, settings: Settings, progress: Callable[[str], object], keep: Callable[[dict[str, Any]], object]
+    ) -> None:
+        self._settings, self._progress, self._keep = settings, progress, keep
+        self._left = _Left(settings.seconds)
+        self._device = torch.device(settings.device)
+        progress(f"building {settings.shape} in {settings.dtype} on {settings.device}")
+        target = self._target = build_target(settings.shape, getattr(torch, settings.dtype), self._device)
+        head = self._head = SimulatedHead.from_target(target, draft_length=settings.draft_length).aim(settings.tau)
+        head.reduce_rank(settings.draft_rank)
+        first = torch.arange(settings.batch)[:, None] * 7 + torch.arange(settings.prompt_tokens)
+        self._inputs = {"input_ids": (first % target.config.vocab_size).to(self._device)}
+        self._inputs["attention_mask"] = torch.ones_like(self._inputs["input_ids"])
+        self._engine = compile(target, head, backend=settings.backend, progress=progress)
+        # One cache for all calls: what transformers compiles for a static cache is bound to its addresses.
+        static = StaticCache(config=target.config, max_cache_len=settings.prompt_tokens + settings.new_tokens)
+        self._methods = _methods(head, static, settings)
+        self._measured: list[Measurement] = []
+        self._report: dict[str, Any] = {
+            "settings": asdict(settings),
+            "engine": asdict(EngineConfig(backend=settings.backend)),
+            "versions": versions(),
+            "hardware": hardware(self._device),
+            "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        }
+
+    def run(self) -> dict[str, Any]:
+        """All that there is time for."""
+        settings, tokens = self._settings, self._settings.new_tokens
+        self._report["bandwidth_bytes_per_second"] = memory_bandwidth(self._device)
+        context = settings.prompt_tokens + tokens // 2
+        self._report["forward_bytes"] = forward_bytes(self._target, settings.batch, context)
+        if settings.costs:
+            self._cost()
+        self._progress("stock's text")
+        first = run(self._target, self._inputs, _greedy(tokens))
+        self._expected = first.sequences
+        for one in self._methods:
+            if not self._left.allows(first.seconds):
+                continue
+            self._progress(f"warming up: {one.method}")
+            begun = perf_counter()
+            self._warm_up(one)
+            one.seconds_to_ready = perf_counter() - begun
+            self._time(one)
+            self._measured.append(one)
+            self._tell()
+        for repeat in range(1, settings.repeats):
+            self._progress(f"repeat {repeat + 1} of {settings.repeats}")
+            for one in in_turn(self._measured, repeat):
+                if self._left.allows(one.seconds[-1] + one.prefill[-1]):
+                    self._time(one)
+            self._tell()
+        self._look_inside()
+        return self._tell()
+
+    def _tell(self) -> dict[str, Any]:
+        self._report["results"] = _results(self._settings, self._measured, self._report)
+        self._report["left_out"] = [one.method for one in self._methods if one not in self._measured]
+        self._keep(self._report)
+        return self._report
+
+    def _warm_up(self, one: Measurement) -> None:
+        compiles = self._settings.backend is not None or self._device.type == "cuda"
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "Of this call the target's forward alone")  # as is meant
-            _time(one, target, inputs, settings.new_tokens, engine, expected)
-        one.seconds.clear()
-        one.prefill.clear()
-    for repeat in range(settings.repeats):
-        progress(f"repeat {repeat + 1} of {settings.repeats}")
-        for one in in_turn(methods, repeat):
-            _time(one, target, inputs, settings.new_tokens, engine, expected)
-    if device.type == "cuda":
-        for one in methods:
-            _count(one, target, inputs, settings.new_tokens, engine)
-    head.engine = engine
-    tiers = [tier for tier in engine.tiers if tier and tier.shape.depth and not tier.shape.sampled]
-    phases = phase_ms(tiers[-1], settings.backend) if tiers else {}
-    context = settings.prompt_tokens + settings.new_tokens // 2
-    return _report(settings, methods, phases, memory_bandwidth(device), forward_bytes(target, settings.batch, context))
+            run(self._target, self._inputs, self._options(one, self._settings.new_tokens if compiles else _WARM_UP))
+
+    def _time(self, one: Measurement) -> None:
+        one.prefill.append(run(self._target, self._inputs, self._options(one, 1)).seconds)
+        done = run(self._target, self._inputs, self._options(one, self._settings.new_tokens))
+        one.seconds.append(done.seconds)
+        one.same = one.same and torch.equal(done.sequences, self._expected)
+        one.rounds, one.tau = self._settings.new_tokens - 1, 1.0
+        if done.stats is not None:
+            # A round that was on its way when the text ended is none that a longer text would have.
+            idle = sum(not any(emitted) for emitted in done.stats.committed)
+            one.rounds = done.stats.rounds - idle
+            one.tau = done.stats.tokens / (done.stats.row_rounds - idle * self._settings.batch)
+
+    def _options(self, one: Measurement, tokens: int) -> dict[str, Any]:
+        """Options of the next call, of so many tokens; its static cache is emptied, and its head made ready."""
+        if "past_key_values" in one.options:
+            one.options["past_key_values"].reset()
+        if one.tau_asked is not None:
+            self._head.aim(one.tau_asked)
+            self._head.engine = None if one.method == EAGER else self._engine
+        return {**_greedy(tokens), **one.options}
+
+    def _cost(self) -> None:
+        """Rounds of trees of several sizes, here and with the packaged pair; the machine is the same for both."""
+        context, wanted = self._settings.prompt_tokens, {"rounds": 6, "repeats": 2, "sizes": SIZES}
+        self._head.engine = None
+        pairs = [(self._settings.shape, Pair(self._target, self._head.aim(self._settings.tau), None, "", ""))]
+        for name, pair in (*pairs, ("packaged pair", None)):
+            if self._left.allows(0):
+                self._progress(f"costs of rounds: {name}")
+                found = profile.measure(pair or load_pair(), context=context, progress=self._progress, **wanted)
+                costs = {"draft": found.draft, "verify": {int(nodes): cost for nodes, cost in found.verify}}
+                self._report.setdefault("costs", {})[name] = costs
+                self._keep(self._report)
+
+    def _look_inside(self) -> None:
+        """Launches and waits per round, and the captured round by its parts and its kernels."""
+        if self._device.type == "cuda":
+            for one in self._measured:
+                if self._left.allows(0):
+                    self._count(one)
+        tiers = [tier for tier in self._engine.tiers if tier and tier.shape.depth and not tier.shape.sampled]
+        if tiers and self._left.allows(0):
+            self._head.engine = self._engine
+            self._report["phase_ms"] = phase_ms(tiers[-1])
+            self._report["kernels"] = kernels_of(tiers[-1])
+
+    def _count(self, one: Measurement) -> None:
+        """Launches and waits per round, by calls of a few tokens more and less."""
+        found = []
+        for length in (2, 2 + _COUNTED):
+            options = self._options(one, length)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
+                self._target.generate(**self._inputs, **options)
+            names = [event.name for event in traced.events()]
+            rounds = length - 1 if one.tau_asked is None else self._head.last_stats.rounds
+            found.append([rounds, *(sum(name in wanted for name in names) for wanted in (_LAUNCHES, _WAITS))])
+        rounds, launches, waits = (more - less for less, more in zip(*found, strict=True))
+        if rounds > 0:
+            one.launches, one.waits = launches / rounds, waits / rounds
 
 
 def _greedy(tokens: int) -> dict[str, Any]:
@@ -164,142 +330,134 @@ def _greedy(tokens: int) -> dict[str, Any]:
 
 
 def _methods(head: SimulatedHead, static: StaticCache, settings: Settings) -> list[Measurement]:
-    tree = TreeConfig(nodes=settings.nodes, lookup=0)
-    return [
+    drafts = {"assistant": head, "tree_config": TreeConfig(nodes=settings.nodes, lookup=0)}
+    plain = {"assistant": head, "tree_config": TreeConfig(nodes=1, lookup=0)}
+    sampled = {**drafts, "do_sample": True, "top_k": 0}
+    tau = settings.tau
+    methods = [
         Measurement(STOCK, {}),
+        Measurement(CAPTURED, drafts, tau),
+        Measurement(EAGER, drafts, tau),
         Measurement(STATIC, {"past_key_values": static}),  # which transformers compiles on a GPU
-        Measurement(PLAIN, {"assistant": head, "tree_config": TreeConfig(nodes=1, lookup=0)}),
-        Measurement(EAGER, {"assistant": head, "tree_config": tree}),
-        # No captured round has this processor, which changes nothing here.
-        Measurement(FORWARD, {"assistant": head, "tree_config": tree, "remove_invalid_values": True}),
-        Measurement(CAPTURED, {"assistant": head, "tree_config": tree}),
+        Measurement(PLAIN, plain, tau),
         # The text is the same, since the target is sure of every token.
-        Measurement(SAMPLED, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0}),
-        # All scores are sorted for it, in every row that is sampled from.
-        Measurement(NUCLEUS, {"assistant": head, "tree_config": tree, "do_sample": True, "top_k": 0, "top_p": 0.95}),
+        Measurement(SAMPLED, sampled, tau),
+        Measurement(NUCLEUS, {**sampled, "top_p": 0.95}, tau),
+        # No captured round has this processor, which changes nothing here.
+        Measurement(FORWARD, {**drafts, "remove_invalid_values": True}, tau),
+        *(Measurement(f"{CAPTURED}, τ = {other:g}", drafts, other) for other in settings.other_taus),
     ]
+    longest = min(settings.draft_length + 1, settings.nodes)
+    methods = [one for one in methods if one.tau_asked is None or one.tau_asked <= longest]
+    return [one for one in methods if settings.every_method or one.method in _ANYWHERE]
 
 
-def _time(
-    one: Measurement,
-    target: PreTrainedModel,
-    inputs: dict[str, Tensor],
-    tokens: int,
-    engine: Any,
-    expected: Tensor,
-) -> None:
-    one.prefill.append(run(target, inputs, _options(one, 1, engine)).seconds)
-    done = run(target, inputs, _options(one, tokens, engine))
-    one.seconds.append(done.seconds)
-    one.same = one.same and torch.equal(done.sequences, expected)
-    one.rounds = tokens - 1 if done.stats is None else done.stats.rounds
-    one.tau = 1.0 if done.stats is None else done.stats.tau
-
-
-def _options(one: Measurement, tokens: int, engine: Any) -> dict[str, Any]:
-    """Options of the next call, of so many tokens; its static cache is emptied, and its head given the engine."""
-    if "past_key_values" in one.options:
-        one.options["past_key_values"].reset()
-    if "assistant" in one.options:
-        one.options["assistant"].engine = None if one.method == EAGER else engine
-    return {**_greedy(tokens), **one.options}
-
-
-def _count(one: Measurement, target: PreTrainedModel, inputs: dict[str, Tensor], tokens: int, engine: Any) -> None:
-    """Launches and waits per round, those of the prefill left out."""
-    found = []
-    for length in (1, tokens):
-        options = _options(one, length, engine)
-        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-            target.generate(**inputs, **options)
-        names = [event.name for event in profile.events()]
-        found.append([sum(name in wanted for name in names) for wanted in (_LAUNCHES, _WAITS)])
-    one.launches, one.waits = ((whole - start) / one.rounds for start, whole in zip(*found, strict=True))
+def _seconds(device: torch.device, call: Callable[[], object]) -> float:
+    """What a call takes on its device, by the device's own clock if it has one."""
+    if device.type != "cuda":
+        return timed(device, call)[0]
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    call()
+    end.record()
+    torch.cuda.synchronize(device)
+    return start.elapsed_time(end) / 1000
 
 
 def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a copy reads and writes, or a sum reads, whichever are more; the best of several."""
-    source = torch.zeros(_COPIED[device.type] // 4, dtype=torch.float32, device=device)
+    """Bytes per second that a copy reads and writes, or a sum reads, whichever are more; the best of several.
+
+    Of random numbers: zeros would be read and written with less power, and faster.
+    """
+    source = torch.rand(_COPIED[device.type] // 4, dtype=torch.float32, device=device)
     copied = torch.empty_like(source)
     ways: list[tuple[int, Callable[[], Tensor]]] = [(2, lambda: copied.copy_(source)), (1, source.sum)]
-    return max(times * source.nbytes / timed(device, way)[0] for times, way in 5 * ways)
+    return max(times * source.nbytes / max(_seconds(device, way), 1e-9) for times, way in 5 * ways)
 
 
 @torch.no_grad()
-def phase_ms(tier: Tier, backend: str | None) -> dict[str, float]:
-    """Milliseconds of the parts of a round, each launched alone, after the text that the tier holds.
+def phase_ms(tier: Tier) -> dict[str, float]:
+    """Milliseconds of the parts of a round, each launched alone as it was compiled, after the text that a tier holds.
 
-    What a tier holds is overwritten.
+    What the tier holds is overwritten.
     """
-    state, shape, this = tier.state, tier.shape, tier.round
+    this, device = tier.round, tier.state.roots.device
+    propose, accept, commit = this.parts()
     with this.verifier.packed():
-        tree = this.propose()
-        verdict = list(this.accept(tree))
-    verdict[2] = torch.zeros_like(verdict[2])
-
-    def draft() -> Proposal:
-        return this.head.propose(tier.draft.ahead(), state.features, state.next_tokens, state.counts, shape.depth)
-
+        tree = propose()
+        verdict = list(accept(tree))
+    verdict[2] = torch.zeros_like(verdict[2])  # nothing moves on, however often
     steps: dict[str, Callable[[], object]] = {
-        "draft": compiled(draft, backend),
-        "draft + grow": compiled(this.propose, backend),
-        "verify": partial(compiled(this.verify, backend), tree),
-        "verify + walk": partial(compiled(this.accept, backend), tree),
-        "commit": partial(this.commit, *verdict),
+        "draft + grow": propose,
+        "verify + walk": partial(accept, tree),
+        "commit": partial(commit, *verdict),
     }
-    spent = {name: _ms(_within(this, step), state.roots.device) for name, step in steps.items()}
-    spent["round"] = _ms(tier.launch, state.roots.device, made=True)
-    return spent
+    spent = {name: _ms(Launch(_within(this, step), device), device) for name, step in steps.items()}
+    return {**spent, "round": _ms(tier.launch, device)}
 
 
 def _within(this: FixedRound, step: Callable[[], object]) -> Callable[[], None]:
     def call() -> None:
-        with this.verifier.packed():
+        with torch.inference_mode(False), torch.no_grad(), this.verifier.packed():
             step()
 
     return call
 
 
-def _ms(step: Callable[[], None], device: torch.device, made: bool = False) -> float:
-    launch = step if made else Launch(step, device)
+def _ms(launch: Callable[[], None], device: torch.device) -> float:
     calls = _TIMED[device.type]
     launch()
-    return 1000 * timed(device, lambda: [launch() for _ in range(calls)])[0] / calls
+    return 1000 * _seconds(device, lambda: [launch() for _ in range(calls)]) / calls
 
 
-def _report(
-    settings: Settings, methods: list[Measurement], phases: dict[str, float], bandwidth: float, size: int
-) -> dict[str, Any]:
+def kernels_of(tier: Tier) -> list[dict[str, Any]]:
+    """The kernels of one launch of a round and their milliseconds, the longest first; none where there is no CUDA.
+
+    The tier's rows are taken to have ended: there may be no room for another round, which computes as much.
+    """
+    if not tier.state.roots.is_cuda:
+        return []
+    tier.state.ended.fill_(True)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as traced:
+        tier.launch()
+        torch.cuda.synchronize()
+    found: dict[str, list[float]] = {}
+    for event in traced.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            found.setdefault(event.name[:160], []).append(event.device_time_total / 1000)
+    kernels = [{"kernel": name, "count": len(times), "ms": sum(times)} for name, times in found.items()]
+    return sorted(kernels, key=lambda one: -one["ms"])
+
+
+def _results(settings: Settings, measured: list[Measurement], report: dict[str, Any]) -> list[dict[str, Any]]:
     tokens = settings.batch * (settings.new_tokens - 1)
-    speeds = {one.method: one.speed(tokens) for one in methods}
-    return {
-        "settings": asdict(settings),
-        "engine": asdict(EngineConfig(backend=settings.backend)),
-        "versions": versions(),
-        "hardware": hardware(torch.device(settings.device)),
-        "bandwidth_bytes_per_second": bandwidth,
-        "forward_bytes": size,
-        "phase_ms": phases,
-        "results": [
-            {
-                "method": one.method,
-                "tau": one.tau,
-                "rounds": one.rounds,
-                "tokens_per_second": speeds[one.method],
-                "round_ms": 1000 * tokens / settings.batch / speeds[one.method] / one.rounds,
-                "x_stock": speeds[one.method] / speeds[STOCK],
-                "x_static": speeds[one.method] / speeds[STATIC],
-                "x_plain": speeds[one.method] / speeds[PLAIN],
-                "roofline": speeds[one.method] / (settings.batch * one.tau * bandwidth / size),
-                "same_tokens": one.same,
-                "launches_per_round": one.launches,
-                "waits_per_round": one.waits,
-                "seconds": one.seconds,
-                "prefill_seconds": one.prefill,
-            }
-            for one in methods
-        ],
-    }
+    speeds = {one.method: one.speed(tokens) for one in measured}
+    bandwidth, size = report["bandwidth_bytes_per_second"], report["forward_bytes"]
+
+    def over(one: Measurement, other: str) -> float | None:
+        return speeds[one.method] / speeds[other] if other in speeds else None
+
+    return [
+        {
+            "method": one.method,
+            "tau": one.tau,
+            "rounds": one.rounds,
+            "tokens_per_second": speeds[one.method],
+            "round_ms": 1000 * tokens / settings.batch / speeds[one.method] / one.rounds,
+            "x_stock": over(one, STOCK),
+            "x_static": over(one, STATIC),
+            "x_plain": over(one, PLAIN),
+            "roofline": speeds[one.method] / (settings.batch * one.tau * bandwidth / size),
+            "same_tokens": one.same,
+            "launches_per_round": one.launches,
+            "waits_per_round": one.waits,
+            "seconds_to_ready": one.seconds_to_ready,
+            "seconds": one.seconds,
+            "prefill_seconds": one.prefill,
+        }
+        for one in measured
+    ]
 
 
 def as_table(report: dict[str, Any]) -> str:
@@ -312,7 +470,7 @@ def as_table(report: dict[str, Any]) -> str:
             f"{one['tau']:.2f}",
             f"{one['tokens_per_second']:.0f}",
             f"{one['round_ms']:.2f}",
-            *(f"{one[name]:.2f}" for name in ("x_stock", "x_static", "x_plain")),
+            *("" if one[name] is None else f"{one[name]:.2f}" for name in ("x_stock", "x_static", "x_plain")),
             f"{one['roofline']:.0%}",
             *("" if one[name] is None else f"{one[name]:.1f}" for name in ("launches_per_round", "waits_per_round")),
             "yes" if one["same_tokens"] else "NO",
@@ -323,23 +481,26 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, {scored}backend {settings['backend']}; medians of "
+        f"{settings['nodes']} nodes, {scored}backend {settings['backend']}; medians of up to "
         f"{settings['repeats']} interleaved repeats; memory runs at "
         f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",
         "",
         *markdown(_COLUMNS, rows),
     ]
-    phases = report["phase_ms"]
+    if report["left_out"]:
+        lines += ["", f"Left out, since the {settings['seconds']:g} s were over: {', '.join(report['left_out'])}."]
+    phases = report.get("phase_ms")
     if phases:
-        rest = 1 - phases["verify"] / phases["round"]
-        times = [*(f"{spent:.3f}" for spent in phases.values()), f"{rest:.0%}"]
-        lines += [
-            "",
-            *markdown([*(f"{name} ms" for name in phases), "not verified"], [times]),
-            "",
-            "Parts of the captured round, each launched alone. `not verified`: all but the target's forward.",
-        ]
+        times = [f"{spent:.3f}" for spent in phases.values()]
+        lines += ["", *markdown([f"{name} ms" for name in phases], [times]), ""]
+        lines.append("Parts of the captured round, each launched alone.")
+    costs = report.get("costs")
+    if costs:
+        rows = [["draft", *(f"{one['draft']:.2f}" for one in costs.values())]]
+        rows += [[f"{size}", *(f"{one['verify'][size]:.2f}" for one in costs.values())] for size in SIZES]
+        lines += ["", *markdown(["nodes", *costs], rows), ""]
+        lines.append("Eager rounds that verify so many nodes, over one that verifies a single node without a draft.")
     lines += [
         "",
         "`tokens/s` is of all rows after the prefill. `roofline`: over τ · bandwidth / bytes of a forward. `launches` "

@@ -70,10 +70,14 @@ class SimulatedHead(DartHead):
     """A head of random weights for `build_target`'s, of whose drafts τ - 1 are accepted on average."""
 
     def aim(self, tau: float) -> SimulatedHead:
-        """Let τ be that: between 1 and the draft length + 1."""
+        """Let τ be that: between 1 and the draft length + 1. Rounds that are captured go on with it."""
         whole = int(tau - 1)
         chance = torch.rand(4096, generator=torch.Generator().manual_seed(0))
-        self.register_buffer("_right", (whole + (chance < tau - 1 - whole).long()).to(self.device))
+        right = (whole + (chance < tau - 1 - whole).long()).to(self.device)
+        if "_right" in self._buffers:
+            self.get_buffer("_right").copy_(right)  # graphs know it by its place
+        else:
+            self.register_buffer("_right", right)
         return self
 
     def propose(

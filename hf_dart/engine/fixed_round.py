@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -64,14 +66,22 @@ class FixedRound:
         """One round; nothing is returned and nothing read back."""
         # Also in inference mode: what runs is what was compiled.
         with torch.inference_mode(False), torch.no_grad(), self.verifier.packed():
-            path, *verdict = self._accept(self._propose())
-            self.cache.commit(path)
-            self._move_on(*verdict)
+            propose, accept, commit = self.parts()
+            commit(*accept(propose()))
 
     def run_uncompiled(self) -> None:
         """One round of which nothing is compiled."""
         with torch.inference_mode(False), torch.no_grad(), self.verifier.packed():
             self.commit(*self.accept(self.propose()))
+
+    def parts(self) -> tuple[Callable[[], DraftTree], Callable[..., tuple[Tensor, ...]], Callable[..., None]]:
+        """`propose`, `accept` and `commit`, compiled as they are in a round."""
+
+        def commit(path: Tensor, *verdict: Tensor) -> None:
+            self.cache.commit(path)
+            self._move_on(*verdict)
+
+        return self._propose, self._accept, commit
 
     def propose(self) -> DraftTree:
         """The trees [B, N]: what the head drafts after the roots, none deeper than its row may still emit.

@@ -7,35 +7,44 @@ from pathlib import Path
 
 import pytest
 import torch
+from support.engines import counting
+from support.simulated_gpu import SimulatedGpu
+from torch._dynamo.utils import counters
 
+import hf_dart
+from hf_dart.bench import engine
 from hf_dart.bench.engine import CAPTURED, EAGER, FORWARD, NUCLEUS, PLAIN, SAMPLED, STATIC, STOCK, memory_bandwidth
 from hf_dart.bench.simulated import build_target, forward_bytes
+from hf_dart.cli import engine as cli
 from hf_dart.cli import main
 
 _TINY = ["bench", "engine", "--shape", "tiny", "--dtype", "float32", "--device", "cpu", "--backend", "none"]
 _TINY += ["--repeats", "1", "--draft-length", "4"]
 
 
-def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+WORDS = "--tau 3.5 --nodes 8 --batch 2 --prompt-tokens 12 --new-tokens 30 --draft-rank 16"
+
+
+@pytest.fixture
+def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many lines each report had that was written."""
+    lines: list[int] = []
+    write = cli.write_json
+    monkeypatch.setattr(
+        cli, "write_json", lambda file, report: (lines.append(len(report.get("results", ()))), write(file, report))
+    )
+    return lines
+
+
+def test_all_methods(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "SIZES", (1, 4))
     file = tmp_path / "engine.json"
-    words = [
-        "--tau",
-        "3.5",
-        "--nodes",
-        "8",
-        "--batch",
-        "2",
-        "--prompt-tokens",
-        "12",
-        "--new-tokens",
-        "30",
-        "--draft-rank",
-        "16",
-    ]
-    assert main([*_TINY, *words, "--json", str(file)]) == 0
+    assert main([*_TINY, *WORDS.split(), "--every-method", "--json", str(file)]) == 0
     report = json.loads(file.read_text())
     results = {one["method"]: one for one in report["results"]}
-    assert list(results) == [STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS]
+    assert list(results) == [STOCK, CAPTURED, EAGER, STATIC, PLAIN, SAMPLED, NUCLEUS, FORWARD]
     assert all(one["same_tokens"] for one in results.values())
     assert all(one["tokens_per_second"] > 0 and one["roofline"] > 0 for one in results.values())
     for method in (EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS):
@@ -43,14 +52,87 @@ def test_all_methods(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert results[CAPTURED]["rounds"] == results[EAGER]["rounds"]
     assert results[PLAIN]["tau"] == 1
     phases = report["phase_ms"]
-    assert set(phases) == {"draft", "draft + grow", "verify", "verify + walk", "commit", "round"}
+    assert set(phases) == {"draft + grow", "verify + walk", "commit", "round"}
     assert min(phases.values()) > 0
+    assert report["kernels"] == []
     assert report["bandwidth_bytes_per_second"] > 1e8
+    assert {name: list(costs["verify"]) for name, costs in report["costs"].items()} == {
+        "tiny": ["1", "4"],
+        "packaged pair": ["1", "4"],
+    }
     out = capsys.readouterr()
     assert f"| {CAPTURED} | {results[CAPTURED]['tau']:.2f} |" in out.out
+    assert "| nodes | tiny | packaged pair |" in out.out
     assert "drafts scored at rank 16" in out.out
     assert "preparing forwards of 8 nodes for 2 row(s)" in out.err
     assert "preparing rounds of 16 nodes in all for 2 row(s)" in out.err
+    assert [kept.count(lines) > 0 for lines in range(9)] == [True] * 9, "whole after every line"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu(tmp_path: Path, gpu: SimulatedGpu | None) -> None:
+    """Where launches are counted, and graphs go on with another τ."""
+    file = tmp_path / "engine.json"
+    words = [*_TINY, *WORDS.split(), "--device", "cuda", "--json", str(file)]
+    assert main(words) == 0
+    report = json.loads(file.read_text())
+    results = {one["method"]: one for one in report["results"]}
+    other = results[f"{CAPTURED}, τ = 3"]
+    assert other["tau"] == pytest.approx(3, abs=0.5)
+    assert other["tau"] < results[CAPTURED]["tau"]
+    assert all(one["same_tokens"] for one in report["results"])
+    assert all(one["launches_per_round"] is not None for one in report["results"])
+    if gpu is None:
+        assert results[CAPTURED]["launches_per_round"] < 10 < results[EAGER]["launches_per_round"]
+        assert report["kernels"][0]["ms"] > 0
+
+
+def test_no_time_left(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What there is no time for is left out, and said so; what was measured is there."""
+    monkeypatch.setattr(engine, "_Left", _Never)
+    file = tmp_path / "engine.json"
+    assert main([*_TINY, *WORDS.split(), "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["results"] == []
+    assert report["left_out"] == [STOCK, CAPTURED, EAGER]
+    assert f"since the 240 s were over: {STOCK}, {CAPTURED}, {EAGER}." in capsys.readouterr().out
+
+
+class _Never:
+    def __init__(self, seconds: float) -> None:
+        assert seconds == 240
+
+    def allows(self, seconds: float) -> bool:
+        return False
+
+
+def test_tau_changes_in_place() -> None:
+    """Rounds that were captured go on with it, and nothing is made again; idle rounds do not lower it."""
+    target, head, inputs = counting(5.0)
+    made = hf_dart.compile(target, head, backend=None, lag=1)
+    place, tiers, taus = head.get_buffer("_right").data_ptr(), [], []
+    for tau in (5.0, 2.0):
+        head.aim(tau)
+        target.generate(**inputs, assistant=head, do_sample=False, max_new_tokens=40)
+        taus.append(head.last_stats.tau)
+        tiers.append(made.tiers)
+    assert head.get_buffer("_right").data_ptr() == place
+    assert tiers[0] == tiers[1]
+    assert taus[0] > 2 * taus[1] > 3
+
+
+def test_parts_are_not_compiled_again() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+    target, head, inputs = counting(4.0)
+    made = hf_dart.compile(target, head, backend="eager", first_tier=64)
+    target.generate(**inputs, assistant=head, do_sample=False, max_new_tokens=8)
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 3
+    (tier,) = made.tiers
+    assert tier is not None
+    assert set(engine.phase_ms(tier)) == {"draft + grow", "verify + walk", "commit", "round"}
+    assert counters["stats"]["unique_graphs"] == graphs
 
 
 def test_what_a_forward_reads() -> None:
