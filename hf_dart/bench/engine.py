@@ -32,6 +32,7 @@ from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.costs import nodes_worth
 from hf_dart.view.tables import markdown
 
 STOCK, STATIC, PLAIN, EAGER, FORWARD, CAPTURED, SAMPLED, NUCLEUS = (
@@ -50,11 +51,11 @@ _COLUMNS = [
 ]
 _ON_CPU: dict[str, Any] = {
     **{"nodes": 16, "prompt_tokens": 64, "new_tokens": 32, "repeats": 2, "backend": None, "dtype": "float32"},
-    **{"seconds": 240.0, "every_method": False, "costs": True, "other_taus": ()},
+    **{"seconds": 240.0, "every_method": False, "other_taus": ()},
 }
 _ANYWHERE = (STOCK, EAGER, CAPTURED)  # methods that are measured on a CPU
-SIZES = (1, 8, 16, 32, 64)
-"""Of trees whose rounds `costs` are of."""
+_SIZES = {"cuda": (1, 16, 64, 128, 256), "cpu": (1, 8, 16, 32, 64)}  # of trees whose rounds cost something
+_BATCHES = (1, 8, 64)  # for which trees are sized by it
 _WARM_UP = 4  # tokens, where nothing is compiled
 _COUNTED = 10  # tokens whose launches are counted
 _COPIED = {"cuda": 2**30, "cpu": 2**26}  # bytes, for the bandwidth
@@ -80,7 +81,7 @@ class Settings:
         dtype, device: of target and head.
         seconds: what all of it may take, but for what is under way then.
         every_method: also those that say little on a CPU.
-        costs: measure rounds of trees of several sizes, and those of the packaged pair beside them.
+        costs: measure rounds of trees of several sizes, on a CPU those of the packaged pair beside them.
 
     Raises:
         ValueError: they do not go together.
@@ -101,7 +102,7 @@ class Settings:
     device: str = "cuda"
     seconds: float = 540.0
     every_method: bool = True
-    costs: bool = False
+    costs: bool = True
 
     @classmethod
     def on(cls, device: str = "cuda", **given: Any) -> Settings:
@@ -228,7 +229,7 @@ class _Bench:
         self._report["bandwidth_bytes_per_second"] = memory_bandwidth(self._device)
         context = settings.prompt_tokens + tokens // 2
         self._report["forward_bytes"] = forward_bytes(self._target, settings.batch, context)
-        if settings.costs:
+        if settings.costs and self._device.type == "cpu":  # what a CPU's reader wants to know most
             self._cost()
         self._progress("stock's text")
         first = run(self._target, self._inputs, _greedy(tokens))
@@ -243,13 +244,15 @@ class _Bench:
             self._time(one)
             self._measured.append(one)
             self._tell()
-        for repeat in range(1, settings.repeats):
+        for repeat in range(1, settings.repeats if self._measured else 1):
             self._progress(f"repeat {repeat + 1} of {settings.repeats}")
             for one in in_turn(self._measured, repeat):
                 if self._left.allows(one.seconds[-1] + one.prefill[-1]):
                     self._time(one)
             self._tell()
         self._look_inside()
+        if settings.costs and self._device.type != "cpu":
+            self._cost()
         return self._tell()
 
     def _tell(self) -> dict[str, Any]:
@@ -286,17 +289,27 @@ class _Bench:
         return {**_greedy(tokens), **one.options}
 
     def _cost(self) -> None:
-        """Rounds of trees of several sizes, here and with the packaged pair; the machine is the same for both."""
-        context, wanted = self._settings.prompt_tokens, {"rounds": 6, "repeats": 2, "sizes": SIZES}
+        """Rounds of trees of several sizes; on a CPU with the packaged pair, too, on the same machine.
+
+        On a GPU they are captured, which takes no time to speak of where nothing is compiled.
+        """
+        on_gpu, context = self._device.type == "cuda", self._settings.prompt_tokens
+        wanted: dict[str, Any] = {"rounds": 6, "repeats": 2, "sizes": _SIZES[self._device.type]}
         self._head.engine = None
-        pairs = [(self._settings.shape, Pair(self._target, self._head.aim(self._settings.tau), None, "", ""))]
-        for name, pair in (*pairs, ("packaged pair", None)):
-            if self._left.allows(0):
-                self._progress(f"costs of rounds: {name}")
-                found = profile.measure(pair or load_pair(), context=context, progress=self._progress, **wanted)
-                costs = {"draft": found.draft, "verify": {int(nodes): cost for nodes, cost in found.verify}}
-                self._report.setdefault("costs", {})[name] = costs
-                self._keep(self._report)
+        if on_gpu:
+            compile(self._target, self._head, backend=None)
+        pairs = {self._settings.shape: Pair(self._target, self._head.aim(self._settings.tau), None, "", "")}
+        for name in (self._settings.shape, *(() if on_gpu else ("packaged pair",))):
+            if not self._left.allows(0):
+                return
+            self._progress(f"costs of rounds: {name}")
+            pair = pairs.get(name) or load_pair()
+            found = profile.measure(pair, context=context, progress=self._progress, **wanted)
+            config = TreeConfig(verify_costs=found.verify, draft_cost=found.draft)
+            worth = {batch: nodes_worth(config.round_cost(batch, "cuda"), 64) for batch in _BATCHES}
+            costs = {"draft": found.draft, "verify": {int(nodes): cost for nodes, cost in found.verify}}
+            self._report.setdefault("costs", {})[name] = {**costs, "nodes_worth": worth}
+            self._keep(self._report)
 
     def _look_inside(self) -> None:
         """Launches and waits per round, and the captured round by its parts and its kernels."""
@@ -498,9 +511,17 @@ def as_table(report: dict[str, Any]) -> str:
     costs = report.get("costs")
     if costs:
         rows = [["draft", *(f"{one['draft']:.2f}" for one in costs.values())]]
-        rows += [[f"{size}", *(f"{one['verify'][size]:.2f}" for one in costs.values())] for size in SIZES]
+        sizes = next(iter(costs.values()))["verify"]
+        rows += [[f"{size}", *(f"{one['verify'][size]:.2f}" for one in costs.values())] for size in sizes]
+        rows += [
+            [f"trees at batch {batch}", *(f"{one['nodes_worth'][batch]} nodes" for one in costs.values())]
+            for batch in _BATCHES
+        ]
         lines += ["", *markdown(["nodes", *costs], rows), ""]
-        lines.append("Eager rounds that verify so many nodes, over one that verifies a single node without a draft.")
+        lines.append(
+            "Rounds that verify so many nodes, over one that verifies a single node without a draft; and the size at "
+            "which trees of usual drafts bring most for that."
+        )
     lines += [
         "",
         "`tokens/s` is of all rows after the prefill. `roofline`: over τ · bandwidth / bytes of a forward. `launches` "

@@ -9,6 +9,7 @@ from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.job import HeadJob
 from hf_dart.engine.state import Shape, filled_up, most_nodes
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.costs import nodes_worth
 
 
 def shapes_of(job: HeadJob, running: list[tuple[int, int]], first_tier: int, share: int) -> list[Shape]:
@@ -34,6 +35,8 @@ def shape_of(job: HeadJob, batch: int, running: list[tuple[int, int]], first_tie
     session, config, rows = job.session, job.config, job.rows
     words = job.head.draft_vocabulary
     nodes = config.resolve_nodes(batch, rows.device.type)
+    if config.verify_costs and config.nodes is None and nodes > 1:
+        nodes = nodes_worth(config.round_cost(batch, rows.device.type), nodes)
     depth = session.grower.depth if nodes > 1 else 0
     most = most_nodes(depth, config, session.vocab_size if words is None else len(words))
     nodes = widest = min(nodes, most)

@@ -151,3 +151,15 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
             assert_identical(target, head, batch(4, attention), tree_config=TREE, **GREEDY)
         assert [one.shape.budget for one in made.tiers] == [None]
         assert any("do not share" in line for line in told) == (attention == "sdpa")
+
+
+@pytest.mark.parametrize(("costs", "budget"), [(((1, 1), (32, 1.1)), 32), (((1, 1), (4, 1.1), (32, 20.0)), 8)])
+def test_as_many_nodes_as_their_cost_is_worth(costs: Any, budget: int) -> None:
+    """Where what rounds cost was measured; a number that was given stays."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    made = engine(target, head)
+    for nodes, wanted in ((None, budget), (7, 32)):
+        head.tree_config = TreeConfig(nodes=nodes, verify_costs=costs, lookup=0)
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+        assert made.tiers[-1].shape.budget == wanted
