@@ -331,7 +331,8 @@ class _Bench:
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as traced:
                 self._target.generate(**self._inputs, **options)
             names = [event.name for event in traced.events()]
-            rounds = length - 1 if one.tau_asked is None else self._head.last_stats.rounds
+            stats = None if one.tau_asked is None else self._head.last_stats
+            rounds = length - 1 if stats is None else stats.rounds
             found.append([rounds, *(sum(name in wanted for name in names) for wanted in (_LAUNCHES, _WAITS))])
         rounds, launches, waits = (more - less for less, more in zip(*found, strict=True))
         if rounds > 0:
@@ -419,8 +420,13 @@ def _within(this: FixedRound, step: Callable[[], object]) -> Callable[[], None]:
 
 def _ms(launch: Callable[[], None], device: torch.device) -> float:
     calls = _TIMED[device.type]
+
+    def again() -> None:
+        for _ in range(calls):
+            launch()
+
     launch()
-    return 1000 * _seconds(device, lambda: [launch() for _ in range(calls)]) / calls
+    return 1000 * _seconds(device, again) / calls
 
 
 def kernels_of(tier: Tier) -> list[dict[str, Any]]:

@@ -12,12 +12,12 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.topk import largest
 from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.engine.attention import PackedVerifier
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache
 from hf_dart.engine.compiling import Backend, compiled
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import RING, Shape, State
-from hf_dart.target.verify import Verifier
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import BatchLookup, up_to_end, with_copies
 from hf_dart.trees.in_tensors import grow_in_tensors
@@ -46,7 +46,7 @@ class FixedRound:
         self,
         shape: Shape,
         head: DartHead,
-        verifier: Verifier,
+        verifier: PackedVerifier,
         cache: FixedCache,
         draft: FixedDraftCache,
         state: State,
