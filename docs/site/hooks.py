@@ -211,6 +211,7 @@ def _recipe() -> str:
         "# Recipe",
         "Every key of a recipe, which is also a flag of `hf-dart train`; a flag overrides the file. `learning_rate: "
         "1.0e-3` in the file is `--learning_rate 1.0e-3` on the command line.",
+        "<style>td:first-child code {white-space: nowrap}</style>",  # keys are looked for whole
     ]
     keys: dict[type, list[argparse.Action]] = {}
     kinds: dict[type, list[str]] = {}
