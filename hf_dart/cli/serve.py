@@ -8,7 +8,7 @@ from typing import Any
 from transformers.utils.import_utils import is_serve_available
 
 from hf_dart.bench.pair import Pair
-from hf_dart.cli.common import load, pair_options, seed, set_threads
+from hf_dart.cli.common import load, pair_options, say, seed, set_threads
 from hf_dart.errors import UserError, sentence
 
 
@@ -75,6 +75,8 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
 
+    if not pair.tokenizer.chat_template:
+        say("The tokenizer has no chat template: /v1/completions answers, /v1/chat/completions and /v1/responses cannot.")
     attach(pair.model, pair.head)
     models = OneModel()
     models.force_model = pair.target_name

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from hf_dart import attach, detach
-from hf_dart.bench.pair import Pair
+from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.cli.serve import build_app
 
 PROMPT = "import os\nimport sys\n\n\ndef main():\n"
 
@@ -88,6 +89,11 @@ def test_a_client_that_leaves_ends_its_call(pair: Pair, client: Any) -> None:
     short = client.completions.create(**{**given, "max_tokens": 4})  # calls are served in turn
     assert short.choices[0].text == stock(pair, PROMPT, 4)
     pair.head.last_stats = None
+
+
+def test_a_tokenizer_without_a_chat_template_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    build_app(load_pair())
+    assert "no chat template: /v1/completions answers" in capsys.readouterr().err
 
 
 def test_another_model_is_refused(client: Any) -> None:
