@@ -76,7 +76,7 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
             return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
 
     if not pair.tokenizer.chat_template:
-        say("The tokenizer has no chat template: /v1/completions answers, /v1/chat/completions and /v1/responses cannot.")
+        say("The tokenizer has no chat template: /v1/completions answers, chat and responses cannot.")
     attach(pair.model, pair.head)
     models = OneModel()
     models.force_model = pair.target_name
