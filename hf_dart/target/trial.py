@@ -202,7 +202,8 @@ class _Trial:
         self._eps = torch.finfo(rounding_of(model)).eps
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
-        self._own = {slot: slot.read() for slot in own_states(model, short)}
+        with _explained(model, "a token tree"):
+            self._own = {slot: slot.read() for slot in own_states(model, short)}
         with _explained(model, self._described("plain text")):
             self._noise = self._noise_of_batches()
         self._attention = TreeAttention(model)

@@ -16,6 +16,7 @@ import torch
 from support.cases import batch
 from support.compare import assert_identical, run
 from support.engines import engine as uncaptured
+from support.families import needs_running_states
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
@@ -39,6 +40,17 @@ def pair() -> tuple[Any, Any]:
 
 
 engine = functools.partial(uncaptured, first_tier=32)
+
+
+@needs_running_states
+@pytest.mark.parametrize("family", ["qwen3_5", "mamba2", "recurrent_gemma"])
+def test_targets_with_running_states_are_told_so(family: str) -> None:
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(target, head)
+    with pytest.warns(UserWarning, match=r"^This call runs the eager round, .*: the target keeps running states, "):
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert not any(made.tiers)
 
 
 @pytest.mark.parametrize(

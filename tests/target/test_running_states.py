@@ -278,9 +278,10 @@ class _Average(nn.Module):
         return self.plain(hidden) + torch.stack(outputs, 1)
 
 
-def test_states_of_which_nobody_told_are_no_silent_error() -> None:
-    """No layer of the cache stands for them, so they are not looked for; the trial sees that trees are wrong."""
-    target = tiny_target("llama")
-    target.model.layers[1].mlp = _Average(target.model.layers[1].mlp)
+@pytest.mark.parametrize(("family", "part"), [("llama", "mlp"), ("lfm2", "feed_forward")])
+def test_states_of_which_nobody_told_are_no_silent_error(family: str, part: str) -> None:
+    """No empty layer of the cache stands for them, so they are not looked for; the trial sees that trees are wrong."""
+    target = tiny_target(family)
+    setattr(target.model.layers[1], part, _Average(getattr(target.model.layers[1], part)))
     with pytest.raises(ValueError, match="it is not supported, call generate without assistant="):
         check_verification(target)
