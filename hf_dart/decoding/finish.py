@@ -70,7 +70,7 @@ def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
 
 
 def break_off(s: Session) -> None:
-    """Leave the generator, and a cache that was passed in, as stock would have at the token where the call broke off.
+    """Leave the generator, a cache that was passed in and states of modules as stock would have where the call ends.
 
     The cache then holds the prompt and so much of the generated tokens as every row has committed.
     """
