@@ -11,7 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.errors import check_types
 from hf_dart.hub.download import cached_commit
-from hf_dart.target.features import default_feature_layers, layer_count
+from hf_dart.target.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -152,7 +152,7 @@ class DrafterConfig(PreTrainedConfig):
             ValueError: the target has no token embeddings or no LM head to share.
         """
         text = target.config.get_text_config(decoder=True)
-        embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+        embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
         if embeddings is None or lm_head is None:
             raise ValueError(
                 f"{type(target).__name__} has no input embeddings or no LM head to share; give a causal "

@@ -12,6 +12,7 @@ from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter
 from hf_dart.drafters.target_modules import TargetModules, TargetReader
 from hf_dart.target.devices import device_of
+from hf_dart.target.features import lm_head_of
 
 
 class BoundDrafter(SlotDrafter, TargetReader):
@@ -41,7 +42,7 @@ class BoundDrafter(SlotDrafter, TargetReader):
             ValueError: the drafter has no target, or was made for another one.
         """
         shared = self.shared
-        own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is target.get_output_embeddings()
+        own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is lm_head_of(target)
         if not own and target not in shared.compatible:
             self._check_compatible(target, None)
             shared.compatible.add(target)
@@ -63,7 +64,7 @@ def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torc
         ValueError: the drafter was made for another target, or the target cannot verify trees exactly.
     """
     drafter.bind(target, tokenizer)
-    lm_head = target.get_output_embeddings()
+    lm_head = lm_head_of(target)
     floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
     drafter.to(device=device_of(lm_head), dtype=dtype or floating)
     attached(target)

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from hf_dart.target.features import layer_count
+from hf_dart.target.features import layer_count, lm_head_of
 from hf_dart.target.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
 
@@ -47,7 +47,7 @@ def check_compatible(config: TargetNeeds, target: PreTrainedModel, tokenizer: An
         ValueError: the widths, layers or vocabulary differ; the message names both sides.
     """
     made_for = config.made_for
-    embeddings, lm_head = target.get_input_embeddings(), target.get_output_embeddings()
+    embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
     if embeddings is None or lm_head is None:
         raise ValueError(
             f"{type(target).__name__} has no input embeddings or no LM head to lend; give the causal language "

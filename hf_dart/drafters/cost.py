@@ -6,6 +6,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from hf_dart.target.devices import device_of
+from hf_dart.target.features import lm_head_of
 from hf_dart.trees.costs import DRAFT_COST
 
 # What growing and walking a tree costs, relative to a forward of the target over one token.
@@ -27,7 +28,7 @@ def weights_read(module: nn.Module, call: int) -> int:
 
 def model_read(model: PreTrainedModel, call: int) -> int:
     """The same of a causal LM, which reads a few rows of its embeddings."""
-    embeddings, lm_head = model.get_input_embeddings(), model.get_output_embeddings()
+    embeddings, lm_head = model.get_input_embeddings(), lm_head_of(model)
     unread = 0 if embeddings.weight is lm_head.weight else embeddings.weight.numel()
     return weights_read(model, call) - unread
 

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.target.devices import device_of
+from hf_dart.target.features import lm_head_of
 
 
 class TargetModules:
@@ -16,7 +17,7 @@ class TargetModules:
 
     def __init__(self, target: PreTrainedModel) -> None:
         self.embeddings = target.get_input_embeddings()
-        self.lm_head = target.get_output_embeddings()
+        self.lm_head = lm_head_of(target)
         # Other targets that the drafter was found to be compatible with: deep copies and PEFT wrappers.
         self.compatible: WeakSet[nn.Module] = WeakSet()
 

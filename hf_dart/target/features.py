@@ -17,6 +17,17 @@ from transformers.utils import output_capturing
 _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
+def lm_head_of(target: PreTrainedModel) -> Any:
+    """The LM head of a causal LM; None if it has none.
+
+    Some multimodal models (Nemotron-H Omni) name none, and hold a language model that does.
+    """
+    named = target.get_output_embeddings()
+    inner = (part for part in target.modules() if isinstance(part, PreTrainedModel) and part is not target)
+    heads = (part.get_output_embeddings() for part in inner) if named is None else ()
+    return next((head for head in heads if head is not None), named)
+
+
 def layer_count(target: PreTrainedModel) -> int:
     """How many layers a target (a causal LM) has, the hidden states of which it returns for text.
 

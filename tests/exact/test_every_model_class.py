@@ -58,6 +58,13 @@ def test_what_cannot_be_taken_back_is_told_when_attaching(name: str, says: str) 
         attach(build(name, "eager", torch.float32))
 
 
+@needs_running_states
+def test_an_lm_head_that_only_the_language_model_inside_names() -> None:
+    model = build("NemotronH_Omni_Reasoning_V3", "eager")
+    assert model.get_output_embeddings() is None
+    assert DartHead.from_target(model).shared.lm_head is model.language_model.lm_head
+
+
 @pytest.mark.parametrize(("name", "layers"), [("LongcatFlashForCausalLM", None), ("MllamaForCausalLM", 1)])
 def test_layers_are_those_that_return_hidden_states(name: str, layers: int | None) -> None:
     """LongCat-Flash names twice as many; one of Mllama's two is for images."""

@@ -29,6 +29,7 @@ from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.attention import for_trees
 from hf_dart.target.devices import as_dtype, device_of, users_default
+from hf_dart.target.features import lm_head_of
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import takes_positions
 from hf_dart.target.tokenizers import tokenizer_beside
@@ -138,7 +139,7 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
             if missing := sorted(loaded["missing_keys"]):
                 raise ValueError(f"it lacks {missing[0]}")
         if "device_map" not in kwargs:
-            model.to(device_of(target.get_output_embeddings()))
+            model.to(device_of(lm_head_of(target)))
         drafter = cls(model, target, tokenizer=tokenizer, draft_length=draft_length, beam=beam)
         return drafter._with_table(ngram)
 
@@ -263,7 +264,7 @@ def check_vocabulary(model: PreTrainedModel, target: PreTrainedModel, tokenizer:
 
 
 def _logits_of(target: PreTrainedModel) -> int:
-    lm_head = target.get_output_embeddings()
+    lm_head = lm_head_of(target)
     if lm_head is None:
         raise ValueError(f"{type(target).__name__} has no LM head to draft for; give a causal language model.")
     return int(getattr(lm_head, "out_features", target.get_input_embeddings().num_embeddings))

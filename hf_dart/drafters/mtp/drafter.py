@@ -24,7 +24,7 @@ from hf_dart.drafters.mtp.modules import has_unnamed_modules, module_count, read
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, View
 from hf_dart.target.devices import device_of, users_default
-from hf_dart.target.features import layer_count
+from hf_dart.target.features import layer_count, lm_head_of
 from hf_dart.target.masks import MaskKind
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
@@ -82,7 +82,7 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
             )
         self._kind = MaskKind(kind, module.config.sliding_window if kind == "sliding_attention" else None, 0)
         self._rotary = {"layer_type": kind} if module.has_per_layer_rope else {}
-        self._device = device_of(target.get_output_embeddings())
+        self._device = device_of(lm_head_of(target))
         self._features = [layer_count(target)]
         self._targets: WeakSet[Any] = WeakSet([target])
         attached(target)

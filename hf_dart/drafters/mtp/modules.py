@@ -26,6 +26,7 @@ from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.attention import TreeAttention
 from hf_dart.target.devices import device_of
+from hf_dart.target.features import lm_head_of
 
 FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """What configs call the number of their modules."""
@@ -114,7 +115,7 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     view = _WithModules(target, folder, shapes)
     remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
     with refused(f"The multi-token prediction module in {path}", remedy):
-        module = MtpModel.from_pretrained(view, device_map={"": device_of(target.get_output_embeddings())})
+        module = MtpModel.from_pretrained(view, device_map={"": device_of(lm_head_of(target))})
     return module.eval().requires_grad_(False)
 
 
