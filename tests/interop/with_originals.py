@@ -11,7 +11,7 @@ code does and prints, per checkpoint, the largest difference; it exits with 1 if
                   of ours as `hf-dart convert --to vllm` writes them
     dflash        `pip install dflash==0.1.0 torch transformers`: z-lab's DFlash and DFlash2
     jetspec       hao-ai-lab/JetSpec, whose clone is on PYTHONPATH, with torch and transformers: its draft head
-    eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-3
+    eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-1, 2 and 3
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ WRITTEN: dict[str, dict[str, Any]] = {
 @torch.no_grad()
 def write(folder: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1]))
-    from support.eagle3 import PEAGLE, VARIANTS, variant
+    from support.eagle3 import JOINED, PEAGLE, VARIANTS, variant
     from support.heads import peagle_head
     from support.tiny import prompts, tiny_target
 
@@ -51,8 +51,9 @@ def write(folder: Path) -> None:
     target.save_pretrained(folder / "target")
     write_relatives(folder, target)
     tokens = prompts([16], vocabulary=40)["input_ids"]
-    for name in (*VARIANTS, *PEAGLE, *WRITTEN):
+    for name in (*VARIANTS, *PEAGLE, *WRITTEN, *JOINED):
         kind = "written" if name in WRITTEN else "peagle" if name in PEAGLE else "eagle3"
+        kind = "joined" if name in JOINED else kind
         place = folder / kind / name
         if name in WRITTEN:
             drafter: Any = peagle_head(target, **WRITTEN[name])
@@ -71,6 +72,7 @@ def write(folder: Path) -> None:
                 "features": gather_features(outputs, taps, tokens[:, :-1])[0],
                 "tokens": tokens[0, 1:].clone(),
                 "embeddings": target.get_input_embeddings().weight.detach().clone(),
+                "lm_head": target.lm_head.weight.detach().clone(),
                 "logits": torch.stack(drafts),
             },
             place / "reference.safetensors",
@@ -208,11 +210,22 @@ def speculators_peagle(folder: Path, reference: dict[str, Tensor]) -> Tensor:
 def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     from eagle.model.cnets import Model
 
+    return safeailab(Model, folder, reference)
+
+
+def safeailab_eagle1(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    from eagle.model.cnets1 import Model
+
+    return safeailab(Model, folder, reference)
+
+
+def safeailab(kind: Any, folder: Path, reference: dict[str, Tensor]) -> Tensor:
     defaults = {"pretraining_tp": 1, "rope_scaling": None, "pad_token_id": 0}
     config = SimpleNamespace(**{**defaults, **json.loads((folder / "config.json").read_text())})
     pickle = folder / "pytorch_model.bin"
     weights = torch.load(pickle, weights_only=True) if pickle.exists() else load_file(folder / "model.safetensors")
-    model = Model(config).eval()
+    joined = "cnets1" in kind.__module__
+    model = (kind(config, bias="fc.bias" in weights) if joined else kind(config)).eval()
     weights = {"embed_tokens.weight": reference["embeddings"], **weights}
     missing, unknown = model.load_state_dict(weights, strict=False)
     assert not unknown, unknown
@@ -233,7 +246,8 @@ def safeailab_eagle3(folder: Path, reference: dict[str, Tensor]) -> Tensor:
                 use_cache=True,
             )  # fmt: skip
             following.append(hidden)
-        drafts.append(model.lm_head(model.norm(torch.cat(following, dim=1)))[0])
+        states = torch.cat(following, dim=1)
+        drafts.append((states @ reference["lm_head"].T if joined else model.lm_head(model.norm(states)))[0])
     return torch.stack(drafts)
 
 
@@ -340,7 +354,10 @@ ORIGINALS: dict[str, list[Original]] = {
     ],
     "dflash": [("relatives", lambda name: name.startswith("DFlash"), zlab)],
     "jetspec": [("relatives", lambda name: name == "JetSpec", jetspec)],
-    "eagle": [("eagle3", lambda name: name in _SAFEAILAB, safeailab_eagle3)],
+    "eagle": [
+        ("eagle3", lambda name: name in _SAFEAILAB, safeailab_eagle3),
+        ("joined", lambda name: True, safeailab_eagle1),
+    ],
 }
 
 

@@ -244,7 +244,7 @@ VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 """Everything that is published, and differs in the pass: format, changes of the config, and of the tensors."""
 JOINED: dict[str, dict[str, Any]] = {
     "EAGLE-1": {},
-    "EAGLE-2, Qwen2's": {"model_type": "qwen2", "bias": False, "attention_bias": True, "rope_theta": 1e6},
+    "EAGLE-2, Qwen2's": {"model_type": "qwen2", "bias": False, "qkv_bias": True, "rope_theta": 1e6},
     "EAGLE-1, two layers": {"num_hidden_layers": 2, "bias": False},
 }
 """Heads of EAGLE-1 and EAGLE-2, by the changes of their config."""
@@ -268,8 +268,7 @@ def variant(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.flo
 def joined_tensors(config: dict[str, Any], target: Any) -> dict[str, Tensor]:
     """Random weights of an EAGLE-1 head, and the target's table of embeddings, as that code saves it too."""
     whole = {"draft_vocab_size": config["vocab_size"], "bias": True, **config}
-    biased = config.get("attention_bias")
-    tensors = eagle3_tensors({**whole, "attention_bias": biased}, first="layers.0", taps=2)
+    tensors = eagle3_tensors({**whole, "attention_bias": config.get("qkv_bias")}, first="layers.0", taps=2)
     for name in ("norm", "lm_head", "layers.0.hidden_norm", "layers.0.input_layernorm"):
         del tensors[f"{name}.weight"]
     for part in "qkv":

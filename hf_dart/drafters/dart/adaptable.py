@@ -93,7 +93,8 @@ class AdaptableHead(PretrainedDrafter):
         base, revision = (base, None) if base else (adapter.get("base_model_name_or_path"), adapter.get("revision"))
         if not base or not isinstance(base, str):
             raise ValueError(
-                f"The adapter in {path} does not say which head it stands on; pass base=, the head's path."
+                f"The adapter in {path} does not say which head it stands on; pass base=, the head's path (adapters "
+                "of a target, which draft for it, are read as `hf-dart train --drafter uno` writes them)."
             )
         where = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
         if missing_folder(base):
