@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, get_peft_model
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from support import tiny_training
 from support.attacks import changed, damaged, seeds, survives
@@ -273,8 +273,8 @@ def test_what_is_refused(llama: tuple[Any, UnoDrafter], tmp_path: Path) -> None:
 
 def test_adapters_of_other_projects(llama: tuple[Any, UnoDrafter], tmp_path: Path) -> None:
     """They lie beside no config.json of ours."""
-    model = get_peft_model(copy.deepcopy(llama[0]), LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    model.save_pretrained(tmp_path)
+    LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM").save_pretrained(tmp_path)
+    save_file({"x": torch.zeros(1)}, tmp_path / "adapter_model.safetensors")
     with pytest.raises(ValueError, match="read as `hf-dart train --drafter uno` writes them") as error:
         load_drafter(str(tmp_path), target=llama[0])
     one_sentence(error)
