@@ -124,7 +124,10 @@ class NoiseStream:
         """
         self._draw_to(max(starts) + depth)
         oldest = next(iter(self._blocks))
-        return _window(self._blocks, [max(start, oldest) for start in starts], depth)
+        starts = [max(start, oldest) for start in starts]
+        if depth == 1:  # no block is copied as a whole
+            return torch.stack([self._blocks[start][row] for row, start in enumerate(starts)])[:, None]
+        return _window(self._blocks, starts, depth)
 
     def gumbel(self, starts: list[int], depth: int) -> Tensor:
         """-log E [B, depth, V], as `exponentials`: standard Gumbel noise."""
