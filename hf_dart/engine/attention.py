@@ -17,6 +17,7 @@ from hf_dart.engine.kernels import Kernels
 from hf_dart.target.fused import fused
 from hf_dart.target.masks import MaskKind
 from hf_dart.target.packed import MASKS, NODES, for_groups
+from hf_dart.target.stand_in import standing_in
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
@@ -43,7 +44,8 @@ class PackedVerifier(Verifier):
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Within it the target computes as rounds do, in this thread; what runs this is inside of it."""
-        with self.attention.packed(), fused(self._kernels.linears):
+        heads = [(forward.attention, forward) for forward in self._kernels.heads]
+        with self.attention.packed(), fused(self._kernels.linears), standing_in(heads):
             yield
 
     def _attending(self) -> AbstractContextManager[None]:

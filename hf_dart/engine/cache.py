@@ -17,16 +17,22 @@ from hf_dart.drafters.state import SlotState
 from hf_dart.engine.memory import Memory
 
 
-class _FixedLayer(CacheLayerMixin):
-    """One attention layer: nodes are written into the last slots, and all slots are shown."""
+class FixedLayer(CacheLayerMixin):
+    """One attention layer: nodes are written into the last slots, and all slots are shown.
+
+    Args:
+        keys, values: [B, heads, T + N, head_dim].
+        nodes: N.
+        computed: [M] nodes of all rows, if those alone are computed.
+    """
 
     is_compileable = True
     is_sliding = False
 
     def __init__(self, keys: Tensor, values: Tensor, nodes: int, computed: Tensor | None) -> None:
         super().__init__()
-        self.keys, self.values = keys, values  # [B, heads, T + N, head_dim]
-        self._nodes, self._computed = nodes, computed
+        self.keys, self.values = keys, values
+        self.nodes, self.computed = nodes, computed
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -35,13 +41,13 @@ class _FixedLayer(CacheLayerMixin):
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         assert self.keys is not None
         assert self.values is not None
-        first = self.keys.shape[2] - self._nodes
+        first = self.keys.shape[2] - self.nodes
         for buffer, given in ((self.keys, key_states), (self.values, value_states)):
             states = given.to(buffer.dtype)  # under autocast they may have another
-            if self._computed is None:
+            if self.computed is None:
                 buffer[:, :, first:] = states
             else:  # [1, heads, M, head_dim] of nodes here and there
-                rows, slots = self._computed // self._nodes, first + self._computed % self._nodes
+                rows, slots = self.computed // self.nodes, first + self.computed % self.nodes
                 buffer[rows, :, slots] = states[0].transpose(0, 1)
         return self.keys, self.values
 
@@ -100,7 +106,7 @@ class FixedCache:
         layers: list[Any] = list(like.cache.layers)
         buffers = iter(self.store.buffer(index) for index in range(len(like.store.specs)))
         for place in attention_places(like.cache):
-            layers[place] = _FixedLayer(next(buffers), next(buffers), nodes, self.computed)
+            layers[place] = FixedLayer(next(buffers), next(buffers), nodes, self.computed)
         self.cache = Cache(layers=layers)
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:

@@ -126,7 +126,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._kernels = Kernels(linears, self.config.tree_attention)
+                self._kernels = Kernels(linears, self._heads(job.model), self.config.tree_attention)
                 self._hands_down = job.verify.attention.name in ("sdpa", PACKED)
             whole = head_job(job)
             if isinstance(whole, str):
@@ -136,6 +136,17 @@ class Engine:
                 self._run_rounds(whole)
         finally:
             self._busy.release()
+
+    def _heads(self, target: PreTrainedModel) -> tuple[Any, ...]:
+        """Forwards of the target's attentions by a kernel of ours, if they are asked for."""
+        if not self.config.fused_heads:
+            return ()
+        from hf_dart.engine.heads import forwards_of  # Triton may not be installed
+
+        found = forwards_of(target)
+        if not found:
+            self._warn(f"fused_heads is left out: no attention of {type(target).__name__} computes the same by it.")
+        return found
 
     def _run_rounds(self, job: HeadJob) -> None:
         """Captured rounds, tier after tier."""

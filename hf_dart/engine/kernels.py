@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from hf_dart.target.fused import FusedLinears
 
@@ -12,8 +12,10 @@ class Kernels(NamedTuple):
 
     Attributes:
         linears: products that are computed at once.
+        heads: forwards of attentions, of `hf_dart.engine.heads`.
         tree_attention: attend by `hf_dart.engine.tree_attention`.
     """
 
     linears: tuple[FusedLinears, ...] = ()
+    heads: tuple[Any, ...] = ()
     tree_attention: bool = False

@@ -110,3 +110,64 @@ def join_splits(
     node, q_heads = queries % N, head * G + queries // N
     to = OUT + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
     tl.store(to, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=is_out)
+
+
+@triton.jit
+def _rotated(
+    X, WEIGHT, COS, SIN, eps, d, HALF: tl.constexpr, NORMED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Both halves of a head [2 HALF] at X, normed by WEIGHT if it is, and rotated."""
+    there = d < HALF
+    one, two = tl.load(X + d, mask=there, other=0.0), tl.load(X + HALF + d, mask=there, other=0.0)
+    if NORMED:  # rounded where the module rounds
+        first, second = one.to(tl.float32), two.to(tl.float32)
+        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * HALF) + eps)
+        one = (first * scale).to(one.dtype) * tl.load(WEIGHT + d, mask=there, other=0.0)
+        two = (second * scale).to(two.dtype) * tl.load(WEIGHT + HALF + d, mask=there, other=0.0)
+    one, two = one.to(ACC), two.to(ACC)
+    cos, cos_two = tl.load(COS + d, mask=there).to(ACC), tl.load(COS + HALF + d, mask=there).to(ACC)
+    sin, sin_two = tl.load(SIN + d, mask=there).to(ACC), tl.load(SIN + HALF + d, mask=there).to(ACC)
+    return one * cos - two * sin, two * cos_two + one * sin_two
+
+
+@triton.jit
+def write_heads(
+    Q, K, V, Q_WEIGHT, K_WEIGHT, COS, SIN, KEYS, VALUES, COMPUTED, OUT,
+    q_batch, q_node, k_batch, k_node, v_batch, v_node, c_batch, c_node, key_batch, key_head, key_slot,
+    value_batch, value_head, value_slot, tokens, slots, size, eps,
+    H: tl.constexpr, KV: tl.constexpr, HALF: tl.constexpr, WIDTH: tl.constexpr, SHARED: tl.constexpr,
+    NORMED: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Queries normed and rotated to OUT [B, N, H, D], keys likewise and values to the cache. Program (token, head).
+
+    Heads of queries come first, then those of keys and of values. The cache's slot follows a token's place in its row,
+    or where SHARED in its tree of `size` nodes, which COMPUTED names.
+    """
+    token, head = tl.program_id(0), tl.program_id(1)
+    row, place = (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
+    to_row, slot = row, slots + place
+    if SHARED:
+        node = tl.load(COMPUTED + token)
+        to_row, slot = node // size, slots + node % size
+    d = tl.arange(0, WIDTH)
+    there = d < HALF
+    cos, sin = COS + row * c_batch + place * c_node, SIN + row * c_batch + place * c_node
+    if head < H:
+        at = Q + row * q_batch + place * q_node + head * 2 * HALF
+        one, two = _rotated(at, Q_WEIGHT, cos, sin, eps, d, HALF, NORMED, ACC)
+        to = OUT + (token.to(tl.int64) * H + head) * 2 * HALF
+        tl.store(to + d, one.to(OUT.dtype.element_ty), mask=there)
+        tl.store(to + HALF + d, two.to(OUT.dtype.element_ty), mask=there)
+    elif head < H + KV:
+        of = head - H
+        at = K + row * k_batch + place * k_node + of * 2 * HALF
+        one, two = _rotated(at, K_WEIGHT, cos, sin, eps, d, HALF, NORMED, ACC)
+        to = KEYS + to_row * key_batch + of * key_head + slot * key_slot
+        tl.store(to + d, one.to(KEYS.dtype.element_ty), mask=there)
+        tl.store(to + HALF + d, two.to(KEYS.dtype.element_ty), mask=there)
+    else:
+        of = head - H - KV
+        at = V + row * v_batch + place * v_node + of * 2 * HALF
+        to = VALUES + to_row * value_batch + of * value_head + slot * value_slot
+        tl.store(to + d, tl.load(at + d, mask=there).to(VALUES.dtype.element_ty), mask=there)
+        tl.store(to + HALF + d, tl.load(at + HALF + d, mask=there).to(VALUES.dtype.element_ty), mask=there)

@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.target.stand_in import StandIn, forward_before
+from hf_dart.target.stand_in import StandIn, forward_before, standing_in
 
 _NAMES = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 _here: ContextVar[bool] = ContextVar("_here", default=False)
@@ -106,17 +106,12 @@ def separate(model: nn.Module) -> None:
 @contextmanager
 def fused(groups: Sequence[FusedLinears]) -> Iterator[None]:
     """Multiply by the whole of each group meanwhile, in this thread."""
-    pairs = [pair for group in groups for pair in zip(group.linears, group.forwards, strict=True)]
-    pairs = [(linear, forward) for linear, forward in pairs if "forward" not in vars(linear)]  # else another round's
-    for linear, forward in pairs:
-        vars(linear)["forward"] = forward
     token = _here.set(True)
     try:
-        yield
+        with standing_in([pair for group in groups for pair in zip(group.linears, group.forwards, strict=True)]):
+            yield
     finally:
         _here.reset(token)
-        for linear, _ in pairs:
-            vars(linear).pop("forward", None)
 
 
 def _groups(model: nn.Module) -> Iterator[list[nn.Linear]]:

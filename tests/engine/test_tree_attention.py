@@ -28,9 +28,10 @@ from hf_dart.target.masks import MaskKind
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
 needs_triton = pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 interpreted = pytest.mark.skipif(not INTERPRETS, reason="runs in a process of its own, see test_interpreted")
-GREEDY = {"do_sample": False, "max_new_tokens": 12}
+GREEDY = {"do_sample": False, "max_new_tokens": 8}
 
 
+@pytest.mark.matrix  # for minutes
 @needs_triton
 @pytest.mark.skipif(INTERPRETS, reason="this is that process")
 def test_interpreted() -> None:
@@ -113,6 +114,40 @@ def test_rounds(family: str, backend: str | None) -> None:
 
 
 @interpreted
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize(("family", "fuse"), [("qwen3", True), ("llama", False)])
+def test_heads(family: str, fuse: bool, backend: str | None) -> None:
+    """With norms of heads and without, alone and with nodes shared by a batch: stock's text."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(target, head, fused_heads=True, fuse=fuse, backend=backend)
+    for size in (1, 3):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert made.tiers
+    layers = target.config.num_hidden_layers
+    assert all(tier is not None and len(tier.round.verifier._kernels.heads) == layers for tier in made.tiers)
+    assert not any("forward" in vars(part) for part in target.modules())
+
+
+@interpreted
+@pytest.mark.parametrize("family", ["gemma3", "cohere2", "deepseek_v3"])
+def test_attentions_of_another_form(family: str) -> None:
+    """Norms by 1 + w, rotation of neighbours, keys of low rank: each is told by its numbers, and keeps its own."""
+    from hf_dart.engine.heads import forwards_of
+
+    assert not forwards_of(tiny_target(family))
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_heads_in_other_dtypes(dtype: Any) -> None:
+    from hf_dart.engine.heads import forwards_of
+
+    assert len(forwards_of(tiny_target("qwen3", dtype=dtype))) == 2
+
+
+@interpreted
 def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_dart.engine import tree_attention
 
@@ -131,17 +166,21 @@ def test_without_a_gpu() -> None:
     """Kernels that cannot run are told once, and done without."""
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    made = engine(target, head, tree_attention=True, first_tier=64)
-    with pytest.warns(UserWarning, match="go on without the kernels that were asked for"):
+    made = engine(target, head, tree_attention=True, fused_heads=True, first_tier=64)
+    with (
+        pytest.warns(UserWarning, match="fused_heads is left out: no attention of Qwen3ForCausalLM computes the same"),
+        pytest.warns(UserWarning, match="go on without the kernels that were asked for"),
+    ):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     (tier,) = made.tiers
     assert tier is not None
 
 
-def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["tree_attention", "fused_heads"])
+def test_needs_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dart.engine.config.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="needs Triton, which is not installed: pip install triton"):
-        EngineConfig(tree_attention=True)
+    with pytest.raises(ValueError, match=f"{name} needs Triton, which is not installed: pip install triton"):
+        EngineConfig(**{name: True})
 
 
 @needs_triton
