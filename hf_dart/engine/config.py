@@ -24,7 +24,7 @@ class EngineConfig:
         fuse: multiply by the weights of q, k and v, and of gate and up, at once. They move into one storage for that,
             of which the parameters are views (`hf_dart.target.fused`), until `detach`.
         fused_heads: norm and rotate queries and keys, and write keys and values, by a Triton kernel of our own, in
-            attentions of Llama's form (`hf_dart.engine.heads`).
+            attentions of Llama's form (`hf_dart.engine.heads`); with `tree_attention` only.
         tree_attention: attend by Triton kernels of our own, for targets that attend by SDPA
             (`hf_dart.engine.tree_attention`).
 
@@ -52,6 +52,7 @@ class EngineConfig:
             raise ValueError(f"share is {self.share}; give 1 or more.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
-        if (self.tree_attention or self.fused_heads) and find_spec("triton") is None:
-            name = "tree_attention" if self.tree_attention else "fused_heads"
-            raise ValueError(f"{name} needs Triton, which is not installed: pip install triton.")
+        if self.tree_attention and find_spec("triton") is None:
+            raise ValueError("tree_attention needs Triton, which is not installed: pip install triton.")
+        if self.fused_heads and not self.tree_attention:
+            raise ValueError("fused_heads writes for the kernels of tree_attention; set both, or neither.")

@@ -1,4 +1,4 @@
-"""Norms and rotation of queries and keys, and what is written to the cache, in one Triton kernel.
+"""Norms and rotation of queries and keys, and what is written to the cache, in one Triton kernel before attention's.
 
 Between projections and attention, models of Llama's form norm the heads of q and k (Qwen3), rotate them by their
 positions and put k and v into the cache: three kernels after `torch.compile`, one here. Which modules have that form is
@@ -7,22 +7,25 @@ not read from their class: each is held against its own forward on random number
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from hf_dart.engine import triton_kernels as kernels
 from hf_dart.engine.cache import FixedLayer
+from hf_dart.engine.tree_attention import TreeMask, tree_attention
 from hf_dart.engine.trial import allowance
 from hf_dart.engine.triton_kernels import tl, triton
+from hf_dart.target.masks import MaskKind
+from hf_dart.target.packed import MASKS
 from hf_dart.target.stand_in import StandIn, forward_before
 
 _PARTS = ("q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "layer_idx", "scaling", "config")
-_NODES = 3  # of the trial
+_SLOTS, _NODES = 4, 3  # of the trial
 
 
 class HeadsForward(StandIn):
@@ -49,7 +52,8 @@ class HeadsForward(StandIn):
     ) -> Any:
         own = self.attention
         layer = None if past_key_values is None else past_key_values.layers[own.layer_idx]
-        if not isinstance(layer, FixedLayer):
+        seen = next((seen for mask, seen in kwargs.get(MASKS, ()) if mask is attention_mask), None)
+        if not isinstance(layer, FixedLayer) or not isinstance(seen, TreeMask):
             return type(own).forward(
                 own,
                 hidden_states,
@@ -60,16 +64,12 @@ class HeadsForward(StandIn):
             )
         shape = hidden_states.shape[:-1]
         parts = [part(hidden_states).view(*shape, -1, own.head_dim) for part in (own.q_proj, own.k_proj, own.v_proj)]
-        first = layer.keys.shape[2] - layer.nodes
-        query = write_heads(
-            *parts, *self._weights, self._eps, *position_embeddings, layer.keys, layer.values, layer.computed, first
+        cached = (layer.keys, layer.values, layer.computed)
+        places = (seen.words, seen.first, seen.lengths, seen.slots)
+        mixed = write_and_attend(
+            *parts, *self._weights, self._eps, *position_embeddings, *cached, *places, float(own.scaling)
         )
-        attend = ALL_ATTENTION_FUNCTIONS[own.config._attn_implementation]
-        mixed, weights = attend(
-            own, query.transpose(1, 2), layer.keys, layer.values, attention_mask, scaling=own.scaling, **kwargs
-        )
-        return own.o_proj(mixed.reshape(*shape, -1)), weights
-
+        return own.o_proj(mixed.reshape(*shape, -1)), None
 
 
 @torch.no_grad()
@@ -100,38 +100,63 @@ def _is_the_same(forward: HeadsForward) -> bool:
 
     hidden, angles = random(1, _NODES, own.q_proj.in_features), random(1, _NODES, own.head_dim // 2)
     turned = [part(torch.cat([angles, angles], -1)) for part in (torch.cos, torch.sin)]
-    mask = torch.zeros(1, 1, _NODES, _NODES).to(weight)
+    cached = random(2, 1, heads, _SLOTS + _NODES, own.head_dim)
+    ancestors = torch.ones(1, _NODES, _NODES, dtype=torch.bool, device=weight.device).tril()
+    lengths = torch.full((1,), _SLOTS, device=weight.device)
+    positions = _SLOTS + torch.arange(_NODES, device=weight.device)[None]
+    seen = TreeMask.of(MaskKind("full_attention", None, 0), ancestors, positions, lengths, _SLOTS)
+    mask = torch.zeros(1, 1, _NODES, _SLOTS + _NODES).to(weight)
+    mask[..., _SLOTS:].masked_fill_(~ancestors, torch.finfo(weight.dtype).min / 2)
     results = []
-    for compute in (type(own).forward, HeadsForward.__call__):
-        keys, values = random(2, 1, heads, _NODES, own.head_dim).zero_().unbind()
-        layer = FixedLayer(keys, values, _NODES, None)
-        cache = Cache(layers=[layer] * (own.layer_idx + 1))
-        given = own if compute is type(own).forward else forward
-        made = compute(given, hidden, position_embeddings=turned, attention_mask=mask, past_key_values=cache)[0]
-        results.append((made, keys, values))
-    return all(
-        float((one - other).abs().max()) <= allowance(one) for one, other in zip(*results, strict=True)
-    )
+    for compute, told in ((partial(type(own).forward, own), {}), (forward, {MASKS: [(mask, seen)]})):
+        keys, values = cached.clone().unbind()
+        cache = Cache(layers=[FixedLayer(keys, values, _NODES, None)] * (own.layer_idx + 1))
+        given = {"position_embeddings": turned, "attention_mask": mask, "past_key_values": cache, **told}
+        results.append((compute(hidden, **given)[0], keys, values))
+    return all(float((one - other).abs().max()) <= allowance(one) for one, other in zip(*results, strict=True))
 
 
-@torch.library.custom_op("hf_dart::write_heads", mutates_args=("keys", "values"))
-def write_heads(
+# That keys and values are written to is not declared: they share a storage, of which compiled code would make a copy in
+# every layer, to copy it back. Nothing else in the graph of a round reads what is written, so nothing can read it too
+# early or too late; the commit, which does, is a graph of its own.
+@torch.library.custom_op("hf_dart::write_and_attend", mutates_args=())
+def write_and_attend(
     query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float,
-    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, first: int,
+    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, words: Tensor, first: Tensor,
+    lengths: Tensor, slots: int, scale: float,
 ) -> Tensor:  # fmt: skip
-    """Norm and rotate queries and keys, and put keys and values into the cache.
+    """Norm and rotate queries and keys, put keys and values into the cache, and attend.
 
     Args:
-        query, key, value: [B, N, heads, D] as they were projected.
+        query, key, value: [B, N, heads, D] as they were projected, or [1, M, heads, D] of `computed`.
         query_weight, key_weight, eps: [D] of their norms; None for none.
-        cos, sin: [B or 1, N, D].
+        cos, sin: [B or 1, N, D], or [1, M, D].
         keys, values: [B, heads, T + N, D], written to.
-        computed: [N] nodes of all rows, as `FixedCache.computed`; None for all.
-        first: T.
+        computed: [M] nodes of all rows, as `FixedCache.computed`; None for all.
+        words, first, lengths, slots: of a `TreeMask`.
 
     Returns:
-        The queries [B, N, H, D].
+        What is mixed, of the shape of `query`, contiguous.
     """
+    rotated = _written(query, key, value, query_weight, key_weight, eps, cos, sin, keys, values, computed, slots)
+    if computed is None:
+        return tree_attention(rotated.transpose(1, 2), keys, values, words, first, lengths, slots, scale)
+    trees = rotated.new_zeros(first.numel(), *rotated.shape[2:]).index_copy(0, computed, rotated[0])
+    trees = trees.unflatten(0, first.shape).transpose(1, 2)
+    mixed = tree_attention(trees, keys, values, words, first, lengths, slots, scale)
+    return mixed.flatten(0, 1)[computed][None]
+
+
+@write_and_attend.register_fake
+def _(query: Tensor, *others: Any) -> Tensor:
+    return torch.empty_like(query, memory_format=torch.contiguous_format)
+
+
+def _written(
+    query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float,
+    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, slots: int,
+) -> Tensor:  # fmt: skip
+    """Keys and values are written; the queries [B, N, H, D]. Arguments as for `write_and_attend`."""
     batch, nodes, heads, width = query.shape
     out = torch.empty_like(query, memory_format=torch.contiguous_format)
     query, key, value = (part if part.stride()[2:] == (width, 1) else part.contiguous() for part in (query, key, value))
@@ -140,7 +165,7 @@ def write_heads(
     kernels.write_heads[(batch * nodes, heads + 2 * key.shape[2])](
         *(query, key, value, *weights, cos, sin, keys, values, query if computed is None else computed, out),
         *(*query.stride()[:2], *key.stride()[:2], *value.stride()[:2], *cos.stride()[:2]),
-        *(*keys.stride()[:3], *values.stride()[:3], nodes, first, keys.shape[2] - first, eps),
+        *(*keys.stride()[:3], *values.stride()[:3], nodes, slots, keys.shape[2] - slots, eps),
         H=heads,
         KV=key.shape[2],
         HALF=width // 2,
@@ -151,8 +176,3 @@ def write_heads(
         num_warps=1,
     )
     return out
-
-
-@write_heads.register_fake
-def _(query: Tensor, *others: Any) -> Tensor:
-    return torch.empty_like(query, memory_format=torch.contiguous_format)

@@ -121,7 +121,7 @@ def test_heads(family: str, fuse: bool, backend: str | None) -> None:
     """With norms of heads and without, alone and with nodes shared by a batch: stock's text."""
     target = tiny_target(family)
     head = tiny_head(target)
-    made = engine(target, head, fused_heads=True, fuse=fuse, backend=backend)
+    made = engine(target, head, tree_attention=True, fused_heads=True, fuse=fuse, backend=backend)
     for size in (1, 3):
         assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
     assert made.tiers
@@ -176,11 +176,12 @@ def test_without_a_gpu() -> None:
     assert tier is not None
 
 
-@pytest.mark.parametrize("name", ["tree_attention", "fused_heads"])
-def test_needs_triton(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dart.engine.config.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=f"{name} needs Triton, which is not installed: pip install triton"):
-        EngineConfig(**{name: True})
+    with pytest.raises(ValueError, match="tree_attention needs Triton, which is not installed: pip install triton"):
+        EngineConfig(tree_attention=True)
+    with pytest.raises(ValueError, match="fused_heads writes for the kernels of tree_attention; set both"):
+        EngineConfig(fused_heads=True)
 
 
 @needs_triton
