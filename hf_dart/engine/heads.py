@@ -122,8 +122,8 @@ def _is_the_same(forward: HeadsForward) -> bool:
 @torch.library.custom_op("hf_dart::write_and_attend", mutates_args=())
 def write_and_attend(
     query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float,
-    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, words: Tensor, first: Tensor,
-    lengths: Tensor, slots: int, scale: float,
+    cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, words: Tensor,
+    first: Tensor | None, lengths: Tensor, slots: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, put keys and values into the cache, and attend.
 
@@ -141,8 +141,9 @@ def write_and_attend(
     rotated = _written(query, key, value, query_weight, key_weight, eps, cos, sin, keys, values, computed, slots)
     if computed is None:
         return tree_attention(rotated.transpose(1, 2), keys, values, words, first, lengths, slots, scale)
-    trees = rotated.new_zeros(first.numel(), *rotated.shape[2:]).index_copy(0, computed, rotated[0])
-    trees = trees.unflatten(0, first.shape).transpose(1, 2)
+    rows, nodes = words.shape[:2]
+    trees = rotated.new_zeros(rows * nodes, *rotated.shape[2:]).index_copy(0, computed, rotated[0])
+    trees = trees.unflatten(0, (rows, nodes)).transpose(1, 2)
     mixed = tree_attention(trees, keys, values, words, first, lengths, slots, scale)
     return mixed.flatten(0, 1)[computed][None]
 

@@ -29,13 +29,13 @@ class TreeMask:
 
     Attributes:
         words: [B, N, W] int64; node j of the tree is bit j % 64 of word j // 64.
-        first: [B, N] int32, the first slot of the text that is seen, of those before the row's length.
+        first: [B, N] int32, the first slot of the text that is seen, of those before the row's length; None for all.
         lengths: [B] committed tokens.
         slots: T; the tree stands in the slots from T on.
     """
 
     words: Tensor
-    first: Tensor
+    first: Tensor | None
     lengths: Tensor
     slots: int
 
@@ -43,10 +43,11 @@ class TreeMask:
     def of(cls, kind: MaskKind, ancestors: Tensor, positions: Tensor, lengths: Tensor, slots: int) -> TreeMask:
         """That of nodes at `positions` [B, N], under `ancestors` [B, N, N], after rows of `lengths` [B]."""
         horizon = kind.horizon(positions)
-        first = torch.zeros_like(positions) if horizon is None else (horizon + 1).clamp(min=0)
+        first = None
         if horizon is not None:
+            first = (horizon + 1).clamp(min=0).int()
             ancestors = ancestors & (positions[:, None] > horizon[..., None])
-        return cls(as_words(ancestors), first.int(), lengths, slots)
+        return cls(as_words(ancestors), first, lengths, slots)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Queries [B, H, N, D], keys [B, H / g, S, D] and values [B, H / g, S, E] to [B, N, H, E]."""
@@ -62,7 +63,14 @@ def as_words(seen: Tensor) -> Tensor:
 
 @torch.library.custom_op("hf_dart::tree_attention", mutates_args=())
 def tree_attention(
-    query: Tensor, key: Tensor, value: Tensor, words: Tensor, first: Tensor, lengths: Tensor, slots: int, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    words: Tensor,
+    first: Tensor | None,
+    lengths: Tensor,
+    slots: int,
+    scale: float,
 ) -> Tensor:
     """Attention under a `TreeMask`; its shapes are those of `TreeMask.__call__`."""
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
@@ -83,7 +91,7 @@ def tree_attention(
     sizes |= {"OUT_WIDTH": max(16, triton.next_power_of_2(out_width))}
     sizes |= {"ACC": tl.float64 if accumulate == torch.float64 else tl.float32}
     kernels.attend_to_split[(batch * kv, blocks, splits)](
-        *(query, key, value, words, first, lengths, part, peak),
+        *(query, key, value, words, words if first is None else first, lengths, part, peak),
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
         *(slots, scale * LOG2_E),
         W=words.shape[-1],
@@ -92,6 +100,7 @@ def tree_attention(
         BLOCK_K=block_k,
         WIDTH=max(16, triton.next_power_of_2(width)),
         NODES=triton.next_power_of_2(nodes),
+        WINDOWED=first is not None,
         PRECISION="ieee",
         num_warps=4,
         num_stages=2,

@@ -17,7 +17,7 @@ def attend_to_split(
     v_slot, o_batch, o_node, o_head, slots, scale,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     SPLITS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDTH: tl.constexpr, OUT_WIDTH: tl.constexpr,
-    NODES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    NODES: tl.constexpr, WINDOWED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Queries of one head of keys under one part of the keys, by online softmax; the last part is followed by the tree.
 
@@ -33,11 +33,12 @@ def attend_to_split(
     d, e, n = tl.arange(0, WIDTH), tl.arange(0, OUT_WIDTH), tl.arange(0, BLOCK_K)
     q_at = Q + batch * q_batch + q_heads[:, None] * q_head + node[:, None] * q_node + d[None]
     q = tl.load(q_at, mask=is_query[:, None] & (d < D)[None], other=0.0)
-    first = tl.load(FIRST + batch * N + node, mask=is_query, other=0)
     length = tl.load(LENGTHS + batch).to(tl.int32)
-    # Slots before the first one that any node of the row sees are not read.
-    places = tl.arange(0, NODES)
-    begin = tl.min(tl.load(FIRST + batch * N + tl.minimum(places, N - 1)), 0).to(tl.int32) // BLOCK_K * BLOCK_K
+    begin = 0
+    if WINDOWED:  # slots before the first one that any node of the row sees are not read
+        first = tl.load(FIRST + batch * N + node, mask=is_query, other=0)
+        places = tl.arange(0, NODES)
+        begin = tl.min(tl.load(FIRST + batch * N + tl.minimum(places, N - 1)), 0).to(tl.int32) // BLOCK_K * BLOCK_K
     each = tl.cdiv(tl.cdiv(length - begin, BLOCK_K), SPLITS) * BLOCK_K
     low = begin + split * each
     high = tl.minimum(low + each, length)
@@ -49,7 +50,9 @@ def attend_to_split(
         slot = (start + n).to(tl.int64)
         there = slot < high
         k = tl.load(keys + slot[:, None] * k_slot + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
-        seen = there[None] & (slot[None] >= first[:, None])
+        seen = there[None]
+        if WINDOWED:
+            seen = seen & (slot[None] >= first[:, None])
         scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
         scores = tl.where(seen, scores, _HIDDEN)
         peak = tl.maximum(best, tl.max(scores, 1))

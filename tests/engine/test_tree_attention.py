@@ -186,8 +186,8 @@ def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_triton
 @pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
-@pytest.mark.parametrize("splits", [1, 8])
-def test_compiles_for_a_gpu(splits: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("splits", "windowed"), [(1, True), (8, False)])
+def test_compiles_for_a_gpu(splits: int, windowed: bool, tmp_path: Path) -> None:
     """For an H200, at Qwen3-8B's shape: no register is spilled, and scores are products of the tensor cores."""
     from triton import compile, language
     from triton.backends.compiler import GPUTarget
@@ -197,7 +197,7 @@ def test_compiles_for_a_gpu(splits: int, tmp_path: Path) -> None:
 
     constants: dict[str, Any] = {"KV": 8, "G": 4, "N": 64, "W": 1, "D": 128, "E": 128, "SPLITS": splits}
     constants |= {"BLOCK_Q": 64, "BLOCK_K": 64, "WIDTH": 128, "OUT_WIDTH": 128, "NODES": 64}
-    constants |= {"ACC": language.float32, "PRECISION": "ieee"}
+    constants |= {"WINDOWED": windowed, "ACC": language.float32, "PRECISION": "ieee"}
     part = "*fp32" if splits > 1 else "*bf16"
     kinds = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "WORDS": "*i64", "FIRST": "*i32", "LENGTHS": "*i64"}
     kinds |= {"PART": part, "PEAK": "*fp32"}
