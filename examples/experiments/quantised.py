@@ -1,7 +1,8 @@
 """Audits of the packaged pair with its target quantised in every way that this machine loads: `model_cards/quantised`.
 
     pip install -e '.[quantised]'
-    python examples/experiments/quantised.py --json model_cards/quantised/audits.json
+    python examples/experiments/quantised.py --package bitsandbytes --json model_cards/quantised/bitsandbytes.json
+    python examples/experiments/quantised.py --package torchao --json model_cards/quantised/torchao.json
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import argparse
 import json
 import os
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from hf_dart.hub.machine import versions
 from hf_dart.target.loading import quantization_config
 from hf_dart.view.tables import headline, markdown
 
-BITS_AND_BYTES = {
+BITS_AND_BYTES: dict[str, dict[str, Any]] = {
     "bitsandbytes, 4 bits (nf4)": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"},
     "bitsandbytes, 8 bits": {"load_in_8bit": True},
     "bitsandbytes, 8 bits, no outliers": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
@@ -42,17 +42,17 @@ TORCHAO = {
 PACKAGES = ("torchao", "bitsandbytes", "optimum-quanto")
 
 
-def quantisations() -> Iterator[tuple[str, dict[str, Any]]]:
-    """A name, and the fields of transformers' config, of each whose package is installed."""
-    if find_spec("bitsandbytes"):
+def quantisations(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A name, and the fields of transformers' config, of each that a package brings."""
+    if package == "bitsandbytes":
         yield from BITS_AND_BYTES.items()
-    if find_spec("torchao"):
+    elif package == "torchao":
         from torchao import quantization
         from transformers import TorchAoConfig
 
         for name, kind in TORCHAO.items():
             yield name, TorchAoConfig(getattr(quantization, kind)()).to_dict()
-    if find_spec("optimum"):
+    else:
         yield "quanto, weights int8", {"quant_method": "quanto", "weights": "int8"}
 
 
@@ -96,29 +96,31 @@ def as_markdown(content: dict[str, Any]) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, required=True, help="where to write what was found")
-    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--package", choices=PACKAGES, required=True)
+    parser.add_argument("--new-tokens", type=int, default=24)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    for name, fields in [("none", None), *quantisations()]:
+    for name, fields in [("none", None), *quantisations(arguments.package)]:
         for dtype in ("float32", "bfloat16"):
             options = {} if fields is None else {"quantization_config": quantization_config(fields)}
             try:
                 pair = load_pair(dtype=dtype, **options)
             except UserError as error:
-                results.append({"quantisation": name, "dtype": dtype, "refused": str(error).partition(":")[0] + "."})
+                print(name, dtype, error, flush=True)
+                results.append({"quantisation": name, "dtype": dtype, "refused": "does not load here"})
                 continue
             text, files = texts(None)
-            prompts = cut_prompts(pair.tokenizer, files, 3, 48)
-            settings = Settings(prompts=3, prompt_tokens=48, new_tokens=arguments.new_tokens, repeats=1, batches=(1, 3))
-            command = ["python", "examples/experiments/quantised.py", "--json", str(arguments.json)]
+            prompts = cut_prompts(pair.tokenizer, files, 2, 32)
+            settings = Settings(prompts=2, prompt_tokens=32, new_tokens=arguments.new_tokens, repeats=1, batches=(1, 2))
+            command = ["python", "examples/experiments/quantised.py", "--package", arguments.package]
             about = about or {**circumstances(pair, settings, text, command), "dtype": "float32 and bfloat16"}
             results.append({"quantisation": name, **row_of(pair, dtype, settings, prompts)})
             print(name, dtype, "passed" if results[-1]["passed"] else "FAILED", flush=True)
-    content = {**about, "versions": versions(("torch", "transformers", *PACKAGES)), "results": results}
-    content["markdown"] = as_markdown(content)
-    arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+            content = {**about, "versions": versions(("torch", "transformers", arguments.package)), "results": results}
+            content["markdown"] = as_markdown(content)
+            arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

@@ -97,7 +97,8 @@ def block_mask(seen: Tensor) -> BlockMask:
     def sees(row: Tensor, head: Tensor, query: Tensor, entry: Tensor) -> Tensor:
         return seen[row, 0, query, entry]
 
-    return create_block_mask(sees, len(seen), None, *seen.shape[2:], device=str(seen.device))
+    rows, _, queries, entries = seen.shape
+    return create_block_mask(sees, rows, None, queries, entries, device=str(seen.device))
 
 
 @contextmanager
@@ -105,7 +106,8 @@ def _switched(configs: dict[int, PreTrainedConfig], name: str) -> Iterator[None]
     with _answering:  # whoever comes first makes the configs answer, and whoever goes last ends it
         for key, config in configs.items():
             if key not in _inside:
-                object.__setattr__(config, "__class__", _asking(type(config), name))
+                kind: Any = type(config)
+                object.__setattr__(config, "__class__", _asking(kind, name))
             _inside[key] = _inside.get(key, 0) + 1
     token = _here.set(MappingProxyType({**_here.get(), **dict.fromkeys(configs, name)}))
     try:
@@ -121,7 +123,7 @@ def _switched(configs: dict[int, PreTrainedConfig], name: str) -> Iterator[None]
 
 
 @lru_cache(maxsize=256)
-def _asking(kind: type[PreTrainedConfig], name: str) -> type[PreTrainedConfig]:
+def _asking(kind: Any, name: str) -> type[PreTrainedConfig]:
     """A kind of config which, asked for its attention, looks who asks; copies of one are of the usual kind."""
 
     def answer(config: Any) -> str:

@@ -9,6 +9,7 @@ number of a whole call are worse: the tokens of a call decide how the others are
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def _quantised(model: nn.Module) -> Iterator[nn.Module]:
     for part in parts_of(model):
         weight = part._parameters.get("weight", getattr(part, "weight", None))
         kind = (type(part), type(weight))
-        plain = type(part) is nn.Linear and type(weight) in (nn.Parameter, Tensor) and type(weight.data) is Tensor
+        plain = type(part) is nn.Linear and type(weight) in (nn.Parameter, Tensor)
         width = getattr(part, "in_features", None)
         if kind in seen or plain or not isinstance(width, int) or part._modules:
             continue
@@ -83,7 +84,7 @@ def _quantised(model: nn.Module) -> Iterator[nn.Module]:
         yield part
 
 
-def _inputs(part: nn.Module, model: PreTrainedModel) -> Tensor:
+def _inputs(part: Any, model: PreTrainedModel) -> Tensor:
     """[1, 33, in] random numbers of 7 bits, in the dtype that the module computes in."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, part.in_features, generator=generator).mul_(16).round_().clamp_(-64, 64).div_(16)
