@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import StaticCache
+from transformers.utils import logging
 
 from hf_dart.bench import profile
 from hf_dart.bench.exact import run, timed
@@ -202,6 +203,7 @@ class _Bench:
     ) -> None:
         self._settings, self._progress, self._keep = settings, progress, keep
         self._left = _Left(settings.seconds)
+        logging.set_verbosity_error()
         self._device = torch.device(settings.device)
         progress(f"building {settings.shape} in {settings.dtype} on {settings.device}")
         target = self._target = build_target(settings.shape, getattr(torch, settings.dtype), self._device)
@@ -306,8 +308,8 @@ class _Bench:
             pair = pairs.get(name) or load_pair()
             found = profile.measure(pair, context=context, progress=self._progress, **wanted)
             config = TreeConfig(verify_costs=found.verify, draft_cost=found.draft)
-            worth = {batch: nodes_worth(config.round_cost(batch, "cuda"), 64) for batch in _BATCHES}
-            costs = {"draft": found.draft, "verify": {int(nodes): cost for nodes, cost in found.verify}}
+            worth = {str(batch): nodes_worth(config.round_cost(batch, "cuda"), 64) for batch in _BATCHES}
+            costs = {"draft": found.draft, "verify": {f"{nodes:.0f}": cost for nodes, cost in found.verify}}
             self._report.setdefault("costs", {})[name] = {**costs, "nodes_worth": worth}
             self._keep(self._report)
 
@@ -487,7 +489,7 @@ def as_table(report: dict[str, Any]) -> str:
         [
             one["method"],
             f"{one['tau']:.2f}",
-            f"{one['tokens_per_second']:.0f}",
+            f"{one['tokens_per_second']:.{0 if one['tokens_per_second'] >= 100 else 2}f}",
             f"{one['round_ms']:.2f}",
             *("" if one[name] is None else f"{one[name]:.2f}" for name in ("x_stock", "x_static", "x_plain")),
             f"{one['roofline']:.0%}",
@@ -516,14 +518,7 @@ def as_table(report: dict[str, Any]) -> str:
         lines.append("Parts of the captured round, each launched alone.")
     costs = report.get("costs")
     if costs:
-        rows = [["draft", *(f"{one['draft']:.2f}" for one in costs.values())]]
-        sizes = next(iter(costs.values()))["verify"]
-        rows += [[f"{size}", *(f"{one['verify'][size]:.2f}" for one in costs.values())] for size in sizes]
-        rows += [
-            [f"trees at batch {batch}", *(f"{one['nodes_worth'][batch]} nodes" for one in costs.values())]
-            for batch in _BATCHES
-        ]
-        lines += ["", *markdown(["nodes", *costs], rows), ""]
+        lines += ["", *costs_table(costs), ""]
         lines.append(
             "Rounds that verify so many nodes, over one that verifies a single node without a draft; and the size at "
             "which trees of usual drafts bring most for that."
@@ -534,3 +529,13 @@ def as_table(report: dict[str, Any]) -> str:
         "and `waits` (of the host for the device) are per round; empty where the device does not tell.",
     ]
     return "\n".join(lines)
+
+
+def costs_table(costs: dict[str, Any]) -> list[str]:
+    """The lines of the Markdown table of `costs` in a report."""
+    rows = [["a draft", *(f"{one['draft']:.2f}" for one in costs.values())]]
+    for size in next(iter(costs.values()))["verify"]:
+        rows.append([f"{size} nodes", *(f"{one['verify'][size]:.2f}" for one in costs.values())])
+    for batch in next(iter(costs.values()))["nodes_worth"]:
+        rows.append([f"nodes at batch {batch}", *(str(one["nodes_worth"][batch]) for one in costs.values())])
+    return markdown(["", *costs], rows)

@@ -63,7 +63,7 @@ def test_all_methods(
     assert all(2 <= nodes <= 64 for costs in report["costs"].values() for nodes in costs["nodes_worth"].values())
     out = capsys.readouterr()
     assert f"| {CAPTURED} | {results[CAPTURED]['tau']:.2f} |" in out.out
-    assert "| nodes | tiny | packaged pair |" in out.out
+    assert "\n".join(engine.costs_table(report["costs"])) in out.out
     assert "drafts scored at rank 16" in out.out
     assert "preparing forwards of 8 nodes for 2 row(s)" in out.err
     assert "preparing rounds of 16 nodes in all for 2 row(s)" in out.err
@@ -164,3 +164,10 @@ def test_what_a_forward_reads() -> None:
 def test_mistakes(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*_TINY, *words.split()]) == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_the_page_is_of_its_json() -> None:
+    folder = Path(__file__).parents[2] / "model_cards" / "engine"
+    costs = json.loads((folder / "qwen3-0.6b_cpu.json").read_text())["costs"]
+    table = (folder / "README.md").read_text().split("<!-- costs -->\n")[1].split("\n<!-- /costs -->")[0]
+    assert table.splitlines() == engine.costs_table(costs)
