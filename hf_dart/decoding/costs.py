@@ -21,9 +21,9 @@ class RoundCosts:
     """What a round costs, relative to one without a draft; the one place that tree growth and `Pace` ask.
 
     A draft costs what `TreeConfig.draft_cost` says. Where that was an estimate and `timings` are given, it costs what
-    drafting and growing took in the last rounds beside the target's forward, both timed in the same round, so that a
-    busy machine slows both: the median, as single rounds are late. Only where time is what the host spends, on a CPU:
-    elsewhere nothing is timed, which would wait for the device.
+    drafting took in the last rounds beside the target's forward, both timed in the same round, so that a busy machine
+    slows both: the median, as single rounds are late. Growth is part of what a tree costs. Only where time is what the
+    host spends, on a CPU: elsewhere nothing is timed, which would wait for the device.
 
     Args:
         config: of the call, its `draft_cost` known or estimated.
@@ -49,24 +49,24 @@ class RoundCosts:
             self._known[key] = config.round_cost(rows, self._device, drafted)
         return self._known[key]
 
-    def count(self, seconds: Mapping[str, float], rows: int, nodes: int, levels: int, looks: int) -> None:
+    def count(self, seconds: Mapping[str, float], rows: int, nodes: int, levels: int, drafted: bool) -> None:
         """Learn from a round.
 
         Args:
             seconds: spent in each phase of the call so far.
             rows: of the batch.
             nodes, levels: of its trees, the root and its level not counted among the levels.
-            looks: passes of the drafter; 0 where there was no draft.
+            drafted: there was a draft.
         """
-        spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
+        spent = {name: seconds.get(name, 0.0) for name in ("draft", "verify")}
         before, self._spent = self._spent, spent
-        if self._timings is None or not looks:
+        if self._timings is None or not drafted:
             return
-        draft, grow, verify = (spent[name] - before.get(name, 0.0) for name in spent)
+        draft, verify = (spent[name] - before.get(name, 0.0) for name in spent)
         if verify <= 0:
             return
         key = (rows, self._config.depth)
-        cost = (draft + grow) / verify * self(rows, drafted=False).of(nodes, levels) / looks
+        cost = draft / verify * self(rows, drafted=False).of(nodes, levels)
         # No list that grows: another thread may read it.
         self._timings[key] = (*self._timings.get(key, ())[1 - KEPT :], cost)
         self._learn(self._timings[key])

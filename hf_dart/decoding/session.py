@@ -14,7 +14,7 @@ from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
-from hf_dart.decoding.pace import CHAIN, PAUSE, TREE, Pace, shares
+from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, shares
 from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
@@ -156,8 +156,7 @@ class Session:
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
-        looks = {PAUSE: 0, CHAIN: 1, TREE: 1 + self.request.tree_config.refine}[budget.level]
-        self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, looks)
+        self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, budget.level != PAUSE)
         self.pace.count(accepted.counts, budget.limits, tree.size, tree.max_depth)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
