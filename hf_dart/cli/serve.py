@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from transformers.utils.import_utils import is_serve_available
-
 from hf_dart.bench.pair import Pair
 from hf_dart.cli.common import load, pair_options, say, seed, set_threads
 from hf_dart.errors import UserError, sentence
@@ -51,6 +49,8 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
     Raises:
         UserError: what transformers' server needs is not installed.
     """
+    from transformers.utils.import_utils import is_serve_available
+
     # First, as some of what follows fails in its own ways without these packages.
     if not is_serve_available():
         raise UserError("A server needs more packages; install hf-dart[serve].")

@@ -79,7 +79,7 @@ def from_scratch(head: DartHead, features: Tensor, tokens: Tensor, draft: Tensor
         mask[real:] = True
     if config.inject_features:
         mask = torch.cat([mask, mask[:, :real]], dim=1)
-    rotation = rotation_at(positions, config, torch.float64, config.rope_frequencies)
+    rotation = rotation_at(positions, config, torch.float64)
     for layer in head.layers:
         x = residual = layer(x, residual, rotation, mask[None, None], None, known.context)
     return head.logits(first + head.editor.correction(head.norm(x)[0, real:]))

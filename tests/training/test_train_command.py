@@ -278,7 +278,8 @@ def test_every_field_of_a_head_that_is_free_has_an_option() -> None:
     read_off |= {"origin", "origin_license"}  # of what was converted
     elsewhere = {"own_lm_head", "double_norm", "input_form", "copied_layer", "attention_bias", "output_bias", "qk_norm"}
     elsewhere |= {"rope_frequencies", "fingerprint", "editor"}  # copied layers, published heads, editors
-    elsewhere |= {"embeddings", "windows", "norm_before_residual"}  # heads of other projects
+    elsewhere |= {"embeddings", "windows", "norm_before_residual", "fusion_norm", "fusion_bias", "mlp_bias"}
+    elsewhere |= {"rope_scale"}  # these, too, are of heads of other projects
     options = {one.name for one in fields(HeadArguments)} - {"drafter", "head"}
     assert options == own_fields(DartConfig) - read_off - elsewhere
     options = {one.name for one in fields(DiffusionArguments)} - {"drafter", "head"}
