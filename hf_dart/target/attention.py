@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from threading import Lock
 from types import MappingProxyType
 from typing import Any
@@ -56,8 +56,13 @@ class TreeAttention:
         self.name = self.own
         if self.own not in ("eager", "sdpa"):
             self.name = PACKED if _has_sdpa(target) else FLEX if self.own == FLEX else "eager"
-        configs = (vars(part).get("config") for part in parts_of(target))
-        self._configs = {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
+        self._target = target
+
+    @cached_property
+    def _configs(self) -> dict[int, PreTrainedConfig]:
+        """By their ids; looked for when first needed, as drafters make one of these at every step."""
+        configs = (vars(part).get("config") for part in parts_of(self._target))
+        return {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
 
     @property
     def shown(self) -> str:

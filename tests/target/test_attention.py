@@ -31,8 +31,10 @@ from transformers import DynamicCache, StaticCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
-from hf_dart.target.attention import FLEX, TreeAttention, attention_of
+from hf_dart.target import attention as attention_module
+from hf_dart.target.attention import FLEX, TreeAttention, attention_of, for_trees
 from hf_dart.target.packed import PACKED
+from hf_dart.target.support import parts_of
 from hf_dart.target.trial import forget
 from hf_dart.trees.tree import DraftTree
 
@@ -294,11 +296,25 @@ def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) 
         refused(lambda: attach(target), ValueError, "not supported")
 
 
+def test_nothing_is_looked_for_where_nothing_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafters ask at every step; a walk through all modules of a model would be felt there."""
+    target = tiny_target("llama")
+    walks: list[Any] = []
+    monkeypatch.setattr(attention_module, "parts_of", lambda model: walks.append(model) or parts_of(model))
+    with for_trees(target):
+        pass
+    assert not walks
+    with TreeAttention(target).packed():
+        assert target.config._attn_implementation == PACKED
+    assert walks
+
+
 def test_trees_alone_are_switched() -> None:
     """One forward by hand: the kernel is not called, and is again after it."""
     with loaded("llama", FLASH) as (target, calls):
         attention = TreeAttention(target)
         tree = DraftTree.chain(torch.tensor([[3, 4, 5]]))
+        calls.queries.clear()  # of the trial
         with attention.switched():
             target(input_ids=tree.tokens)
         assert not calls.queries

@@ -70,6 +70,13 @@ class PerTensorFloat8(Int8Linear):
         return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
 
 
+class Activated(Int8Linear):
+    """With an activation in it, which is a function and no rounding."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.silu(super().forward(x))
+
+
 def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
     scale = largest.clamp(min=1e-5) / 127  # the embedding of padding is 0
     return (x / scale).round() * scale
@@ -127,6 +134,8 @@ def test_modules_put_in_later_are_looked_at() -> None:
         (PerToken, torch.bfloat16, torch.bfloat16),
         (Int8Linear, torch.float32, torch.float32),
         (Int8Linear, torch.float16, torch.float16),
+        (Activated, torch.float64, torch.float64),
+        (Activated, torch.float32, torch.float32),
     ],
 )
 def test_what_a_target_rounds_like(kind: Any, dtype: torch.dtype, rounds_like: torch.dtype) -> None:
