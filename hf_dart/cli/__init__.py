@@ -66,10 +66,11 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         choice = re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message)
         if choice is not None:
-            before = next((one for one, word in itertools.pairwise(self._words) if word == choice[1]), "")
+            before = [one for one, word in itertools.pairwise(self._words) if word == choice[1]]
+            unknown = [one for one in before if one.startswith("--") and one not in self._option_string_actions]
             remedy = did_you_mean(choice[1], [word.strip("' ") for word in choice[2].split(",")], otherwise="")
-            if before.startswith("--") and before not in self._option_string_actions:
-                message = self._no_option(before)  # its value was taken for a command
+            if unknown:
+                message = self._no_option(unknown[0])  # its value was taken for a command
             elif remedy:
                 message = f"{message}; {remedy}"
         super().error(message)

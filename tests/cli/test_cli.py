@@ -215,6 +215,7 @@ def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFi
         (["generat", "x"], "did you mean 'generate'?"),
         (["bench", "trian"], "did you mean 'train'?"),
         (["bench", "--tokens", "4"], "no option --tokens; did you mean '--new-tokens'?"),
+        (["bench", "--prompts", "4", "--batch-sizes", "4"], "no option --batch-sizes; did you mean '--batch'?"),
         (["generate", "x", "--max-newtokens", "4"], "no option --max-newtokens; did you mean '--max-new-tokens'?"),
         (["bench", "train", "--lengh=4"], "no option --lengh; did you mean '--length'?"),
         (["generate", "x", "--zzz"], "no option --zzz; --help lists all."),
