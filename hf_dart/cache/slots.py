@@ -111,6 +111,9 @@ class SlotStore:
 
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
+        if torch.is_grad_enabled():  # a view made without gradients cannot be written to with them
+            spec, place = self._place[index]
+            return self._storage[spec][place]
         return self._buffers[index]
 
     def write(self, index: int, values: Tensor, slots: Tensor | int) -> Tensor:
