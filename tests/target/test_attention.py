@@ -49,10 +49,17 @@ WITHOUT_SDPA = ("gemma2", "gpt_oss")
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 
+def skip_where_sdpa_leaves_out(family: str, target: Any) -> None:
+    """Older releases of transformers give Gemma 2 an SDPA without its soft caps, which the trial refuses."""
+    if family in WITHOUT_SDPA and type(target)._supports_sdpa:
+        pytest.skip("an SDPA without soft caps, which the trial refuses")
+
+
 @contextmanager
 def loaded(family: str, name: str, **config: Any) -> Iterator[tuple[Any, Calls]]:
     """A tiny target that drafts are for, as if it had been loaded with that attention."""
     target = tiny_target(family, "eager" if family in WITHOUT_SDPA else "sdpa", **config)
+    skip_where_sdpa_leaves_out(family, target)
     with KERNELS[name]() as calls:
         attach(set_attention(target, name))
         yield target, calls
@@ -305,6 +312,7 @@ def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(verify, "block_mask", wrong)
     target = set_attention(tiny_target("gemma2", "eager", pad_token_id=0), FLEX)
+    skip_where_sdpa_leaves_out("gemma2", target)
     with flex_kernel():
         refused(lambda: attach(target), ValueError, "not supported")
 
