@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.target.devices import device_of
+from hf_dart.target.stand_in import forward_before
 from hf_dart.target.support import parts_of
 
 _ROWS = 33  # more than 32, from which on some kernels change
@@ -75,25 +76,43 @@ def _rounding(part: nn.Module, x: Tensor) -> float:
 
 
 def _quantised(model: nn.Module) -> Iterator[nn.Module]:
-    """One of each kind of linear module that is not PyTorch's own over a plain weight."""
+    """One of each kind of linear module that is not PyTorch's own over a plain weight.
+
+    compressed-tensors leaves them PyTorch's own, with a forward in the instance that rounds before and after.
+    """
     seen = set()
     for part in parts_of(model):
         weight = part._parameters.get("weight", getattr(part, "weight", None))
-        kind = (type(part), type(weight))
+        forward = forward_before(vars(part).get("forward"))
         plain = type(part) is nn.Linear and type(weight) in (nn.Parameter, Tensor)
+        changed = forward is not None or part._forward_pre_hooks or part._forward_hooks
         width = getattr(part, "in_features", None)
-        if kind in seen or plain or not isinstance(width, int) or part._modules:
+        if (plain and not changed) or not isinstance(width, int) or part._modules:
             continue
-        seen.add(kind)
-        yield part
+        kind = (type(part), type(weight), _settings(part))
+        if kind not in seen:
+            seen.add(kind)
+            yield part
+
+
+def _settings(part: nn.Module) -> tuple[str, ...]:
+    """How a module is told to compute: what it has of simple attributes, but its shape, and schemes in Pydantic."""
+    return tuple(
+        f"{name}={value}"
+        for name, value in vars(part).items()
+        if name not in ("in_features", "out_features")
+        and (isinstance(value, (str, int, float, tuple, list, torch.dtype)) or hasattr(value, "model_fields_set"))
+    )
 
 
 def _inputs(part: Any, model: PreTrainedModel) -> Tensor:
     """[1, 33, in] random numbers of 7 bits, in the dtype that the module computes in."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, _ROWS, part.in_features, generator=generator).mul_(16).round_().clamp_(-64, 64).div_(16)
-    floats = (part.weight, getattr(part, "bias", None))
-    dtype = next((one.dtype for one in floats if isinstance(one, Tensor) and one.is_floating_point()), None)
+    held = (getattr(part, name, None) for name in ("weight", "bias"))
+    # Numbers of 8 bits are what activations are rounded to within, not what they come in.
+    dtypes = (one.dtype for one in held if isinstance(one, Tensor) and one.is_floating_point())
+    dtype = next((dtype for dtype in dtypes if dtype.itemsize > 1), None)
     return x.to(device_of(part), dtype or model.dtype)
 
 

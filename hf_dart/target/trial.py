@@ -152,6 +152,9 @@ def check_verification(
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if slots <= passed.get(case, 0):
         return
+    with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
+        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # weights may be unpacked by the first forward of all
     with as_before(model):
         trial = _Trial(model, list(pads))
         longest = max(table, text or 0) - len(TRIAL_TREE)
@@ -162,7 +165,12 @@ def check_verification(
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     if len(passed) >= _STATES:
         passed.clear()
+    case = (*identity(model), pads)  # of unpacked weights
     passed[case] = max(slots, min(ahead, default=sys.maxsize))
+
+
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
 
 
 class _Trial:
@@ -256,14 +264,11 @@ class _Trial:
         """[B, length] tokens, whichever, in front of those that are looked at."""
         return self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
 
-    def _empty(self) -> DynamicCache:
-        return DynamicCache(config=self._model.config.get_text_config(decoder=True))
-
     def _prefill(self, length: int, pads: list[int]) -> Any:
         """Outputs of stock's prefill over the first `len(pads)` rows, or those again and again."""
         ids = self._ids(length)
         ids = ids.repeat(-(-len(pads) // len(ids)), 1)[: len(pads)]
-        return StockSteps(self._model, ids, pads, self._empty()).prefill()
+        return StockSteps(self._model, ids, pads, _empty_cache(self._model)).prefill()
 
     def _prefix(self, length: int) -> Any:
         """A cache of `length` entries: those of a short prompt, repeated, and of random running states.
@@ -276,7 +281,7 @@ class _Trial:
         for mark in self.marks:
             edge = length - mark
             loudness[max(edge - 4, 0) : max(edge + len(TRIAL_TREE), 0)] = min(max(mark / 16, 1.0), _LOUDEST)
-        cache, pads = self._empty(), torch.tensor(self._pads)[:, None]
+        cache, pads = _empty_cache(self._model), torch.tensor(self._pads)[:, None]
         slots = torch.arange(length)
         entries = torch.where(slots < pads, slots, pads + (slots - pads) % (_PROMPT - pads))  # [B, length]
         for layer, filled in zip(cache.layers, self.short.layers, strict=True):
@@ -385,7 +390,7 @@ class _Trial:
     def _alone(self, rows: int) -> Tensor:
         """Logits [rows, 2, V] of stock's steps after the first row's prompt, as so many rows."""
         tokens, pads = self._tokens[:1, _PROMPT : _PROMPT + 2], [self._pads[0]]
-        steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, self._empty())
+        steps = StockSteps(self._model, self._ids(_PROMPT)[:1].expand(rows, -1), pads * rows, _empty_cache(self._model))
         steps.prefill()
         return steps(tokens.expand(rows, -1))
 

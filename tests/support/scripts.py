@@ -1,10 +1,12 @@
-"""Test files that start themselves as programs of their own."""
+"""Test files that start themselves as programs of their own, and programs that are tested as modules."""
 
 from __future__ import annotations
 
 import os
 import sys
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 
 TESTS = str(Path(__file__).parents[1])
 
@@ -18,3 +20,13 @@ def command(file: str, *words: str, processes: int = 0) -> list[str]:
 def environment() -> dict[str, str]:
     """That of this process, in which `support` can be imported from every folder."""
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [TESTS, os.environ.get("PYTHONPATH")]))}
+
+
+def experiment(name: str) -> ModuleType:
+    """A file of `examples/experiments`, as a module."""
+    spec = spec_from_file_location(name, Path(TESTS).parent / "examples" / "experiments" / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -52,14 +52,14 @@ class PerToken(Int8Linear):
     """Each token's activations in 8 bits, too."""
 
     def rounded(self, x: Tensor) -> Tensor:
-        return to_8_bits(x, x.abs().amax(-1, keepdim=True))
+        return rounded(x)
 
 
 class PerTensor(Int8Linear):
     """By one scale for all tokens of a call."""
 
     def rounded(self, x: Tensor) -> Tensor:
-        return to_8_bits(x, x.abs().max())
+        return rounded_together(x)
 
 
 class PerTensorFloat8(Int8Linear):
@@ -80,6 +80,14 @@ class Activated(Int8Linear):
 def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
     scale = largest.clamp(min=1e-5) / 127  # the embedding of padding is 0
     return (x / scale).round() * scale
+
+
+def rounded(x: Tensor) -> Tensor:
+    return to_8_bits(x, x.abs().amax(-1, keepdim=True))
+
+
+def rounded_together(x: Tensor) -> Tensor:
+    return to_8_bits(x, x.abs().max())
 
 
 def quantised(kind: Callable[[nn.Linear], nn.Module], dtype: torch.dtype = torch.float64) -> Any:
@@ -114,6 +122,27 @@ def test_scales_that_tokens_share(kind: Any, dtype: torch.dtype) -> None:
         refused(lambda attempt=attempt: attempt(target), ValueError, words)
         assert "generate" not in vars(target)
     assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
+
+
+@pytest.mark.parametrize("way", ["forward", "hook"])
+@pytest.mark.parametrize("shared", [False, True])
+def test_rounding_within_plain_modules(way: str, shared: bool) -> None:
+    """compressed-tensors leaves the modules as they are and gives each another forward; the second one is another."""
+    target = tiny_target("qwen3")
+    layers = target.model.layers
+    for layer, by_tensor in zip(layers, [False, shared, *[False] * len(layers)], strict=False):
+        part, function = layer.mlp.down_proj, rounded if not by_tensor else rounded_together
+        part.scheme = str(by_tensor)
+        if way == "hook":
+            part.register_forward_pre_hook(lambda _, inputs, function=function: (function(inputs[0]),))
+        else:
+            part.forward = lambda x, part=part, function=function: type(part).forward(part, function(x))
+    assert rounding_of(target) == torch.bfloat16
+    forget(target)
+    if shared:
+        refused(lambda: attach(target), ValueError, "largest of all tokens.*Linear")
+    else:
+        attach(target)
 
 
 def test_modules_put_in_later_are_looked_at() -> None:

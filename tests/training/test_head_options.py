@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-from importlib.util import module_from_spec, spec_from_file_location
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from support.scripts import experiment
 from support.tiny_training import tiny_head, tiny_target
 from torch import Tensor, nn
 
 from hf_dart import DartHead
 from hf_dart.training.objective.blocks import build_blocks
 
-FILE = Path(__file__).parents[2] / "examples" / "experiments" / "head_options.py"
-
 
 @pytest.fixture(scope="module")
 def options() -> ModuleType:
-    spec = spec_from_file_location("head_options", FILE)
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return experiment("head_options")
 
 
 def loud(part: nn.Module, seed: int = 5) -> nn.Module:
