@@ -154,7 +154,7 @@ def check_verification(
         return
     with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
         ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
-        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # weights may be unpacked by the first forward of all
+        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
     with as_before(model):
         trial = _Trial(model, list(pads))
         longest = max(table, text or 0) - len(TRIAL_TREE)

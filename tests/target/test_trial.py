@@ -438,14 +438,25 @@ def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
             assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
 
 
+@pytest.mark.parametrize("unpacks", [False, True])
 @pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_frequencies_are_as_before_the_trial(rope: dict[str, Any]) -> None:
-    """They follow the longest text that a model was run on, and windows have the trial run on long ones."""
+def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool) -> None:
+    """They follow the longest text that a model was run on, and windows have the trial run on long ones.
+
+    So they are where the trial's first forward unpacks weights, which are not packed again.
+    """
     fields = {"sliding_window": 16, "rope_parameters": rope, "max_position_embeddings": 20}
     target = tiny_target("mistral", **fields)
     stock = target.generate(**prompts([21]), max_length=45, **GREEDY)
     fresh = tiny_target("mistral", **fields)
     rotary = fresh.model.rotary_emb
+    if unpacks:
+
+        def unpack(model: Any, inputs: Any) -> None:
+            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
+            hook.remove()
+
+        hook = fresh.register_forward_pre_hook(unpack)
     own = dict(vars(rotary))
     buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
     attach(fresh)
