@@ -10,7 +10,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -79,6 +79,7 @@ class Settings:
         batch, prompt_tokens, new_tokens: of each call.
         repeats: how often each method is timed.
         backend: of `torch.compile`; None compiles nothing of ours.
+        engine: other fields of `EngineConfig`, by name.
         dtype, device: of target and head.
         seconds: what all of it may take, but for what is under way then.
         every_method: also those that say little on a CPU.
@@ -99,6 +100,7 @@ class Settings:
     new_tokens: int = 256
     repeats: int = 3
     backend: str | None = "inductor"
+    engine: dict[str, Any] = field(default_factory=dict)
     dtype: str = "bfloat16"
     device: str = "cuda"
     seconds: float = 540.0
@@ -119,10 +121,19 @@ class Settings:
         width = SHAPES[self.shape][0]
         if self.draft_rank is not None and self.draft_rank > width:
             raise ValueError(f"--draft-rank is {self.draft_rank}; give 1 to {width}, the width of the LM head.")
+        known = {one.name for one in fields(EngineConfig)} - {"backend"}
+        if unknown := self.engine.keys() - known:
+            raise ValueError(f"--engine names {min(unknown)!r}; give some of {', '.join(sorted(known))}.")
+        _ = self.config  # raises what is wrong with their values
         if self.new_tokens < 2:
             raise ValueError(f"--new-tokens is {self.new_tokens}; give 2 or more.")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError("There is no CUDA device; give --device cpu.")
+
+    @property
+    def config(self) -> EngineConfig:
+        """Of the engine."""
+        return EngineConfig(backend=self.backend, **self.engine)
 
 
 @dataclass
@@ -212,14 +223,14 @@ class _Bench:
         first = torch.arange(settings.batch)[:, None] * 7 + torch.arange(settings.prompt_tokens)
         self._inputs = {"input_ids": (first % target.config.vocab_size).to(self._device)}
         self._inputs["attention_mask"] = torch.ones_like(self._inputs["input_ids"])
-        self._engine = compile(target, head, backend=settings.backend, progress=progress)
+        self._engine = compile(target, head, progress=progress, **asdict(settings.config))
         # One cache for all calls: what transformers compiles for a static cache is bound to its addresses.
         static = StaticCache(config=target.config, max_cache_len=settings.prompt_tokens + settings.new_tokens)
         self._methods = _methods(head, static, settings)
         self._measured: list[Measurement] = []
         self._report: dict[str, Any] = {
             "settings": asdict(settings),
-            "engine": asdict(EngineConfig(backend=settings.backend)),
+            "engine": asdict(settings.config),
             "versions": versions(),
             "hardware": hardware(self._device),
             "load_average": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
@@ -485,6 +496,7 @@ def as_table(report: dict[str, Any]) -> str:
     """Two Markdown tables of what `measure` gives, what they were measured on above them."""
     settings = report["settings"]
     scored = "" if settings["draft_rank"] is None else f"drafts scored at rank {settings['draft_rank']}, "
+    switches = "".join(f"{name} {value}, " for name, value in settings["engine"].items())
     rows = [
         [
             one["method"],
@@ -502,7 +514,7 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, {scored}backend {settings['backend']}; medians of up to "
+        f"{settings['nodes']} nodes, {scored}{switches}backend {settings['backend']}; medians of up to "
         f"{settings['repeats']} interleaved repeats; memory runs at "
         f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 from typing import Any
 
 from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, show, write_json
@@ -32,6 +33,13 @@ def add(commands: Any) -> None:
         "--backend", help="of torch.compile; none compiles nothing of ours (default: inductor, on a CPU none)"
     )
     parser.add_argument(
+        "--engine",
+        nargs="+",
+        type=_option,
+        metavar="NAME=VALUE",
+        help="other options of hf_dart.compile, such as fuse=true tree_attention=triton",
+    )
+    parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, on a CPU float32"
     )
     parser.add_argument("--every-method", action="store_true", help="also those that say little on a CPU")
@@ -50,6 +58,8 @@ def _run(arguments: argparse.Namespace) -> int:
     asked = given(arguments, names)
     if arguments.backend == "none":
         asked["backend"] = None
+    if arguments.engine:
+        asked["engine"] = dict(arguments.engine)
     if arguments.every_method:
         asked["every_method"] = True
     with as_user_error(ValueError):
@@ -58,3 +68,14 @@ def _run(arguments: argparse.Namespace) -> int:
     show(engine.as_table(content))
     write_json(arguments.json, content)
     return 0 if all(one["same_tokens"] for one in content["results"]) else 1
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A name and its value, as JSON where it is that."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as fuse=true")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value

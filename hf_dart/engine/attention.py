@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.cache import FixedCache
+from hf_dart.engine.flex_attention import FlexMask
 from hf_dart.engine.kernels import Kernels
 from hf_dart.target.fused import fused
 from hf_dart.target.masks import MaskKind
@@ -40,12 +41,19 @@ class PackedVerifier(Verifier):
                 shift = torch.zeros(size, dtype=shift.dtype, device=cache.lengths.device)
         super().__init__(like.target, cache, like.kinds, like.feature_layers, shift=shift)
         self._hands_down, self._kernels = hands_down, kernels
+        self._done: Tensor | None = None
+        if kernels.tree_attention == "triton":
+            from hf_dart.engine.tree_attention import counters  # Triton may not be installed
+
+            with torch.inference_mode(False):
+                self._done = counters(cache.lengths.device)
 
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Within it the target computes as rounds do, in this thread; what runs this is inside of it."""
-        heads = [(forward.attention, forward) for forward in self._kernels.heads]
-        with self.attention.packed(), fused(self._kernels.linears), standing_in(heads):
+        forwards = [(forward.attention, forward) for forward in self._kernels.heads]
+        forwards += [(forward.layer, forward) for forward in self._kernels.layers]
+        with self.attention.packed(), fused(self._kernels.linears), standing_in(forwards):
             yield
 
     def _attending(self) -> AbstractContextManager[None]:
@@ -68,10 +76,12 @@ class PackedVerifier(Verifier):
 
     def _attends(self, kind: MaskKind, mask: Tensor, tree: DraftTree, positions: Tensor) -> Any:
         """What attends under a mask [B, 1, N, T + N]: a kernel, or the mask as groups of heads need it."""
-        if self._kernels.tree_attention:
-            from hf_dart.engine.tree_attention import TreeMask  # Triton may not be installed
+        if self._done is not None:
+            from hf_dart.engine.tree_attention import TreeMask
 
-            lengths = self.cache.lengths
-            return TreeMask.of(kind, tree.ancestors, positions, lengths, mask.shape[-1] - tree.size)
+            slots = mask.shape[-1] - tree.size
+            return TreeMask.of(kind, tree.ancestors, positions, self.cache.lengths, slots, self._done)
+        if self._kernels.tree_attention == "flex":
+            return FlexMask.of(mask)
         heads = self.target.config.get_text_config(decoder=True).num_attention_heads
         return for_groups(mask, heads // self.cache.cache.layers[kind.layer].keys.shape[1])

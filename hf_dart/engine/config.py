@@ -24,9 +24,11 @@ class EngineConfig:
         fuse: multiply by the weights of q, k and v, and of gate and up, at once. They move into one storage for that,
             of which the parameters are views (`hf_dart.target.fused`), until `detach`.
         fused_heads: norm and rotate queries and keys, and write keys and values, by a Triton kernel of our own, in
-            attentions of Llama's form (`hf_dart.engine.heads`); with `tree_attention` only.
-        tree_attention: attend by Triton kernels of our own, for targets that attend by SDPA
-            (`hf_dart.engine.tree_attention`).
+            attentions of Llama's form (`hf_dart.engine.heads`); with `tree_attention="triton"` only.
+        fused_layers: multiply, with the norms and additions around the products, by a Triton kernel of our own, in layers
+            of Llama's form (`hf_dart.engine.layers`); with `fuse` and `fused_heads` only.
+        tree_attention: "triton" attends by a Triton kernel of our own, for targets that attend by SDPA
+            (`hf_dart.engine.tree_attention`), and "flex" by PyTorch's FlexAttention; None by SDPA.
 
     Raises:
         ValueError: a field is out of range.
@@ -39,7 +41,8 @@ class EngineConfig:
     lag: int | None = None
     fuse: bool = False
     fused_heads: bool = False
-    tree_attention: bool = False
+    fused_layers: bool = False
+    tree_attention: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.backend != "inductor":
@@ -52,7 +55,11 @@ class EngineConfig:
             raise ValueError(f"share is {self.share}; give 1 or more.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
-        if self.tree_attention and find_spec("triton") is None:
-            raise ValueError("tree_attention needs Triton, which is not installed: pip install triton.")
-        if self.fused_heads and not self.tree_attention:
-            raise ValueError("fused_heads writes for the kernels of tree_attention; set both, or neither.")
+        if self.tree_attention not in (None, "triton", "flex"):
+            raise ValueError(f"tree_attention is {self.tree_attention!r}; give 'triton', 'flex' or None.")
+        if self.tree_attention == "triton" and find_spec("triton") is None:
+            raise ValueError("tree_attention='triton' needs Triton, which is not installed: pip install triton.")
+        if self.fused_heads and self.tree_attention != "triton":
+            raise ValueError("fused_heads writes for the kernel of tree_attention='triton'; set both, or neither.")
+        if self.fused_layers and not (self.fuse and self.fused_heads):
+            raise ValueError("fused_layers multiplies what fuse joins and fused_heads attends to; set all three.")

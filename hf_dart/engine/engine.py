@@ -26,7 +26,7 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
-from hf_dart.target.fused import fuse
+from hf_dart.target.fused import FusedLinears, fuse
 from hf_dart.target.packed import PACKED
 
 _WORTH_A_MOVE = 64
@@ -126,7 +126,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._kernels = Kernels(linears, self._heads(job.model), self.config.tree_attention)
+                self._kernels = self._asked_for(job.model, linears)
                 self._hands_down = job.verify.attention.name in ("sdpa", PACKED)
             whole = head_job(job)
             if isinstance(whole, str):
@@ -137,15 +137,21 @@ class Engine:
         finally:
             self._busy.release()
 
-    def _heads(self, target: PreTrainedModel) -> tuple[Any, ...]:
-        """Forwards of the target's attentions by a kernel of ours, if they are asked for."""
-        if not self.config.fused_heads:
-            return ()
-        from hf_dart.engine.heads import forwards_of  # Triton may not be installed
+    def _asked_for(self, target: PreTrainedModel, linears: tuple[FusedLinears, ...]) -> Kernels:
+        """What the target computes by, as far as it computes the same by that."""
+        found = Kernels(linears, tree_attention=self.config.tree_attention)
+        if self.config.fused_heads:
+            from hf_dart.engine import heads  # Triton may not be installed
 
-        found = forwards_of(target)
-        if not found:
-            self._warn(f"fused_heads is left out: no attention of {type(target).__name__} computes the same by it.")
+            found = found._replace(heads=heads.forwards_of(target))
+            if not found.heads:
+                self._warn(f"fused_heads is left out: no attention of {type(target).__name__} computes the same by it.")
+        if self.config.fused_layers:
+            from hf_dart.engine import layers
+
+            found = found._replace(layers=layers.forwards_of(target, found.heads, linears))
+            if not found.layers:
+                self._warn(f"fused_layers is left out: no layer of {type(target).__name__} computes the same by it.")
         return found
 
     def _run_rounds(self, job: HeadJob) -> None:

@@ -7,6 +7,7 @@ not read from their class: each is held against its own forward on random number
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from transformers.cache_utils import Cache
 
 from hf_dart.engine import triton_kernels as kernels
 from hf_dart.engine.cache import FixedLayer
-from hf_dart.engine.tree_attention import TreeMask, tree_attention
+from hf_dart.engine.tree_attention import TreeMask, counters, tree_attention
 from hf_dart.engine.trial import allowance
 from hf_dart.engine.triton_kernels import tl, triton
 from hf_dart.target.masks import MaskKind
@@ -51,9 +52,8 @@ class HeadsForward(StandIn):
         **kwargs: Any,
     ) -> Any:
         own = self.attention
-        layer = None if past_key_values is None else past_key_values.layers[own.layer_idx]
-        seen = next((seen for mask, seen in kwargs.get(MASKS, ()) if mask is attention_mask), None)
-        if not isinstance(layer, FixedLayer) or not isinstance(seen, TreeMask):
+        places = self.places(attention_mask, past_key_values, kwargs)
+        if places is None:
             return type(own).forward(
                 own,
                 hidden_states,
@@ -62,14 +62,31 @@ class HeadsForward(StandIn):
                 past_key_values=past_key_values,
                 **kwargs,
             )
-        shape = hidden_states.shape[:-1]
-        parts = [part(hidden_states).view(*shape, -1, own.head_dim) for part in (own.q_proj, own.k_proj, own.v_proj)]
-        cached = (layer.keys, layer.values, layer.computed)
-        places = (seen.words, seen.first, seen.lengths, seen.slots)
-        mixed = write_and_attend(
-            *parts, *self._weights, self._eps, *position_embeddings, *cached, *places, float(own.scaling)
-        )
-        return own.o_proj(mixed.reshape(*shape, -1)), None
+        parts = [part(hidden_states) for part in (own.q_proj, own.k_proj, own.v_proj)]
+        return own.o_proj(self.attend(parts, position_embeddings, places)), None
+
+    def places(self, mask: Tensor | None, cache: Cache | None, told: dict[str, Any]) -> tuple[Any, ...] | None:
+        """Where keys and values go and what is seen of them, for `write_and_attend`; None outside of captured rounds.
+
+        Args:
+            mask, cache, told: of the forward; among what it was told besides is what attends under the mask.
+        """
+        layer = None if cache is None else cache.layers[self.attention.layer_idx]
+        seen = next((seen for known, seen in told.get(MASKS, ()) if known is mask), None)
+        if not isinstance(layer, FixedLayer) or not isinstance(seen, TreeMask):
+            return None
+        return layer.keys, layer.values, layer.computed, *seen.places
+
+    def attend(self, parts: Sequence[Tensor], position_embeddings: Any, places: tuple[Any, ...]) -> Tensor:
+        """[B, N, H] of queries, keys and values [B, N, heads D] as they were projected; `places` as the method has it.
+
+        Args:
+            position_embeddings: cos and sin, [B, N, D] each.
+        """
+        shape, own = parts[0].shape[:-1], self.attention
+        heads = [part.view(*shape, -1, own.head_dim) for part in parts]
+        mixed = write_and_attend(*heads, *self._weights, self._eps, *position_embeddings, *places, float(own.scaling))
+        return mixed.reshape(*shape, -1)
 
 
 @torch.no_grad()
@@ -80,40 +97,55 @@ def forwards_of(target: PreTrainedModel) -> tuple[HeadsForward, ...]:
         if all(hasattr(part, name) for name in _PARTS) and forward_before(vars(part).get("forward")) is None:
             try:
                 forward = HeadsForward(part)
-                same = _is_the_same(forward)
-            except Exception:  # it has another form, or the kernel cannot run here
+            except Exception:  # it has another form
                 continue
-            if same:
+            if computes_the_same(part, forward, part):
                 found.append(forward)
     return tuple(found)
 
 
-def _is_the_same(forward: HeadsForward) -> bool:
-    """Do an attention and what is to replace it give the same, and write the same to a cache, on random numbers?"""
-    own = forward.attention
-    weight = own.q_proj.weight
-    heads = own.k_proj.out_features // own.head_dim
+def computes_the_same(own: nn.Module, forward: StandIn, attention: Any) -> bool:
+    """Do a module and what is to replace it give the same, and write the same to a cache, on random numbers?
+
+    Args:
+        own: an attention of Llama's form, or a layer that has it.
+        forward: what is to replace its forward.
+        attention: that one.
+    """
+    try:
+        pairs = list(zip(*_tried(own, forward, attention), strict=True))
+    except Exception:  # it has another form, or the kernel cannot run here
+        return False
+    return all(float((one - other).abs().max()) <= allowance(one) for one, other in pairs)
+
+
+def _tried(own: Any, forward: Any, attention: Any) -> list[list[Tensor]]:
+    """What both give for the same: outputs, keys and values."""
+    weight = attention.q_proj.weight
+    heads = attention.k_proj.out_features // attention.head_dim
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
         return torch.randn(size, generator=generator).to(weight)
 
-    hidden, angles = random(1, _NODES, own.q_proj.in_features), random(1, _NODES, own.head_dim // 2)
+    hidden, angles = random(1, _NODES, attention.q_proj.in_features), random(1, _NODES, attention.head_dim // 2)
     turned = [part(torch.cat([angles, angles], -1)) for part in (torch.cos, torch.sin)]
-    cached = random(2, 1, heads, _SLOTS + _NODES, own.head_dim)
+    cached = random(2, 1, heads, _SLOTS + _NODES, attention.head_dim)
     ancestors = torch.ones(1, _NODES, _NODES, dtype=torch.bool, device=weight.device).tril()
     lengths = torch.full((1,), _SLOTS, device=weight.device)
     positions = _SLOTS + torch.arange(_NODES, device=weight.device)[None]
-    seen = TreeMask.of(MaskKind("full_attention", None, 0), ancestors, positions, lengths, _SLOTS)
+    kind, done = MaskKind("full_attention", None, 0), counters(weight.device)
+    seen = TreeMask.of(kind, ancestors, positions, lengths, _SLOTS, done)
     mask = torch.zeros(1, 1, _NODES, _SLOTS + _NODES).to(weight)
     mask[..., _SLOTS:].masked_fill_(~ancestors, torch.finfo(weight.dtype).min / 2)
     results = []
     for compute, told in ((partial(type(own).forward, own), {}), (forward, {MASKS: [(mask, seen)]})):
         keys, values = cached.clone().unbind()
-        cache = Cache(layers=[FixedLayer(keys, values, _NODES, None)] * (own.layer_idx + 1))
+        cache = Cache(layers=[FixedLayer(keys, values, _NODES, None)] * (attention.layer_idx + 1))
         given = {"position_embeddings": turned, "attention_mask": mask, "past_key_values": cache, **told}
-        results.append((compute(hidden, **given)[0], keys, values))
-    return all(float((one - other).abs().max()) <= allowance(one) for one, other in zip(*results, strict=True))
+        found = compute(hidden, **given)
+        results.append([*(part for part in (found if own is attention else [found]) if part is not None), keys, values])
+    return results
 
 
 # That keys and values are written to is not declared: they share a storage, of which compiled code would make a copy in
@@ -123,7 +155,7 @@ def _is_the_same(forward: HeadsForward) -> bool:
 def write_and_attend(
     query: Tensor, key: Tensor, value: Tensor, query_weight: Tensor | None, key_weight: Tensor | None, eps: float,
     cos: Tensor, sin: Tensor, keys: Tensor, values: Tensor, computed: Tensor | None, words: Tensor,
-    first: Tensor | None, lengths: Tensor, slots: int, scale: float,
+    first: Tensor | None, lengths: Tensor, done: Tensor, slots: int, scale: float,
 ) -> Tensor:  # fmt: skip
     """Norm and rotate queries and keys, put keys and values into the cache, and attend.
 
@@ -133,18 +165,18 @@ def write_and_attend(
         cos, sin: [B or 1, N, D], or [1, M, D].
         keys, values: [B, heads, T + N, D], written to.
         computed: [M] nodes of all rows, as `FixedCache.computed`; None for all.
-        words, first, lengths, slots: of a `TreeMask`.
+        words, first, lengths, done, slots: of a `TreeMask`.
 
     Returns:
         What is mixed, of the shape of `query`, contiguous.
     """
     rotated = _written(query, key, value, query_weight, key_weight, eps, cos, sin, keys, values, computed, slots)
     if computed is None:
-        return tree_attention(rotated.transpose(1, 2), keys, values, words, first, lengths, slots, scale)
+        return tree_attention(rotated.transpose(1, 2), keys, values, words, first, lengths, done, slots, scale)
     rows, nodes = words.shape[:2]
     trees = rotated.new_zeros(rows * nodes, *rotated.shape[2:]).index_copy(0, computed, rotated[0])
     trees = trees.unflatten(0, (rows, nodes)).transpose(1, 2)
-    mixed = tree_attention(trees, keys, values, words, first, lengths, slots, scale)
+    mixed = tree_attention(trees, keys, values, words, first, lengths, done, slots, scale)
     return mixed.flatten(0, 1)[computed][None]
 
 

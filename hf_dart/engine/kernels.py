@@ -13,9 +13,12 @@ class Kernels(NamedTuple):
     Attributes:
         linears: products that are computed at once.
         heads: forwards of attentions, of `hf_dart.engine.heads`.
-        tree_attention: attend by `hf_dart.engine.tree_attention`.
+        layers: forwards of decoder layers, of `hf_dart.engine.layers`.
+        tree_attention: "triton" attends by `hf_dart.engine.tree_attention`, "flex" by `hf_dart.engine.flex_attention`;
+            None by SDPA.
     """
 
     linears: tuple[FusedLinears, ...] = ()
     heads: tuple[Any, ...] = ()
-    tree_attention: bool = False
+    layers: tuple[Any, ...] = ()
+    tree_attention: str | None = None

@@ -1,4 +1,4 @@
-"""Attention of trees that follow cached texts, in two Triton kernels (`triton_kernels`).
+"""Attention of trees that follow cached texts, in one Triton kernel (`triton_kernels.attend_to_split`).
 
 What SDPA does not: the keys of one row are split over many multiprocessors; a row's own length ends them, not the
 tier's; what a node sees of its tree is one 64-bit word for 64 nodes, and of the text one number, the first slot in its
@@ -32,27 +32,45 @@ class TreeMask:
         first: [B, N] int32, the first slot of the text that is seen, of those before the row's length; None for all.
         lengths: [B] committed tokens.
         slots: T; the tree stands in the slots from T on.
+        done: [P] int32, programs that are done with parts of one block of queries: 0 before and after each attention.
     """
 
     words: Tensor
     first: Tensor | None
     lengths: Tensor
     slots: int
+    done: Tensor
 
     @classmethod
-    def of(cls, kind: MaskKind, ancestors: Tensor, positions: Tensor, lengths: Tensor, slots: int) -> TreeMask:
-        """That of nodes at `positions` [B, N], under `ancestors` [B, N, N], after rows of `lengths` [B]."""
+    def of(
+        cls, kind: MaskKind, ancestors: Tensor, positions: Tensor, lengths: Tensor, slots: int, done: Tensor
+    ) -> TreeMask:
+        """That of nodes at `positions` [B, N], under `ancestors` [B, N, N], after rows of `lengths` [B].
+
+        Args:
+            done: of `counters`; masks that are never attended under at the same time may share one.
+        """
         horizon = kind.horizon(positions)
         first = None
         if horizon is not None:
             first = (horizon + 1).clamp(min=0).int()
             ancestors = ancestors & (positions[:, None] > horizon[..., None])
-        return cls(as_words(ancestors), first, lengths, slots)
+        return cls(as_words(ancestors), first, lengths, slots, done)
 
     def __call__(self, query: Tensor, key: Tensor, value: Tensor, scaling: float | None) -> Tensor:
         """Queries [B, H, N, D], keys [B, H / g, S, D] and values [B, H / g, S, E] to [B, N, H, E]."""
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return tree_attention(query, key, value, self.words, self.first, self.lengths, self.slots, scale)
+        return tree_attention(query, key, value, *self.places, scale)
+
+    @property
+    def places(self) -> tuple[Tensor, Tensor | None, Tensor, Tensor, int]:
+        """All of it, in the order of `tree_attention`'s arguments."""
+        return self.words, self.first, self.lengths, self.done, self.slots
+
+
+def counters(device: torch.device) -> Tensor:
+    """A `TreeMask.done`."""
+    return torch.zeros(_wanted(device), dtype=torch.int32, device=device)
 
 
 def as_words(seen: Tensor) -> Tensor:
@@ -61,17 +79,12 @@ def as_words(seen: Tensor) -> Tensor:
     return (padded.long() << torch.arange(_WORD, device=seen.device)).sum(-1)
 
 
+# That `done` is written to is not declared: whoever reads it finds zeros, before and after.
 @torch.library.custom_op("hf_dart::tree_attention", mutates_args=())
 def tree_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    words: Tensor,
-    first: Tensor | None,
-    lengths: Tensor,
-    slots: int,
-    scale: float,
-) -> Tensor:
+    query: Tensor, key: Tensor, value: Tensor, words: Tensor, first: Tensor | None, lengths: Tensor, done: Tensor,
+    slots: int, scale: float,
+) -> Tensor:  # fmt: skip
     """Attention under a `TreeMask`; its shapes are those of `TreeMask.__call__`."""
     query, key, value = (part if part.stride(-1) == 1 else part.contiguous() for part in (query, key, value))
     batch, heads, nodes, width = query.shape
@@ -83,7 +96,7 @@ def tree_attention(
     block_k = 64 if width <= 128 and accumulate == torch.float32 else 32
     splits = _splits(query.device, batch * kv * blocks, triton.cdiv(slots, block_k))
     out = query.new_empty(batch, nodes, heads, out_width)
-    part, peak = out, lengths  # the latter is not written
+    part = peak = out  # not written
     if splits > 1:
         part = query.new_empty(batch * kv, splits, group * nodes, out_width, dtype=accumulate)
         peak = query.new_empty(batch * kv, splits, group * nodes, dtype=accumulate)
@@ -91,7 +104,7 @@ def tree_attention(
     sizes |= {"OUT_WIDTH": max(16, triton.next_power_of_2(out_width))}
     sizes |= {"ACC": tl.float64 if accumulate == torch.float64 else tl.float32}
     kernels.attend_to_split[(batch * kv, blocks, splits)](
-        *(query, key, value, words, words if first is None else first, lengths, part, peak),
+        *(query, key, value, words, words if first is None else first, lengths, part, peak, done, out),
         *(*query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *out.stride()[:3]),
         *(slots, scale * LOG2_E),
         W=words.shape[-1],
@@ -106,15 +119,6 @@ def tree_attention(
         num_stages=2,
         **sizes,
     )
-    if splits > 1:
-        kernels.join_splits[(batch * kv, triton.cdiv(group * nodes, 16))](
-            *(part, peak, out),
-            *out.stride()[:3],
-            SPLITS_WIDTH=triton.next_power_of_2(splits),
-            BLOCK_Q=16,
-            num_warps=4,
-            **sizes,
-        )
     return out
 
 
@@ -126,7 +130,12 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: object) -> Tensor:
 
 def _splits(device: torch.device, programs: int, blocks: int) -> int:
     """Into how many parts keys of so many blocks are split, where `programs` would not fill the device."""
+    return max(1, min(32, blocks // 2, triton.cdiv(_wanted(device), programs)))
+
+
+def _wanted(device: torch.device) -> int:
+    """Programs that fill the device; as many or more are not split."""
     processors = _MULTIPROCESSORS
     if device.type == "cuda":
         processors = torch.cuda.get_device_properties(device).multi_processor_count
-    return max(1, min(32, blocks // 2, triton.cdiv(_PROGRAMS * processors, programs)))
+    return _PROGRAMS * processors

@@ -12,7 +12,7 @@ _HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)
 
 @triton.jit
 def attend_to_split(
-    Q, K, V, WORDS, FIRST, LENGTHS, PART, PEAK,
+    Q, K, V, WORDS, FIRST, LENGTHS, PART, PEAK, DONE, OUT,
     q_batch, q_head, q_node, k_batch, k_head, k_slot, v_batch, v_head,
     v_slot, o_batch, o_node, o_head, slots, scale,
     KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
@@ -22,8 +22,9 @@ def attend_to_split(
     """Queries of one head of keys under one part of the keys, by online softmax; the last part is followed by the tree.
 
     Program (b KV + head, block of G N queries, part). Queries stand by their head of the group, then by their node.
-    PART [B KV, SPLITS, G N, E] and PEAK [B KV, SPLITS, G N] take the mixed values and the log2 of the weights' sum;
-    with one part PART is the output, by its strides, and PEAK is not written.
+    PART [B KV, SPLITS, G N, E] and PEAK [B KV, SPLITS, G N] take the mixed values and the log2 of the weights' sum, and
+    the program that is the last of a block to be done, as counted in DONE [B KV blocks], joins them in OUT; it leaves
+    the count at 0, as it was found. With one part, OUT is written at once and those three are not.
     """
     pair, block, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch, head = (pair // KV).to(tl.int64), (pair % KV).to(tl.int64)
@@ -77,42 +78,32 @@ def attend_to_split(
             total, best = total * fade + tl.sum(weights, 1), peak
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     is_out = is_query[:, None] & (e < E)[None]
+    to = OUT + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
     if SPLITS == 1:
-        at = PART + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
-        tl.store(at, mixed.to(PART.dtype.element_ty), mask=is_out)
+        tl.store(to, mixed.to(OUT.dtype.element_ty), mask=is_out)
     else:
-        place = (pair.to(tl.int64) * SPLITS + split) * G * N + queries
+        base = pair.to(tl.int64) * SPLITS * G * N + queries
+        place = base + split * G * N
         tl.store(PART + place[:, None] * E + e[None], mixed, mask=is_out)
         peak = tl.where(total > 0, best + tl.log2(tl.where(total > 0, total, 1.0)), _HIDDEN)
         tl.store(PEAK + place, peak, mask=is_query)
-
-
-@triton.jit
-def join_splits(
-    PART, PEAK, OUT, o_batch, o_node, o_head,
-    KV: tl.constexpr, G: tl.constexpr, N: tl.constexpr, E: tl.constexpr, SPLITS: tl.constexpr,
-    SPLITS_WIDTH: tl.constexpr, BLOCK_Q: tl.constexpr, OUT_WIDTH: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
-    """What the parts of `attend_to_split` come to together. Program (b KV + head, block of G N queries)."""
-    pair, block = tl.program_id(0), tl.program_id(1)
-    batch, head = (pair // KV).to(tl.int64), (pair % KV).to(tl.int64)
-    queries = block * BLOCK_Q + tl.arange(0, BLOCK_Q)
-    is_query = queries < G * N
-    s, e = tl.arange(0, SPLITS_WIDTH), tl.arange(0, OUT_WIDTH)
-    base = pair.to(tl.int64) * SPLITS * G * N
-    at = PEAK + base + s[None] * G * N + queries[:, None]
-    peaks = tl.load(at, mask=is_query[:, None] & (s < SPLITS)[None], other=_HIDDEN)
-    highest = tl.max(peaks, 1)
-    total = tl.sum(tl.exp2(peaks - highest[:, None]), 1)
-    mixed = tl.zeros([BLOCK_Q, OUT_WIDTH], ACC)
-    is_out = is_query[:, None] & (e < E)[None]
-    for split in range(SPLITS):
-        place = base + split * G * N + queries
-        weight = tl.exp2(tl.load(PEAK + place, mask=is_query, other=_HIDDEN) - highest)
-        mixed += weight[:, None] * tl.load(PART + place[:, None] * E + e[None], mask=is_out, other=0.0)
-    node, q_heads = queries % N, head * G + queries // N
-    to = OUT + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]
-    tl.store(to, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=is_out)
+        tl.debug_barrier()  # all of this program's threads have written before one of them says so
+        count = DONE + pair * tl.num_programs(1) + block
+        if tl.atomic_add(count, 1, sem="acq_rel") == SPLITS - 1:
+            tl.store(count, 0)
+            best = tl.full([BLOCK_Q], _HIDDEN, ACC)
+            total = tl.zeros([BLOCK_Q], ACC)
+            mixed = tl.zeros([BLOCK_Q, OUT_WIDTH], ACC)
+            for part in range(SPLITS):  # from where all multiprocessors see what others wrote
+                place = base + part * G * N
+                other = tl.load(PEAK + place, mask=is_query, other=_HIDDEN, cache_modifier=".cg")
+                values_of = PART + place[:, None] * E + e[None]
+                peak = tl.maximum(best, other)
+                fade, weight = tl.exp2(best - peak), tl.exp2(other - peak)
+                mixed = mixed * fade[:, None]
+                mixed += weight[:, None] * tl.load(values_of, mask=is_out, other=0.0, cache_modifier=".cg")
+                total, best = total * fade + weight, peak
+            tl.store(to, (mixed / total[:, None]).to(OUT.dtype.element_ty), mask=is_out)
 
 
 @triton.jit
@@ -174,3 +165,51 @@ def write_heads(
         to = VALUES + to_row * value_batch + of * value_head + slot * value_slot
         tl.store(to + d, tl.load(at + d, mask=there).to(VALUES.dtype.element_ty), mask=there)
         tl.store(to + HALF + d, tl.load(at + HALF + d, mask=there).to(VALUES.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def multiply(
+    X, WEIGHT, BIAS, NORM, ADDED, OUT, rows, eps,
+    IN: tl.constexpr, WIDTH: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, BIASED: tl.constexpr,
+    ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """OUT [rows, WIDTH] = ADDED [rows, WIDTH] + norm(X [rows, IN]) WEIGHT^T + BIAS. Program (block of rows, of columns).
+
+    The rows' scale of a norm, which is known after their last number, is applied to the product. Where GATED, WEIGHT
+    [2 WIDTH, IN] has the gate's rows before those that it is for, and OUT is silu(gate) * up.
+    """
+    row = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)).to(tl.int64)
+    k = tl.arange(0, BLOCK_K)
+    is_row, is_column = row < rows, column < WIDTH
+    product = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    up = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, IN, BLOCK_K):
+        there = start + k < IN
+        x = tl.load(X + row[:, None] * IN + start + k[None], mask=is_row[:, None] & there[None], other=0.0)
+        at = WEIGHT + column[:, None] * IN + start + k[None]
+        is_weight = is_column[:, None] & there[None]
+        weight = tl.load(at, mask=is_weight, other=0.0)
+        if NORMED:
+            wide = x.to(tl.float32)
+            squares += tl.sum(wide * wide, 1)
+            x = (wide * tl.load(NORM + start + k, mask=there, other=0.0).to(tl.float32)[None]).to(x.dtype)
+        product = tl.dot(x, tl.trans(weight), product, input_precision=PRECISION, out_dtype=ACC)
+        if GATED:
+            weight = tl.load(at + WIDTH * IN, mask=is_weight, other=0.0)
+            up = tl.dot(x, tl.trans(weight), up, input_precision=PRECISION, out_dtype=ACC)
+    if NORMED:
+        scale = tl.rsqrt(squares / IN + eps).to(ACC)[:, None]
+        product, up = product * scale, up * scale
+    if BIASED:
+        product += tl.load(BIAS + column, mask=is_column, other=0.0).to(ACC)[None]
+    kind: tl.constexpr = OUT.dtype.element_ty
+    if GATED:  # rounded where the modules round
+        gate = product.to(kind).to(ACC)
+        product = (gate / (1.0 + tl.exp(-gate))).to(kind).to(ACC) * up.to(kind).to(ACC)
+    to, is_out = row[:, None] * WIDTH + column[None], is_row[:, None] & is_column[None]
+    if ADDS:
+        product = product.to(kind).to(ACC) + tl.load(ADDED + to, mask=is_out, other=0.0).to(ACC)
+    tl.store(OUT + to, product.to(kind), mask=is_out)

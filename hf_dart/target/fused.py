@@ -32,6 +32,11 @@ _here: ContextVar[bool] = ContextVar("_here", default=False)
 class FusedLinears:
     """Linear layers of one input, whose weights lie one after another.
 
+    Attributes:
+        weight: [sum out_i, in] of all of them.
+        bias: [sum out_i], or None.
+        sizes: out_i.
+
     Args:
         linears: [out_i, in] each; the first is called first, with the input of all.
     """
@@ -39,24 +44,24 @@ class FusedLinears:
     def __init__(self, linears: Sequence[nn.Linear]) -> None:
         self.linears = tuple(linears)
         self.forwards = [_Forward(self, place) for place in range(len(linears))]
-        self._sizes = [linear.out_features for linear in linears]
-        self._weight = _whole([linear.weight for linear in linears])
-        self._bias = None if linears[0].bias is None else _whole([linear.bias for linear in linears])
-        self._input: Tensor | None = None
-        self._outputs: tuple[Tensor, ...] = ()
+        self.sizes = [linear.out_features for linear in linears]
+        self.weight = _whole([linear.weight for linear in linears])
+        self.bias = None if linears[0].bias is None else _whole([linear.bias for linear in linears])
+        # What was computed last, and of what: one tuple, so that no thread sees the input of one and outputs of another.
+        self._last: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     def __call__(self, place: int, x: Tensor) -> Tensor:
         """What the layer at `place` makes of x [..., in]: computed with the first one, kept for the others."""
+        seen, outputs = self._last
         if place == 0:
-            self._outputs = F.linear(x, self._weight, self._bias).split(self._sizes, -1)
-            self._input = x
-        elif self._input is not x:  # not what the first one saw
+            outputs = F.linear(x, self.weight, self.bias).split(self.sizes, -1)
+            self._last = x, outputs
+        elif seen is not x:  # not what the first one saw
             linear = self.linears[place]
             return F.linear(x, linear.weight, linear.bias)
-        found = self._outputs[place]
         if place == len(self.linears) - 1:
-            self._input, self._outputs = None, ()
-        return found
+            self._last = None, ()
+        return outputs[place]
 
 
 class _Forward(StandIn):

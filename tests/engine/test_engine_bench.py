@@ -36,6 +36,30 @@ def kept(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return lines
 
 
+def test_switches(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fields of `EngineConfig` by name: they are those of the engine, and are told in table and JSON."""
+    monkeypatch.setattr(engine, "_SIZES", {"cpu": (1, 4)})
+    file, words = tmp_path / "engine.json", "--nodes 8 --tau 2 --prompt-tokens 12 --new-tokens 8"
+    switches = ["--engine", "fuse=true", "tree_attention=flex", "first_tier=64"]
+    assert main([*_TINY, *words.split(), *switches, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    wanted = {"fuse": True, "tree_attention": "flex", "first_tier": 64}
+    assert report["settings"]["engine"] == wanted
+    assert {name: report["engine"][name] for name in wanted} == wanted
+    assert "fuse True, tree_attention flex, first_tier 64, backend None" in capsys.readouterr().out
+    for given, told in (
+        ("fuse", "'fuse' is not NAME=VALUE"),
+        ("fused=1", "--engine names 'fused'; give some of first_tier, fuse,"),
+        ("backend=none", "--engine names 'backend'; give some of"),
+        ("lag=7", "lag is 7; give 0, 1 or 2"),
+    ):
+        try:
+            assert main([*_TINY, "--engine", given]) != 0
+        except SystemExit as stopped:
+            assert stopped.code != 0
+        assert told in capsys.readouterr().err
+
+
 def test_all_methods(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from hf_dart.engine.config import EngineConfig
+from hf_dart.target.fused import fuse
 from hf_dart.target.masks import MaskKind
 
 INTERPRETS = os.environ.get("TRITON_INTERPRET") == "1"
@@ -79,7 +80,7 @@ def case(
 def test_attention_is_pytorchs(
     rows: int, heads: int, kv: int, nodes: int, width: int, out_width: int, slots: int, window: int | None, dtype: Any
 ) -> None:
-    from hf_dart.engine.tree_attention import TreeMask
+    from hf_dart.engine.tree_attention import TreeMask, counters
 
     generator = torch.Generator().manual_seed(1)
     query = torch.randn(rows, nodes, heads, width, generator=generator, dtype=torch.float64).transpose(1, 2).to(dtype)
@@ -92,10 +93,13 @@ def test_attention_is_pytorchs(
     beyond = (torch.arange(slots + nodes) >= lengths[:, None]) & (torch.arange(slots + nodes) < slots)
     for part in (key, value):
         part.masked_fill_(beyond[:, None, :, None], torch.nan)
-    found = TreeMask.of(kind, ancestors, positions, lengths, slots)(query, key, value, 0.3)
+    mask = TreeMask.of(kind, ancestors, positions, lengths, slots, counters(key.device))
+    found = mask(query, key, value, 0.3)
     assert found.dtype == dtype
     assert found.is_contiguous()
     torch.testing.assert_close(found.double(), wanted, rtol=0, atol=16 * torch.finfo(dtype).eps)
+    assert not mask.done.any()  # as the next layer has to find it
+    assert torch.equal(mask(query, key, value, 0.3), found)
 
 
 @interpreted
@@ -106,11 +110,11 @@ def test_rounds(family: str, backend: str | None) -> None:
     """Whole calls, alone and with nodes shared by a batch, in float64: stock's text."""
     target = tiny_target(family)
     head = tiny_head(target)
-    made = engine(target, head, tree_attention=True, backend=backend)
+    made = engine(target, head, tree_attention="triton", backend=backend)
     for size in (1, 3):
         assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
     assert made.tiers
-    assert all(tier is not None and tier.round.verifier._kernels.tree_attention for tier in made.tiers)
+    assert all(tier is not None and tier.round.verifier._kernels.tree_attention == "triton" for tier in made.tiers)
 
 
 @interpreted
@@ -121,13 +125,78 @@ def test_heads(family: str, fuse: bool, backend: str | None) -> None:
     """With norms of heads and without, alone and with nodes shared by a batch: stock's text."""
     target = tiny_target(family)
     head = tiny_head(target)
-    made = engine(target, head, tree_attention=True, fused_heads=True, fuse=fuse, backend=backend)
+    made = engine(target, head, tree_attention="triton", fused_heads=True, fuse=fuse, backend=backend)
     for size in (1, 3):
         assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
     assert made.tiers
     layers = target.config.num_hidden_layers
     assert all(tier is not None and len(tier.round.verifier._kernels.heads) == layers for tier in made.tiers)
     assert not any("forward" in vars(part) for part in target.modules())
+
+
+@interpreted
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("rows", "width", "size"), [(5, 24, 40), (70, 100, 130)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16])
+def test_product_is_pytorchs(dtype: Any, rows: int, width: int, size: int, gated: bool) -> None:
+    from hf_dart.engine.layers import product
+
+    generator = torch.Generator().manual_seed(2)
+
+    def random(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+    x, norm, weight = random(1, rows, size), random(size), random(width, size) / size**0.5
+    bias, added = (None, None) if gated else (random(width), random(1, rows, width))
+    for eps in (0.0, 0.5):
+        wide = x.double()
+        normed = wide * (wide.square().mean(-1, keepdim=True) + eps).rsqrt() * norm.double()
+        if gated:
+            gate, up = F.linear(normed, weight.double()).chunk(2, -1)
+            wanted = F.silu(gate) * up
+        else:
+            wanted = F.linear(normed, weight.double(), bias.double()) + added.double()
+        found = product(x, weight, bias, norm, eps, added, gated)
+        # Norms are of float32, as the modules' are.
+        atol = 16 * max(torch.finfo(dtype).eps, torch.finfo(torch.float32).eps)
+        torch.testing.assert_close(found.double(), wanted, rtol=0, atol=atol)
+    if not gated:
+        plain = product(x, weight, None, None, 0.0, None, False)
+        torch.testing.assert_close(plain, F.linear(x, weight), rtol=0, atol=16 * torch.finfo(dtype).eps)
+
+
+@interpreted
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.matrix)])
+@pytest.mark.parametrize("family", ["qwen3", "qwen2"])
+def test_layers(family: str, backend: str | None) -> None:
+    """Norms of heads or biases, alone and with nodes shared by a batch: stock's text."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(
+        target, head, tree_attention="triton", fused_heads=True, fuse=True, fused_layers=True, backend=backend
+    )
+    for size in (1, 3):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert made.tiers
+    layers = target.config.num_hidden_layers
+    assert all(tier is not None and len(tier.round.verifier._kernels.layers) == layers for tier in made.tiers)
+    assert not any("forward" in vars(part) for part in target.modules())
+
+
+@interpreted
+def test_layers_of_another_form() -> None:
+    """Residuals that are scaled, another activation, norms by 1 + w after the attention: told by their numbers."""
+    from hf_dart.engine import heads, layers
+
+    def replaced(target: Any) -> int:
+        return len(layers.forwards_of(target, heads.forwards_of(target), fuse(target)))
+
+    assert replaced(tiny_target("llama")) == 2
+    assert heads.forwards_of(granite := tiny_target("granite", residual_multiplier=0.5))
+    assert not replaced(granite)
+    assert not replaced(tiny_target("llama", hidden_act="gelu"))
+    assert not replaced(tiny_target("gemma3"))
 
 
 @interpreted
@@ -155,18 +224,76 @@ def test_a_wrong_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tree_attention, "as_words", lambda seen: right(seen.roll(1, -1)))
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    engine(target, head, tree_attention=True)
+    engine(target, head, tree_attention="triton")
     with pytest.warns(UserWarning, match="go on without the kernels that were asked for: .*computes something else"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 
 
+not_interpreted = pytest.mark.skipif(INTERPRETS, reason="needs no interpreter")
+
+
+@not_interpreted
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("window", [None, 9])
+def test_flex_attention_is_pytorchs(window: int | None) -> None:
+    from hf_dart.engine.flex_attention import FlexMask
+
+    generator = torch.Generator().manual_seed(1)
+    query, key, value = (
+        torch.randn(2, heads, length, 20, generator=generator, dtype=torch.float64)
+        for heads, length in ((6, 13), (2, 313), (2, 313))
+    )
+    *_, seen = case(2, 13, 300, window)
+    wanted = F.scaled_dot_product_attention(query, key, value, attn_mask=seen, scale=0.3, enable_gqa=True)
+    for mask in (seen, torch.zeros(seen.shape).masked_fill_(~seen, torch.finfo(torch.float32).min / 2)):
+        found = FlexMask.of(mask)(query, key, value, 0.3)
+        torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=0, atol=1e-14)
+        assert found.is_contiguous()
+
+
+@not_interpreted
+@pytest.mark.parametrize("window", [None, 9])
+def test_blocks_that_are_seen(window: int | None) -> None:
+    """As FlexAttention's own search finds them."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    from hf_dart.engine.flex_attention import FlexMask
+
+    *_, seen = case(3, 150, 500, window)
+    seen[0, :, :128, 128:384] = True
+    found = FlexMask.of(seen)
+    wanted = create_block_mask(lambda row, head, node, key: seen[row, 0, node, key], 3, None, *seen.shape[2:], "cpu")
+    names = ("kv_num_blocks", "kv_indices", "full_kv_num_blocks", "full_kv_indices")
+    assert all(torch.equal(blocks, getattr(wanted, name)) for blocks, name in zip(found.blocks, names, strict=True))
+    assert found.blocks[2].any()
+
+
+@not_interpreted
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own, as it traces
+@pytest.mark.parametrize("family", ["qwen3", "gemma3"])
+@pytest.mark.parametrize(
+    ("backend", "dtype"), [(None, torch.float64), pytest.param("aot_eager", torch.float32, marks=pytest.mark.matrix)]
+)
+def test_rounds_by_flex_attention(family: str, backend: str | None, dtype: Any) -> None:
+    """Whole calls, alone and with nodes shared by a batch: stock's text. PyTorch compiles it in float32 at most."""
+    target = tiny_target(family, dtype=dtype)
+    head = tiny_head(target)
+    made = engine(target, head, tree_attention="flex", backend=backend)
+    for size in (1, 3):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert made.tiers
+    assert all(tier is not None and tier.round.verifier._kernels.tree_attention == "flex" for tier in made.tiers)
+
+
 @needs_triton
-@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
+@not_interpreted
 def test_without_a_gpu() -> None:
     """Kernels that cannot run are told once, and done without."""
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    made = engine(target, head, tree_attention=True, fused_heads=True, first_tier=64)
+    made = engine(target, head, tree_attention="triton", fused_heads=True, first_tier=64)
     with (
         pytest.warns(UserWarning, match="fused_heads is left out: no attention of Qwen3ForCausalLM computes the same"),
         pytest.warns(UserWarning, match="go on without the kernels that were asked for"),
@@ -178,10 +305,16 @@ def test_without_a_gpu() -> None:
 
 def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hf_dart.engine.config.find_spec", lambda name: None)
-    with pytest.raises(ValueError, match="tree_attention needs Triton, which is not installed: pip install triton"):
-        EngineConfig(tree_attention=True)
-    with pytest.raises(ValueError, match="fused_heads writes for the kernels of tree_attention; set both"):
+    with pytest.raises(
+        ValueError, match="tree_attention='triton' needs Triton, which is not installed: pip install triton"
+    ):
+        EngineConfig(tree_attention="triton")
+    with pytest.raises(ValueError, match="fused_heads writes for the kernel of tree_attention='triton'; set"):
         EngineConfig(fused_heads=True)
+    with pytest.raises(ValueError, match="fused_layers multiplies what fuse joins and fused_heads attends to; set all"):
+        EngineConfig(fused_layers=True, fuse=True)
+    with pytest.raises(ValueError, match="tree_attention is True; give 'triton', 'flex' or None"):
+        EngineConfig(tree_attention=True)  # type: ignore[arg-type]
 
 
 @needs_triton
@@ -198,9 +331,8 @@ def test_compiles_for_a_gpu(splits: int, windowed: bool, tmp_path: Path) -> None
     constants: dict[str, Any] = {"KV": 8, "G": 4, "N": 64, "W": 1, "D": 128, "E": 128, "SPLITS": splits}
     constants |= {"BLOCK_Q": 64, "BLOCK_K": 64, "WIDTH": 128, "OUT_WIDTH": 128, "NODES": 64}
     constants |= {"WINDOWED": windowed, "ACC": language.float32, "PRECISION": "ieee"}
-    part = "*fp32" if splits > 1 else "*bf16"
     kinds = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "WORDS": "*i64", "FIRST": "*i32", "LENGTHS": "*i64"}
-    kinds |= {"PART": part, "PEAK": "*fp32"}
+    kinds |= {"PART": "*fp32", "PEAK": "*fp32", "DONE": "*i32", "OUT": "*bf16"}
     names = triton_kernels.attend_to_split.arg_names
     kinds |= {name: "i32" for name in names if name not in kinds and name not in constants}
     kinds["scale"] = "fp32"
