@@ -25,8 +25,8 @@ class EngineConfig:
             of which the parameters are views (`hf_dart.target.fused`), until `detach`.
         fused_heads: norm and rotate queries and keys, and write keys and values, by a Triton kernel of our own, in
             attentions of Llama's form (`hf_dart.engine.heads`); with `tree_attention="triton"` only.
-        fused_layers: multiply, with the norms and additions around the products, by a Triton kernel of our own, in layers
-            of Llama's form (`hf_dart.engine.layers`); with `fuse` and `fused_heads` only.
+        fused_layers: multiply, with the norms and additions around the products, by a Triton kernel of our own, in
+            layers of Llama's form (`hf_dart.engine.layers`); with `fuse` and `fused_heads` only.
         tree_attention: "triton" attends by a Triton kernel of our own, for targets that attend by SDPA
             (`hf_dart.engine.tree_attention`), and "flex" by PyTorch's FlexAttention; None by SDPA.
 

@@ -1,7 +1,7 @@
-"""Attention of trees that follow cached texts, by PyTorch's FlexAttention: it passes over blocks of keys that nobody sees.
+"""Attention of trees that follow cached texts, by FlexAttention: it passes over blocks of keys that nobody sees.
 
-The plain alternative to `hf_dart.engine.tree_attention`, which needs no kernel of ours: heads of a group share keys
-there, too. In compiled rounds a kernel is made of it; else it computes all scores.
+PyTorch's own, the plain alternative to `hf_dart.engine.tree_attention`, which needs no kernel of ours:
+heads of a group share keys there, too. In compiled rounds a kernel is made of it; else it computes all scores.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Decoder layers of Llama's form in six launches: four products with what stands around them, and attention's two.
 
-After `torch.compile` such a layer of fused projections is nine launches: the norms, the additions to the residual and the
-gate's product are kernels of their own, since a library's products cannot take them in. Ours (`triton_kernels.multiply`)
-can: a norm is folded into the product after it, and silu(gate) * up and the addition into the product before. Which
-layers have that form is not read from their class: each is held against its own forward on random numbers before it is
-replaced (`forwards_of`).
+After `torch.compile` such a layer of fused projections is nine launches: the norms with the additions to the residual
+and the gate's product are kernels of their own, since a library's products cannot take them in. Ours
+(`triton_kernels.multiply`) can: a norm is folded into the product after it, and silu(gate) * up and the addition into
+the product before. Which layers have that form is not read from their class: each is held against its own forward on
+random numbers before it is replaced (`forwards_of`).
 """
 
 from __future__ import annotations
@@ -92,9 +92,10 @@ def _candidates(
 ) -> Iterator[LayerForward]:
     """Layers whose parts have the names and the kinds that a layer of Llama's form has."""
     by_attention = {forward.attention: forward for forward in heads}
-    by_first = {group.linears[0]: group for group in linears}
+    by_first: dict[Any, Any] = {group.linears[0]: group for group in linears}
     for layer in target.modules():
-        attention, mlp = (getattr(layer, name, None) for name in ("self_attn", "mlp"))
+        attention: Any = getattr(layer, "self_attn", None)
+        mlp = getattr(layer, "mlp", None)
         if attention not in by_attention or forward_before(vars(layer).get("forward")) is not None:
             continue
         groups = [by_first.get(getattr(part, name, None)) for part, name in ((attention, "q_proj"), (mlp, "gate_proj"))]

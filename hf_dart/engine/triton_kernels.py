@@ -174,7 +174,7 @@ def multiply(
     ADDS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """OUT [rows, WIDTH] = ADDED [rows, WIDTH] + norm(X [rows, IN]) WEIGHT^T + BIAS. Program (block of rows, of columns).
+    """OUT [rows, WIDTH] = ADDED [rows, WIDTH] + norm(X [rows, IN]) WEIGHT^T + BIAS. Program (rows' block, columns').
 
     The rows' scale of a norm, which is known after their last number, is applied to the product. Where GATED, WEIGHT
     [2 WIDTH, IN] has the gate's rows before those that it is for, and OUT is silu(gate) * up.

@@ -47,7 +47,7 @@ class FusedLinears:
         self.sizes = [linear.out_features for linear in linears]
         self.weight = _whole([linear.weight for linear in linears])
         self.bias = None if linears[0].bias is None else _whole([linear.bias for linear in linears])
-        # What was computed last, and of what: one tuple, so that no thread sees the input of one and outputs of another.
+        # Of what and what was computed last: one tuple, so that no thread sees an input with another's outputs.
         self._last: tuple[Tensor | None, tuple[Tensor, ...]] = (None, ())
 
     def __call__(self, place: int, x: Tensor) -> Tensor:
