@@ -21,7 +21,7 @@ from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
 from hf_dart.target.masks import MaskKind
 from hf_dart.target.positions import forgets_text
-from hf_dart.target.trial import check_verification
+from hf_dart.target.trial import check_verification, forget
 
 GREEDY = {"do_sample": False}
 
@@ -457,10 +457,12 @@ def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool
             hook.remove()
 
         hook = fresh.register_forward_pre_hook(unpack)
+        forget(fresh)
     own = dict(vars(rotary))
     buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
+    check_verification(fresh, 45, 8)
     attach(fresh)
-    assert vars(rotary) == own
+    assert own.items() <= vars(rotary).items() if unpacks else vars(rotary) == own  # a first forward may keep more
     for name, (buffer, content) in buffers.items():
         assert getattr(rotary, name) is buffer
         assert torch.equal(buffer, content)
