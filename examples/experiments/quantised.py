@@ -3,6 +3,9 @@
     pip install -e '.[quantised]'
     python examples/experiments/quantised.py --package bitsandbytes --json model_cards/quantised/bitsandbytes.json
     python examples/experiments/quantised.py --package torchao --json model_cards/quantised/torchao.json
+
+--package optimum-quanto, compressed-tensors and finegrained (transformers' own FP8) go likewise; the last two load
+files.
 """
 
 from __future__ import annotations
@@ -12,9 +15,11 @@ import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from quantised_files import save_compressed, save_fp8
 
 from hf_dart.bench.audit import audit
 from hf_dart.bench.pair import Pair, load_pair
@@ -23,7 +28,7 @@ from hf_dart.bench.speed import Settings
 from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.errors import UserError
 from hf_dart.hub.machine import versions
-from hf_dart.target.loading import quantization_config
+from hf_dart.target.loading import PACKAGED, quantization_config
 from hf_dart.view.tables import headline, markdown
 
 BITS_AND_BYTES: dict[str, dict[str, Any]] = {
@@ -31,29 +36,54 @@ BITS_AND_BYTES: dict[str, dict[str, Any]] = {
     "bitsandbytes, 8 bits": {"load_in_8bit": True},
     "bitsandbytes, 8 bits, no outliers": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
-TORCHAO = {
-    "torchao, weights int8": "Int8WeightOnlyConfig",
-    "torchao, weights int4": "Int4WeightOnlyConfig",
-    "torchao, weights of any bits (8)": "IntxWeightOnlyConfig",
-    "torchao, weights float8": "Float8WeightOnlyConfig",
-    "torchao, weights int8, activations int8": "Int8DynamicActivationInt8WeightConfig",
-    "torchao, weights of any bits, activations int8": "Int8DynamicActivationIntxWeightConfig",
+TORCHAO: dict[str, tuple[str, str | None]] = {  # the config, and what it calls the weights in groups of 32
+    "torchao, weights int8": ("Int8WeightOnlyConfig", None),
+    "torchao, weights int4, packed": ("Int4WeightOnlyConfig", None),
+    "torchao, weights int4, in groups": ("IntxWeightOnlyConfig", ""),
+    "torchao, weights of any bits (8)": ("IntxWeightOnlyConfig", None),
+    "torchao, weights float8": ("Float8WeightOnlyConfig", None),
+    "torchao, weights int8, activations int8": ("Int8DynamicActivationInt8WeightConfig", None),
+    "torchao, weights int4 in groups, activations int8": ("Int8DynamicActivationIntxWeightConfig", "weight_"),
 }
-PACKAGES = ("torchao", "bitsandbytes", "optimum-quanto")
+# In published files, as `quantised_files` writes them.
+FILES = {
+    "compressed-tensors": ("W8A16", "W4A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16", "NVFP4"),
+    "finegrained": ("FP8 in blocks, unpacked",),
+}
+PACKAGES = ("torchao", "bitsandbytes", "optimum-quanto", *FILES)
 
 
-def quantisations(package: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """A name, and the fields of transformers' config, of each that a package brings."""
+def quantisations(package: str, folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """A name, and the options of `load_pair`, of each that a package brings; files are written below `folder`."""
     if package == "bitsandbytes":
-        yield from BITS_AND_BYTES.items()
+        yield from ((name, configured(fields)) for name, fields in BITS_AND_BYTES.items())
     elif package == "torchao":
         from torchao import quantization
         from transformers import TorchAoConfig
 
-        for name, kind in TORCHAO.items():
-            yield name, TorchAoConfig(getattr(quantization, kind)()).to_dict()
+        for name, (kind, grouped) in TORCHAO.items():
+            fields: dict[str, Any] = {}
+            if grouped is not None:
+                group = quantization.PerGroup(32)
+                fields = {"weight_dtype": torch.int4, f"{grouped}granularity": group}
+            yield name, configured(TorchAoConfig(getattr(quantization, kind)(**fields)).to_dict())
+    elif package in FILES:
+        for scheme in FILES[package]:
+            pair, path = load_pair(), folder / scheme
+            path.mkdir()
+            vars(pair.model).pop("generate", None)
+            if package == "compressed-tensors":
+                save_compressed(pair.model, path, scheme)
+            else:
+                save_fp8(pair.model, path)
+            pair.tokenizer.save_pretrained(path)
+            yield f"{package}, {scheme}", {"target": str(path), "head": PACKAGED}
     else:
-        yield "quanto, weights int8", {"quant_method": "quanto", "weights": "int8"}
+        yield "quanto, weights int8", configured({"quant_method": "quanto", "weights": "int8"})
+
+
+def configured(fields: dict[str, Any]) -> dict[str, Any]:
+    return {"quantization_config": quantization_config(fields)}
 
 
 def row_of(pair: Pair, dtype: str, settings: Settings, prompts: list[list[int]]) -> dict[str, Any]:
@@ -102,25 +132,30 @@ def main() -> None:
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
-    for name, fields in [("none", None), *quantisations(arguments.package)]:
-        for dtype in ("float32", "bfloat16"):
-            options = {} if fields is None else {"quantization_config": quantization_config(fields)}
-            try:
-                pair = load_pair(dtype=dtype, **options)
-            except UserError as error:
-                print(name, dtype, error, flush=True)
-                results.append({"quantisation": name, "dtype": dtype, "refused": "does not load here"})
-                continue
-            text, files = texts(None)
-            prompts = cut_prompts(pair.tokenizer, files, 2, 32)
-            settings = Settings(prompts=2, prompt_tokens=32, new_tokens=arguments.new_tokens, repeats=1, batches=(1, 2))
-            command = ["python", "examples/experiments/quantised.py", "--package", arguments.package]
-            about = about or {**circumstances(pair, settings, text, command), "dtype": "float32 and bfloat16"}
-            results.append({"quantisation": name, **row_of(pair, dtype, settings, prompts)})
-            print(name, dtype, "passed" if results[-1]["passed"] else "FAILED", flush=True)
-            content = {**about, "versions": versions(("torch", "transformers", arguments.package)), "results": results}
-            content["markdown"] = as_markdown(content)
-            arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+    with TemporaryDirectory() as folder:
+        for name, options in [("none", {}), *quantisations(arguments.package, Path(folder))]:
+            for dtype in ("float32", "bfloat16"):
+                try:
+                    pair = load_pair(dtype=dtype, **options)
+                except UserError as error:
+                    print(name, dtype, error, flush=True)
+                    refused = "does not load here"
+                    if isinstance(error.__cause__, ValueError) and "assistant=" in str(error):
+                        refused = f"refused: {error.__cause__}"
+                    results.append({"quantisation": name, "dtype": dtype, "refused": refused})
+                    continue
+                text, files = texts(None)
+                prompts = cut_prompts(pair.tokenizer, files, 2, 32)
+                words = arguments.new_tokens
+                settings = Settings(prompts=2, prompt_tokens=32, new_tokens=words, repeats=1, batches=(1, 2))
+                command = ["python", "examples/experiments/quantised.py", "--package", arguments.package]
+                about = about or {**circumstances(pair, settings, text, command), "dtype": "float32 and bfloat16"}
+                results.append({"quantisation": name, **row_of(pair, dtype, settings, prompts)})
+                print(name, dtype, "passed" if results[-1]["passed"] else "FAILED", flush=True)
+                used = versions(("torch", "transformers", arguments.package))
+                content = {**about, "versions": used, "results": results}
+                content["markdown"] = as_markdown(content)
+                arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":
