@@ -47,9 +47,13 @@ TORCHAO: dict[str, tuple[str, str | None]] = {  # the config, and what it calls 
 }
 # In published files, as `quantised_files` writes them.
 FILES = {
-    "compressed-tensors": ("W8A16", "W4A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK", "MXFP4A16", "NVFP4"),
+    "compressed-tensors": (
+        *("W8A16", "W4A16", "W8A8", "W4A8", "FP8", "FP8_DYNAMIC", "FP8_BLOCK"),
+        *("MXFP4A16", "NVFP4", "MXFP4"),
+    ),
     "finegrained": ("FP8 in blocks, unpacked",),
 }
+DTYPES = {"finegrained": ("bfloat16",)}  # what is not quantised stays in that of the files
 PACKAGES = ("torchao", "bitsandbytes", "optimum-quanto", *FILES)
 
 
@@ -69,7 +73,7 @@ def quantisations(package: str, folder: Path) -> Iterator[tuple[str, dict[str, A
             yield name, configured(TorchAoConfig(getattr(quantization, kind)(**fields)).to_dict())
     elif package in FILES:
         for scheme in FILES[package]:
-            pair, path = load_pair(), folder / scheme
+            pair, path = load_pair(dtype=DTYPES.get(package, ("float32",))[0]), folder / scheme
             path.mkdir()
             vars(pair.model).pop("generate", None)
             if package == "compressed-tensors":
@@ -132,9 +136,10 @@ def main() -> None:
     torch.set_num_threads(1)
     results: list[dict[str, Any]] = []
     about: dict[str, Any] = {}
+    dtypes = DTYPES.get(arguments.package, ("float32", "bfloat16"))
     with TemporaryDirectory() as folder:
         for name, options in [("none", {}), *quantisations(arguments.package, Path(folder))]:
-            for dtype in ("float32", "bfloat16"):
+            for dtype in dtypes:
                 try:
                     pair = load_pair(dtype=dtype, **options)
                 except UserError as error:
@@ -149,7 +154,7 @@ def main() -> None:
                 words = arguments.new_tokens
                 settings = Settings(prompts=2, prompt_tokens=32, new_tokens=words, repeats=1, batches=(1, 2))
                 command = ["python", "examples/experiments/quantised.py", "--package", arguments.package]
-                about = about or {**circumstances(pair, settings, text, command), "dtype": "float32 and bfloat16"}
+                about = about or {**circumstances(pair, settings, text, command), "dtype": " and ".join(dtypes)}
                 results.append({"quantisation": name, **row_of(pair, dtype, settings, prompts)})
                 print(name, dtype, "passed" if results[-1]["passed"] else "FAILED", flush=True)
                 used = versions(("torch", "transformers", arguments.package))

@@ -30,6 +30,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast
 from transformers.cache_utils import Cache
+from transformers.video_processing_utils import BaseVideoProcessor
 
 from hf_dart import LanguageModelDrafter, MtpDrafter, attach
 from hf_dart.drafters.base import Drafter
@@ -255,35 +256,47 @@ def test_reading_embeddings_is_for_those_that_can() -> None:
     assert read[0] == torch.long
 
 
-def test_images_of_a_real_processor() -> None:
-    """Two rows, three images."""
-    Image = pytest.importorskip("PIL.Image")
+def real_processor(family: str) -> Any:
+    """A processor as published ones are, for a family of `SEEING`."""
     if not hasattr(transformers, "CLIPImageProcessorPil"):
         pytest.skip("this release of transformers reads images by torchvision alone")
-    words = {f"w{token}": token for token in range(47)} | {"<image>": 47}
-    words_of = Tokenizer(models.WordLevel(words, unk_token="w2"))
-    words_of.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    marks = {"<image>": 47, "<video>": 46, "<begin>": 45, "<end>": 44}
+    words = Tokenizer(models.WordLevel({f"w{token}": token for token in range(44)} | marks, unk_token="w2"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = {"image_token": "<image>", "video_token": "<video>", "boi_token": "<begin>", "eoi_token": "<end>"}
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=words_of, pad_token="w0", additional_special_tokens=["<image>"], padding_side="left"
+        tokenizer_object=words, pad_token="w0", padding_side="left", extra_special_tokens=tokens
     )
-    reads = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
-    processor = LlavaProcessor(
-        reads,
-        tokenizer,
-        patch_size=4,
-        vision_feature_select_strategy="default",
-        image_token="<image>",
-        num_additional_image_tokens=1,
-    )
-    draw = np.random.default_rng(0)
-    images = [Image.fromarray(draw.integers(256, size=(12 + 4 * index, 16, 3), dtype=np.uint8)) for index in range(3)]
-    texts = ["w3 w4 <image> w5", "w5 <image> w7 <image> w9 w10"]
-    inputs = dict(processor(text=texts, images=images, padding=True, return_tensors="pt"))
+    if family == "llava":
+        reads = transformers.CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+        more = {"vision_feature_select_strategy": "default", "num_additional_image_tokens": 1}
+        return LlavaProcessor(reads, tokenizer, patch_size=4, image_token="<image>", **more)
+    if family == "gemma3":
+        reads = transformers.Gemma3ImageProcessorPil(size={"height": 8, "width": 8})
+        return transformers.Gemma3Processor(reads, tokenizer, image_seq_length=4)
+    reads = transformers.Qwen2VLImageProcessorPil(patch_size=4, merge_size=2, min_pixels=64, max_pixels=512)
+    videos = BaseVideoProcessor()  # asked for, and not used; Qwen's own wants torchvision
+    return transformers.Qwen2_5_VLProcessor(reads, tokenizer, videos)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl", "gemma3"])
+def test_images_of_a_real_processor(family: str) -> None:
+    """Two rows, three images."""
+    Image = pytest.importorskip("PIL.Image")
+    processor, draw = real_processor(family), np.random.default_rng(0)
+    images = [Image.fromarray(draw.integers(256, size=(12 + 8 * index, 16, 3), dtype=np.uint8)) for index in range(3)]
+    mark = {"llava": "<image>", "qwen2_5_vl": "<begin> <image> <end>", "gemma3": "<begin>"}[family]
+    texts = [f"w3 w4 {mark} w5", f"w5 {mark} w7 {mark} w9 w10"]
+    given = [images[:1], images[1:]] if family == "gemma3" else images
+    inputs = dict(processor(text=texts, images=given, padding=True, return_tensors="pt"))
     inputs["pixel_values"] = inputs["pixel_values"].double()
-    assert (inputs["input_ids"] == 47).sum(1).tolist() == [4, 8]
-    target = seeing_target("llava")
+    seen = (inputs["input_ids"] == 47).sum(1).tolist()
+    assert seen == ([4, 12] if family == "qwen2_5_vl" else [4, 8])
+    target = seeing_target(family)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **GREEDY)
     assert_identical(target, tiny_head(target), inputs, into=SEEN, **SAMPLED)
+    blind = run(target, {**inputs, "pixel_values": torch.zeros_like(inputs["pixel_values"])}, 0, **GREEDY)
+    assert not torch.equal(blind.sequences, run(target, inputs, 0, **GREEDY).sequences), "images were to matter"
 
 
 @pytest.mark.parametrize("name", ["PaliGemmaForConditionalGeneration", "Qwen2_5OmniThinkerForConditionalGeneration"])
