@@ -145,8 +145,8 @@ def main() -> None:
                 except UserError as error:
                     print(name, dtype, error, flush=True)
                     refused = "does not load here"
-                    if isinstance(error.__cause__, ValueError) and "assistant=" in str(error):
-                        refused = f"refused: {error.__cause__}"
+                    if "; call generate without" in str(error):
+                        refused = "refused: " + str(error.__cause__).partition("; call generate without")[0]
                     results.append({"quantisation": name, "dtype": dtype, "refused": refused})
                     continue
                 text, files = texts(None)
@@ -157,10 +157,10 @@ def main() -> None:
                 about = about or {**circumstances(pair, settings, text, command), "dtype": " and ".join(dtypes)}
                 results.append({"quantisation": name, **row_of(pair, dtype, settings, prompts)})
                 print(name, dtype, "passed" if results[-1]["passed"] else "FAILED", flush=True)
-                used = versions(("torch", "transformers", arguments.package))
-                content = {**about, "versions": used, "results": results}
-                content["markdown"] = as_markdown(content)
-                arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
+            used = versions(("torch", "transformers", arguments.package))
+            content = {**about, "versions": used, "results": results}
+            content["markdown"] = as_markdown(content)
+            arguments.json.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
 
 
 if __name__ == "__main__":

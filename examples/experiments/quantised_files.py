@@ -1,4 +1,4 @@
-"""Write a model down as published quantised checkpoints are: FP8 in blocks, MXFP4 experts, compressed-tensors.
+"""Write a model down as published quantised checkpoints are: FP8, MXFP4, GPTQ, compressed-tensors.
 
 Each function saves `model`, which it may change, to `folder`: config.json with its `quantization_config`, and
 model.safetensors. Linear layers are quantised, LM head and embeddings are not. Scales are those of the largest number
@@ -50,6 +50,27 @@ def save_mxfp4(model: Any, folder: Path) -> None:
         state[f"{name}_scales"] = (exponent + 127).to(torch.uint8)
     skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
     _write(model, folder, state, {"quant_method": "mxfp4", "modules_to_not_convert": skipped})
+
+
+def save_gptq(model: Any, folder: Path, group: int = 32) -> None:
+    """As GPTQ's checkpoints: 4 bits, eight to an int32 along the inputs, scales and zero points for each group.
+
+    auto-round loads them without a GPU, as files of its own (`quant_method`) that are packed in that way.
+    """
+    state = _state(model)
+    shifts = 4 * torch.arange(8, dtype=torch.int64)
+    for name, part in model.named_modules():
+        if isinstance(part, nn.Linear) and name != "lm_head":
+            groups = state.pop(f"{name}.weight").float().unflatten(1, (-1, group))  # [out, groups, group]
+            scale = (groups.abs().amax(-1) / 7).half()
+            codes = ((groups / scale.float()[..., None]).round() + 8).clamp(0, 15).flatten(1).T.long()  # [in, out]
+            words = (codes.unflatten(0, (-1, 8)) << shifts[:, None]).sum(1)
+            zeros = (torch.full((scale.shape[1], scale.shape[0] // 8, 8), 7) << shifts).sum(-1)  # less 1, as v1 is
+            for kind, packed in (("qweight", words), ("qzeros", zeros)):
+                state[f"{name}.{kind}"] = torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+            state[f"{name}.scales"] = scale.T.contiguous()
+    config = {"quant_method": "auto-round", "packing_format": "auto_round:auto_gptq", "bits": 4, "group_size": group}
+    _write(model, folder, state, {**config, "sym": True, "data_type": "int"})
 
 
 def save_compressed(model: Any, folder: Path, scheme: str, by_tensor: bool = False) -> None:

@@ -214,3 +214,14 @@ def test_compressed_tensors_with_scales_that_tokens_share(tmp_path: Path) -> Non
     pytest.importorskip("compressed_tensors")
     FILES.save_compressed(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path, "W8A8", by_tensor=True)
     refused(lambda: attach(loaded(tmp_path, torch.float32)), ValueError, "largest of all tokens")
+
+
+@pytest.mark.matrix
+def test_gptq_by_auto_round(tmp_path: Path) -> None:
+    """auto-round has a target compute in float16 where it was to be float32."""
+    pytest.importorskip("auto_round")
+    FILES.save_gptq(tiny_target("qwen3", dtype=torch.float32, **SMALL), tmp_path)
+    target = loaded(tmp_path, torch.float32)
+    assert "QuantLinear" in type(target.model.layers[0].mlp.down_proj).__name__
+    assert passes(target)["rounding"] == "float16"
+    trains(target, tmp_path / "head")
