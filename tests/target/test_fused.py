@@ -122,7 +122,7 @@ def test_saved_and_copied(tmp_path: Path) -> None:
         torch.testing.assert_close(logits(twin), wanted)
 
 
-@pytest.mark.filterwarnings("default:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
 def test_left_alone() -> None:
     """Other kinds of layers, tied weights, layers that have a forward of their own, adapters."""
     peft = pytest.importorskip("peft")
