@@ -14,16 +14,16 @@ LEAST, KEPT = 3, 32
 _CHANGE = 0.05  # of the cost, below which it stays as it is
 
 Timings = dict[tuple[int, int | None], tuple[float, ...]]
-"""By rows and depth, what the drafts of the last rounds cost, relative to a round without."""
+"""By rows and depth, what drafting and growing cost in the last rounds, relative to a round without."""
 
 
 class RoundCosts:
     """What a round costs, relative to one without a draft; the one place that tree growth and `Pace` ask.
 
     A draft costs what `TreeConfig.draft_cost` says. Where that was an estimate and `timings` are given, it costs what
-    drafting took in the last rounds beside the target's forward, both timed in the same round, so that a busy machine
-    slows both: the median, as single rounds are late. Growth is part of what a tree costs. Only where time is what the
-    host spends, on a CPU: elsewhere nothing is timed, which would wait for the device.
+    drafting and growing its trees took in the last rounds beside the target's forward, all timed in the same round, so
+    that a busy machine slows all: the median, as single rounds are late. Only where time is what the host spends, on a
+    CPU: elsewhere nothing is timed, which would wait for the device.
 
     Args:
         config: of the call, its `draft_cost` known or estimated.
@@ -58,15 +58,15 @@ class RoundCosts:
             nodes, levels: of its trees, the root and its level not counted among the levels.
             drafted: there was a draft.
         """
-        spent = {name: seconds.get(name, 0.0) for name in ("draft", "verify")}
+        spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
         before, self._spent = self._spent, spent
         if self._timings is None or not drafted:
             return
-        draft, verify = (spent[name] - before.get(name, 0.0) for name in spent)
+        draft, grow, verify = (spent[name] - before.get(name, 0.0) for name in spent)
         if verify <= 0:
             return
         key = (rows, self._config.depth)
-        cost = draft / verify * self(rows, drafted=False).of(nodes, levels)
+        cost = (draft + grow) / verify * self(rows, drafted=False).of(nodes, levels)
         # No list that grows: another thread may read it.
         self._timings[key] = (*self._timings.get(key, ())[1 - KEPT :], cost)
         self._learn(self._timings[key])

@@ -22,7 +22,7 @@ ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "
 
 @dataclass
 class DrafterRunner:
-    """Hands verified positions to the drafter and asks it for drafts, unless drafting pauses.
+    """Hands verified positions to the drafter, and asks it for drafts in rounds that are to have one.
 
     Attributes:
         drafter: what drafts.
@@ -34,7 +34,7 @@ class DrafterRunner:
         aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
             generator, it moves nothing.
         keeps: positions are to be kept for the drafter even if it will not be asked in this call.
-        pending: verified positions that it has not read, because drafting pauses.
+        pending: verified positions that it has not read, rounds having had no draft.
         last: its last proposal.
     """
 
@@ -50,7 +50,7 @@ class DrafterRunner:
     last: Proposal | None = None
 
     def propose(self, seen: Verified, level: str) -> Proposal | None:
-        """The next draft; None while drafting pauses, or if there is none.
+        """The next draft; None if the round is to have none, or there is none.
 
         Args:
             seen: the positions that the last round verified.

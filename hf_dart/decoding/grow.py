@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
-from math import exp
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import RowLookup, padded, up_to_end, with_copies
+from hf_dart.trees.copies import Copy, RowLookup, alone, padded, up_to_end, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
@@ -66,11 +65,12 @@ class TreeGrower:
         chain: bool = False,
         shares: list[float] | None = None,
         ended: list[bool] | None = None,
+        copies: list[Copy] | None = None,
     ) -> DraftTree:
         """The trees [B, N] after the last committed tokens.
 
         Args:
-            proposal: `depth` distributions per row; None while drafting pauses, when copied text alone grows.
+            proposal: `depth` distributions per row; None where copied text alone grows.
             gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
                 or to rank without it.
             deepest: deepest node per row.
@@ -79,10 +79,11 @@ class TreeGrower:
             shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
                 as much in all.
             ended: the rows that have ended and run on, which no token ends again; None for none.
+            copies: what `copies` found for this round; None looks for it.
         """
         if self._most == 1:
             return DraftTree.chain(self._roots(self._device)[:, None])
-        found = self._copies(deepest)
+        found = self.copies(deepest) if copies is None else copies
         if proposal is None and not self._may_pay(found, shares):
             return DraftTree.chain(self._roots(self._device)[:, None])
         copied, chances = padded(found)
@@ -148,25 +149,18 @@ class TreeGrower:
         """[B] last committed tokens."""
         return torch.tensor([text[-1] for text in self._texts], device=device)
 
-    def _copies(self, deepest: list[int]) -> list[tuple[list[int], float]]:
-        """Copied tokens of each row, and the log-probability of each of them."""
+    def copies(self, deepest: list[int]) -> list[Copy]:
+        """What may be copied in each row after its last committed token."""
         longest = min(self._config.lookup, max(deepest) + 1)
         return [lookup.suggest(longest) for lookup in self._lookups]
 
-    def _may_pay(self, found: list[tuple[list[int], float]], shares: list[float] | None) -> bool:
+    def _may_pay(self, copies: list[Copy], shares: list[float] | None) -> bool:
         """Could verifying these copies alone pay? A bound: no tree need be grown to see that nothing was found."""
-        longest = max(len(tokens) for tokens, _ in found)
+        longest = max(len(tokens) for tokens, _ in copies)
         if not longest or self._config.nodes is not None:
             return longest > 0
-        costs = self._costs(len(found), drafted=False).of_each(longest + 1)
-        weights = [1.0] * len(found) if shares is None else shares
-        expected, plain = sum(weights), sum(weights) / costs[0]
-        for depth in range(1, longest + 1):
-            rows = zip(weights, found, strict=True)
-            expected += sum(weight * exp(depth * chance) for weight, (tokens, chance) in rows if len(tokens) >= depth)
-            if expected >= plain * costs[depth]:
-                return True
-        return False
+        cost = self._costs(len(copies), drafted=False)
+        return alone(copies, [1.0] * len(copies) if shares is None else shares, cost).depth > 0
 
     def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
         """Which tokens [B, ...] end the text of their row."""

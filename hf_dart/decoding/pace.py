@@ -1,22 +1,29 @@
-"""When drafts do not pay, drafting pauses and only copied text is verified; it is tried again later.
+"""What each round drafts: nothing, copied text alone, or the drafter's guesses beside it, by what that is worth.
 
-Where trees cannot shrink to what their nodes are worth, chains are tried before that.
+Copied text costs nothing to draft. What a draft adds to it is measured: how often a draft was right as deep as that,
+where the copy was not. Where that brings less for its time than copies alone do, the round is not drafted. A drafter
+that is never worth its cost pauses, and is tried again later; where trees cannot shrink to what their nodes are worth,
+chains are tried before that.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from math import exp, log, sqrt
+from math import exp, sqrt
 from typing import Any
+
+import numpy as np
 
 from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.proposer import Proposer
+from hf_dart.trees.arrays import Array
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.copies import Alone, Copy, alone
 
-_TRIAL, _RETRIAL = 8, 4  # rounds before a way to draft is judged: at first, and when it is tried again
-_STAKE = 3.0  # stock's steps that a trial in one row may lose; means over more rows scatter less
-_MEMORY = 0.9  # weight of what is known against the newest round
+_STAKE = 3.0  # stock's steps that a first trial in one row may lose, later ones half of it; more rows scatter less
+_HOPE = 0.75  # before a way is tried, a draft of d tokens is taken to be right with probability _HOPE**d
+_MEMORY = 32.0  # drafts of one row that are remembered
 _FIRST_WAIT, _LONGEST_WAIT = 48, 768  # rounds before a better way is tried again
 _LONGER = 4  # times as long after each trial that did not pay
 _TOLD_AFTER = 2  # pauses in one call
@@ -41,53 +48,140 @@ def shares(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
     return [part / total for part in parts]
 
 
-def headway(emitted: Sequence[int], new: Sequence[int], limits: Sequence[int]) -> float:
-    """How far `new` tokens of each row bring the batch, in tokens of all rows: between the least and their mean.
+class Surplus:
+    """What drafts have brought beside copied text, depth by depth, and what their nodes cost.
 
-    It is the growth of a soft minimum over the rows, of which `shares` is the slope: n tokens in every row are n.
+    Args:
+        depth: d, of a draft.
+        stake: tokens to lose before drafts that bring nothing are known to.
+        charged: what a draft costs, in tokens.
+
+    Attributes:
+        chances: [d] how likely a draft is right up to each depth where the copy is not.
+        nodes: what verifying drafts costs beside copies alone, relative to a round without.
+        rounds: that were drafted.
     """
-    parts = shares(emitted, limits)
-    least = min((tokens for tokens, part in zip(new, parts, strict=True) if part), default=0)
-    left = sum(part * exp((least - tokens) / _LEAD) for tokens, part in zip(new, parts, strict=True))
-    return least - _LEAD * log(left) if left else 0.0
+
+    def __init__(self, depth: int, stake: float, charged: float) -> None:
+        self._depths = np.arange(1, depth + 1)
+        self.chances: Array = _HOPE**self._depths
+        # After n drafts in vain, n * charged tokens are lost and hope is down to hoped * seen / (seen + n).
+        hoped = float(self.chances.sum())
+        self._seen = np.full(depth, stake / max(hoped - charged, hoped / 4, 1e-9))
+        self._hope = self.chances * self._seen
+        self.nodes, self.rounds = 0.0, 0
+
+    @property
+    def shown(self) -> float:
+        """Tokens that drafts have been shown to bring where nothing is copied; the rest of `chances` is hope."""
+        return float((self.chances - self._hope / self._seen).sum())
+
+    def expected(self, copy: Copy, verified: int, deepest: int) -> float:
+        """Tokens that a draft is expected to bring one row beside a copy.
+
+        Args:
+            copy: of the row; a tree holds it as deep as the draft goes.
+            verified: tokens of it that are verified without a draft, too.
+            deepest: deepest node of the tree.
+        """
+        depths = self._depths[: max(deepest, 0)]
+        right = np.where(depths <= len(copy[0]), np.exp(copy[1] * depths), 0.0)
+        brings = (1 - right) * self.chances[: len(depths)] + np.where(depths > verified, right, 0.0)
+        return float(brings.sum())
+
+    def learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
+        """Learn from a row of a drafted round.
+
+        Args:
+            weight: of the row.
+            right: tokens of its copy that came true, the next one being wrong or none.
+            accepted: nodes on the path that was accepted.
+            deepest: deepest node that its tree could have.
+        """
+        here = slice(right, max(deepest, right))
+        hits = self._depths[here] <= accepted
+        self._seen[here] = np.minimum(self._seen[here] + weight, _MEMORY)
+        self.chances[here] += (hits - self.chances[here]) * np.minimum(weight / self._seen[here], 1)
+
+    def charge(self, nodes: float) -> None:
+        """Learn what verifying the draft of a round cost beside copies alone."""
+        self.rounds += 1
+        self.nodes += (nodes - self.nodes) * max(1 / self.rounds, 1 / _MEMORY)
 
 
 class Pace:
     """Weighs what drafts bring against what they cost (`RoundCosts`), over the rounds of one call."""
 
-    def __init__(
-        self, config: TreeConfig, device_type: str, drafts: bool = True, costs: RoundCosts | None = None
-    ) -> None:
-        """`drafts`: there is a drafter, and not copied text alone, which is verified at all times."""
+    def __init__(self, config: TreeConfig, device_type: str, depth: int, costs: RoundCosts | None = None) -> None:
+        """`depth`: of a draft; 0 where there is copied text alone, which is verified at all times."""
         self._costs = costs or RoundCosts(config, device_type)
-        self._weighs = drafts and config.nodes is None
+        self._weighs = depth > 0 and config.nodes is None
+        self._depth = depth
         self.ever_drafts = config.nodes != 1
         """Is any round drafted?"""
         # On a host trees shrink to chains by themselves, and a chain spares nothing but other looks at the draft.
         self._chains = device_type != "cpu" or config.refine > 0
         self._emitted: list[int] = []
-        self._gain = 0.0  # running mean of `headway`, less what the round cost in rounds without drafts
-        self._lost = 0.0  # in this trial
-        self._rounds = 0  # of this trial
-        self._trial, self._stake = _TRIAL, _STAKE
+        self._surplus: Surplus | None = None  # of this way to draft; None before it is tried
+        self._stake = _STAKE
         self._level = LEVELS.index(TREE if self.ever_drafts else PAUSE)
         self._wait = [_FIRST_WAIT] * len(LEVELS)  # of each level, before the next one is tried
         self._left = 0  # rounds of it
         self._pauses = 0
         self._drafted = [0, 0]  # rows of rounds with drafts, and their tokens
+        self._copies: Sequence[Copy] = ()
+        self._alone = Alone(1.0, 1.0, 0)
 
     @property
     def level(self) -> str:
-        """How the coming round is to be drafted, one of `LEVELS`."""
+        """How rounds are drafted now where copies alone are not worth more, one of `LEVELS`."""
         return LEVELS[self._level]
 
-    @property
-    def drafting(self) -> bool:
-        """Is the coming round to be drafted?"""
-        return self.level != PAUSE
+    def choose(self, copies: Sequence[Copy], parts: Sequence[float], deepest: Sequence[int]) -> str:
+        """How the coming round is to be drafted, one of `LEVELS`.
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int, levels: int = 0) -> None:
-        """Learn from a round, given as to `DraftStats.count`, whose trees had so many levels below the root."""
+        Args:
+            copies: of each row.
+            parts: what a token of each row counts for (`shares`).
+            deepest: deepest node of each row's tree.
+        """
+        if not self._weighs or self.level == PAUSE:
+            return self.level
+        rows = sum(part > 0 for part in parts)
+        self._copies, self._alone = copies, alone(copies, parts, self._costs(rows, drafted=False))
+        if self._surplus is None:
+            self._surplus = Surplus(self._depth, self._stake * sqrt(rows), self._charged(rows))
+        surplus = self._surplus
+        each = zip(parts, copies, deepest, strict=True)
+        brings = sum(part * surplus.expected(copy, self._alone.depth, most) for part, copy, most in each if part)
+        charged = self._charged(rows)
+        if brings >= self._alone.rate * charged or not (surplus.rounds or self._alone.depth):  # a trial has a round
+            return self.level
+        if self._alone.depth or surplus.chances.sum() >= charged:  # it is this round that is not worth it
+            return PAUSE
+        self._step(-1)
+        self._left = self._wait[self._level]
+        self._wait[self._level] = min(_LONGER * self._left, _LONGEST_WAIT)
+        self._pauses += self.level == PAUSE
+        return self.choose(copies, parts, deepest)
+
+    def count(
+        self,
+        level: str,
+        emitted: Sequence[int],
+        limits: Sequence[int],
+        nodes: int,
+        levels: int = 0,
+        came: Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            level: what `choose` said.
+            emitted, limits, nodes: as for `DraftStats.count`.
+            levels: of its trees, below the root.
+            came: the tokens of each row; None where nothing was copied.
+        """
         if not self._weighs:
             return
         before = self._emitted or [0] * len(emitted)
@@ -97,30 +191,33 @@ class Pace:
             if self._left == 0:
                 self._step(1)
             return
+        surplus = self._surplus
+        if level == PAUSE or surplus is None:
+            return
+        parts = shares(before, limits)
+        many = 1 / (sum(part * part for part in parts) or 1.0)  # rows, by what they count for
+        for row, part in enumerate(parts):
+            right = 0 if came is None else _right(self._copies[row][0], came[row])
+            if part and right is not None:
+                most = min(self._depth, limits[row] - 1)
+                surplus.learn(part * many, right, emitted[row] - 1, most)
         rows = sum(limit > 0 for limit in limits)
-        cost = self._costs(rows, refined=self.level != CHAIN).of(nodes, levels)
-        gain = headway(before, emitted, limits) - cost
-        memory = min(_MEMORY, self._rounds / (self._rounds + 1))
-        self._gain = memory * self._gain + (1 - memory) * gain
-        self._lost -= gain
-        self._rounds += 1
+        cost = self._costs(rows, refined=level != CHAIN)
+        surplus.charge(cost.of(nodes, levels) - cost.draft - self._alone.cost)
         self._drafted = [self._drafted[0] + rows, self._drafted[1] + sum(emitted)]
-        if self._rounds < self._trial and self._lost < self._stake / sqrt(rows):
-            return
-        if self._gain < 0:
-            self._step(-1)
-            self._left = self._wait[self._level]
-            self._wait[self._level] = min(_LONGER * self._left, _LONGEST_WAIT)
-            self._pauses += self.level == PAUSE
-            return
-        self._wait[self._next(-1)] = _FIRST_WAIT
-        if self.level == CHAIN and self._left <= 0:
-            self._step(1)
+        if surplus.shown > self._charged(rows):
+            self._wait[self._next(-1)] = _FIRST_WAIT
+            if self.level == CHAIN and self._left <= 0:
+                self._step(1)
+
+    def _charged(self, rows: int) -> float:
+        """What a draft and its nodes cost."""
+        nodes = 0.0 if self._surplus is None else max(self._surplus.nodes, 0.0)
+        return self._costs(rows, refined=self.level != CHAIN).draft + nodes
 
     def _step(self, by: int) -> None:
         self._level = self._next(by)
-        self._gain, self._lost, self._rounds = 0.0, 0.0, 0
-        self._trial, self._stake = _RETRIAL, _STAKE / 2
+        self._surplus, self._stake = None, _STAKE / 2
 
     def _next(self, by: int) -> int:
         level = self._level + by
@@ -139,3 +236,11 @@ class Pace:
             "against its training; a drafter for another target; or costs of another machine (`hf-dart profile` "
             "measures them)."
         )
+
+
+def _right(copied: Sequence[int], came: Sequence[int]) -> int | None:
+    """How many tokens of a copy came true before one that did not; None if all that came did, and it goes on."""
+    for place, token in enumerate(came):
+        if place == len(copied) or copied[place] != token:
+            return place
+    return None

@@ -236,7 +236,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         grower = TreeGrower(
             request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, costs
         )
-        pace = Pace(request.tree_config, rows.device.type, request.drafter.draft_length > 0, costs)
+        pace = Pace(request.tree_config, rows.device.type, grower.depth, costs)
         drafter_runner = DrafterRunner(
             request.drafter,
             drafter_state,

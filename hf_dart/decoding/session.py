@@ -21,6 +21,7 @@ from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker
 from hf_dart.target.features import row_axis, states_at
+from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree
 
 Noise = Callable[[int, int], "Tensor | None"]
@@ -52,12 +53,14 @@ class Budget:
         limits: tokens that each row may emit; 0 if it has ended or is too far ahead.
         deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
         shares: what a token more of each row counts for the batch (`pace.shares`).
+        copies: what may be copied in each row.
         level: how the round is drafted, one of `pace.LEVELS`.
     """
 
     limits: list[int]
     deepest: list[int]
     shares: list[float]
+    copies: list[Copy]
     level: str
 
 
@@ -85,7 +88,7 @@ class Session:
         streaming: who sees it.
         stats: what was done.
         costs: what rounds cost.
-        pace: whether drafts pay.
+        pace: what rounds draft.
         drafter_runner: the drafter's side.
         grower: from a draft to a tree.
         verify: the target's forward over a tree.
@@ -119,8 +122,8 @@ class Session:
     hidden_states: HiddenStates | None
     seen: Verified
 
-    def budget(self) -> Budget:
-        """What the coming round may do. Noise that no row needs any more is dropped."""
+    def limits(self) -> list[int]:
+        """Tokens that each row may emit in the coming round. Noise that no row needs any more is dropped."""
         rows = self.rows
         limits = rows.rooms
         if self.noise is not None and not rows.finished:
@@ -128,20 +131,26 @@ class Session:
             self.noise.forget_before(slowest)
             ahead = zip(limits, rows.emitted, strict=True)
             limits = [min(room, slowest + MAX_LEAD - emitted) for room, emitted in ahead]
+        return limits
+
+    def budget(self) -> Budget:
+        """What the coming round may do, and whether it is worth a draft."""
+        limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        return Budget(limits, deepest, shares(rows.emitted, limits), self.pace.level)
+        parts, copies = shares(self.rows.emitted, limits), self.grower.copies(deepest)
+        return Budget(limits, deepest, parts, copies, self.pace.choose(copies, parts, deepest))
 
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
         root = DraftTree.chain(self.seen.next_tokens)  # a root that nobody looks at
-        accepted = self.walk(root, logits, self.budget().limits)
+        accepted = self.walk(root, logits, self.limits())
         self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
 
     def grow(self, proposal: Proposal | None, budget: Budget) -> DraftTree:
         """The trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
         ended = self.rows.ended if self.rows.in_step else None
         if proposal is None:
-            return self.grower(None, None, budget.deepest, shares=budget.shares, ended=ended)
+            return self.grower(None, None, budget.deepest, shares=budget.shares, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
         chain = budget.level == CHAIN
 
@@ -149,7 +158,7 @@ class Session:
             return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
 
         drafted = proposal.within(self.vocab_size)
-        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.shares, ended)
+        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.shares, ended, budget.copies)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
         """Note what came of a round: statistics, whether drafts pay, and what the call collects."""
@@ -157,6 +166,7 @@ class Session:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
         self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, budget.level != PAUSE)
-        self.pace.count(accepted.counts, budget.limits, tree.size, tree.max_depth)
+        came = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
+        self.pace.count(budget.level, accepted.counts, budget.limits, tree.size, tree.max_depth, came)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)

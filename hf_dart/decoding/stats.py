@@ -22,7 +22,7 @@ class DraftStats:
         rounds: target forwards that verified a tree (the prefill is not one).
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
         chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`decoding.pace`).
-        paused_rounds: those that were not drafted, drafts not being worth their cost, or not asked for.
+        paused_rounds: those that were not drafted, copied text alone being worth more, or drafts not asked for.
         row_rounds: `rounds`, counted once for every row that was still running as far as the host knew.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.

@@ -37,7 +37,7 @@ def difference(
         The largest difference of a logit, and how much is allowed.
     """
     session = job.session
-    limits = session.budget().limits
+    limits = session.limits()
     deep = min(session.verify.depth_room()) >= _DEPTH and nodes >= len(TRIAL_TREE)
     parents = torch.tensor([TRIAL_TREE if deep else TRIAL_TREE[:1]] * len(limits))
     running = torch.tensor([limit > 0 for limit in limits], device=job.model.device)

@@ -41,7 +41,7 @@ class TreeConfig:
             those with running states are (`hf_dart.cache.states`): None is an estimate there, and nothing elsewhere.
         draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),
             and on a CPU, where trees have no given size, what drafts took in the last rounds. A number makes equal
-            calls make equal rounds. Where drafts bring less than they cost, they pause for a while and only copied
+            calls make equal rounds. Rounds in which drafts would bring less than they cost have none, and only copied
             text is verified (`decoding.pace`).
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its

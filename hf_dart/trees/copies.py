@@ -11,11 +11,15 @@ as long as the list for one row, 34 times for four; on an accelerator the list w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import inf, log
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from hf_dart.trees.costs import RoundCost
 
 NGRAM = 2  # shortest match
 LONGEST = 32  # matches are not told apart beyond this length
@@ -26,6 +30,9 @@ WORTH = 0.02  # a copied token less likely than this to survive is not proposed
 BUCKETS = (3, 4, 5, 8, 16)
 PRIOR = (0.35, 0.5, 0.6, 0.7, 0.8, 0.9)
 PRIOR_WEIGHT = 8.0
+
+Copy = tuple[list[int], float]
+"""Copied tokens, and the log-probability of each to be right after the one before."""
 
 
 class RowLookup:
@@ -45,7 +52,7 @@ class RowLookup:
         self._right = [chance * PRIOR_WEIGHT for chance in PRIOR]
         self._seen = [PRIOR_WEIGHT] * len(PRIOR)
 
-    def suggest(self, length: int) -> tuple[list[int], float]:
+    def suggest(self, length: int) -> Copy:
         """Up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
         self._learn()
         self._index()
@@ -172,7 +179,45 @@ class BatchLookup:
         return torch.where(worth, copied, -1), torch.where(worth, chance.log()[:, None], -inf).float()
 
 
-def padded(copies: list[tuple[list[int], float]]) -> tuple[Tensor, Tensor]:
+class Alone(NamedTuple):
+    """What the best round brings that verifies copies and nothing else.
+
+    Attributes:
+        tokens: expected, weighed by what those of each row count for.
+        cost: relative to a round without a draft.
+        depth: how many tokens of the copies are verified.
+    """
+
+    tokens: float
+    cost: float
+    depth: int
+
+    @property
+    def rate(self) -> float:
+        """Tokens for what a round without a draft costs."""
+        return self.tokens / self.cost
+
+
+def alone(copies: Sequence[Copy], shares: Sequence[float], cost: RoundCost) -> Alone:
+    """What copies bring by themselves, as deep as they are worth it.
+
+    Args:
+        copies: of each row.
+        shares: what a token of each row counts for.
+        cost: of a round without a draft.
+    """
+    longest = max(len(tokens) for tokens, _ in copies)
+    expected = np.full(longest + 1, float(sum(shares)))
+    for share, (tokens, chance) in zip(shares, copies, strict=True):
+        alive = np.zeros(longest)
+        alive[: len(tokens)] = share * np.exp(chance * np.arange(1, len(tokens) + 1))
+        expected[1:] += alive.cumsum()
+    costs = cost.of_each(longest + 1) + cost.level * np.arange(longest + 1)
+    depth = longest - int((expected / costs)[::-1].argmax())  # the deepest of the best
+    return Alone(float(expected[depth]), float(costs[depth]), depth)
+
+
+def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
     """What `RowLookup.suggest` found for each of B rows, as tokens [B, L] and the log-probability [B, L] of each.
 
     After the end of a row's copy they are -1 and -inf.

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import groupby
+from math import inf, log
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical
@@ -11,27 +15,41 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.drafter_runner import joined
-from hf_dart.decoding.pace import Pace, headway, shares
+from hf_dart.decoding.pace import Pace, Surplus, shares
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.trees.copies import Copy
+
+DEPTH = 4
+NOTHING: Copy = ([], -inf)
+LOOP: Copy = ([7] * 24, -0.02)
+"""What is copied where nothing is found, and in a loop; `play` lets 7s come."""
+
+
+def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: list[Copy], so_far: list[int]) -> str:
+    """Play a round that brings so many tokens per row, by how it is drafted, which is returned."""
+    limits = [50] * len(copies)
+    level = pace.choose(copies, shares(so_far, limits), [DEPTH] * len(copies))
+    new = emitted(level)
+    pace.count(level, new, limits, nodes if level != "pause" else 1, came=[[7] * tokens for tokens in new])
+    so_far[:] = [before + tokens for before, tokens in zip(so_far, new, strict=True)]
+    return level
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
-    """Play rounds; which of them were drafted."""
-    drafted = []
-    for _ in range(count):
-        drafted.append(pace.drafting)
-        pace.count(emitted if pace.drafting else [min(1, tokens) for tokens in emitted], [50] * len(emitted), nodes)
-    return drafted
+    """Play rounds that bring so many tokens where they are drafted; which of them were."""
+    plain, so_far = [min(1, tokens) for tokens in emitted], [0] * len(emitted)
+
+    def brought(level: str) -> list[int]:
+        return plain if level == "pause" else emitted
+
+    return [play(pace, brought, nodes, [NOTHING] * len(emitted), so_far) != "pause" for _ in range(count)]
 
 
 def levels(pace: Pace, count: int, emitted: dict[str, int], nodes: int) -> list[tuple[str, int]]:
     """Play rounds of one row that bring so many tokens at each level; the levels, and for how many rounds each held."""
-    played = []
-    for _ in range(count):
-        played.append(pace.level)
-        pace.count([emitted[pace.level]], [50], nodes)
+    played = [play(pace, lambda level: [emitted[level]], nodes, [NOTHING], [0]) for _ in range(count)]
     return [(level, len(list(same))) for level, same in groupby(played)]
 
 
@@ -39,68 +57,109 @@ CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second l
 
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
-    found = levels(Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu"), 1900, {"tree": 1, "pause": 1}, nodes=6)
+    free = TreeConfig(draft_cost=0.3, node_cost=0.0)
+    found = levels(Pace(free, "cpu", DEPTH), 1900, {"tree": 1, "pause": 1}, nodes=6)
     assert found[:8] == [
-        ("tree", 8),
+        ("tree", 11),
         ("pause", 48),
-        ("tree", 4),
+        ("tree", 6),
         ("pause", 192),
-        ("tree", 4),
+        ("tree", 6),
         ("pause", 768),
-        ("tree", 4),
+        ("tree", 6),
         ("pause", 768),
     ]
-    found = levels(Pace(CHAINS, "cpu"), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 5), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 192)]
+    found = levels(Pace(CHAINS, "cpu", DEPTH), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
+    assert found[:5] == [("tree", 4), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 192)]
 
 
 def test_a_trial_loses_no_more_than_its_stake() -> None:
-    for draft, rows, trials in ((1.0, 1, (3, 2)), (1.0, 4, (2, 1)), (0.5, 4, (3, 2)), (0.1, 4, (8, 4))):
-        pace = Pace(TreeConfig(draft_cost=draft, node_cost=0.0), "cpu")
+    for draft, rows in ((1.0, 1), (1.0, 4), (0.5, 4), (0.1, 4)):
+        pace = Pace(TreeConfig(draft_cost=draft, node_cost=0.0), "cpu", DEPTH)
         played = rounds(pace, 100, [1] * rows, nodes=1)
         found = [(drafted, len(list(same))) for drafted, same in groupby(played)]
-        assert found[:3] == [(True, trials[0]), (False, 48), (True, trials[1])]
+        for (drafted, count), stake in zip(found[::2], (3.0, 1.5), strict=False):
+            assert drafted
+            allowed = stake / rows**0.5
+            assert 0.8 * allowed < (count + 1) * draft <= allowed + 2 * draft + 1e-9
+        assert found[1] == (False, 48)
+    dear = rounds(Pace(TreeConfig(draft_cost=9.0, node_cost=0.0), "cpu", DEPTH), 60, [1], nodes=1)
+    assert [place for place, drafted in enumerate(dear) if drafted] == [0, 49], "even then it is tried"
 
 
 def test_a_chain_where_a_tree_does_not_pay() -> None:
-    found = levels(Pace(CHAINS, "cpu"), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 5), ("chain", 48), ("tree", 3), ("chain", 192), ("tree", 3)]
+    found = levels(Pace(CHAINS, "cpu", DEPTH), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
+    assert found[:5] == [("tree", 4), ("chain", 48), ("tree", 2), ("chain", 192), ("tree", 2)]
 
 
 def test_back_to_a_tree_when_the_text_gets_easier() -> None:
-    pace = Pace(CHAINS, "cpu")
-    assert levels(pace, 57, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)[-1] == ("pause", 48)
-    assert levels(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=2) == [("chain", 4), ("tree", 96)]
+    pace = Pace(CHAINS, "cpu", DEPTH)
+    assert levels(pace, 56, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)[-1] == ("pause", 48)
+    (first, settling), (then, rest) = levels(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=2)
+    assert (first, then, settling + rest) == ("chain", "tree", 100)
+    assert settling < 20
+
+
+def test_copies_that_suffice_are_not_drafted_beside() -> None:
+    """A loop has no drafts though they would be right; where it ends, they go on at once."""
+    pace = Pace(TreeConfig(draft_cost=0.25), "cpu", DEPTH)
+    brings = {"tree": [3], "pause": [3]}
+    assert all(play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree" for _ in range(20))
+    loop = [play(pace, {"tree": [20], "pause": [20]}.__getitem__, 24, [LOOP], [0]) for _ in range(100)]
+    assert loop == ["pause"] * 100
+    assert play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree"
+    free = Pace(TreeConfig(draft_cost=0.0, node_cost=0.0), "cpu", DEPTH)
+    assert play(free, brings.__getitem__, 6, [LOOP], [0]) == "tree", "what costs nothing is always worth it"
+
+
+def test_a_batch_is_drafted_for_the_rows_that_need_it() -> None:
+    """One row in a loop spares no draft that three others need; rows that are far ahead count for nothing."""
+    brings: dict[str, list[int]] = {"tree": [9, 3, 3, 3], "pause": [9, 1, 1, 1]}
+    copies = [LOOP, NOTHING, NOTHING, NOTHING]
+    config = TreeConfig(draft_cost=0.25, node_cost=0.01)
+    assert {play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [0] * 4) for _ in range(9)} == {"tree"}
+    assert play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [0, 900, 900, 900]) == "pause"
+    assert play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [900, 0, 0, 0]) == "tree"
+
+
+def test_what_drafts_bring_beside_copies() -> None:
+    """The chances are those of a draft where the copy is wrong: found again by counting."""
+    generator = np.random.default_rng(0)
+    surplus = Surplus(DEPTH, 1.0, 0.2)
+    copied, drafted = generator.geometric(0.3, 4000) - 1, generator.geometric(0.5, 4000) - 1
+    for right, accepted in zip(copied, np.maximum(copied, drafted), strict=True):
+        surplus.learn(1.0, int(right), int(accepted), DEPTH)
+    late = slice(-200, None)
+    for depth in range(1, DEPTH + 1):
+        wrong = copied[late] < depth
+        assert surplus.chances[depth - 1] == pytest.approx((drafted[late][wrong] >= depth).mean(), abs=0.2)
+    ([], chance), (tokens, logs) = NOTHING, ([7] * 3, log(0.5))
+    assert surplus.expected(([], chance), 0, DEPTH) == pytest.approx(surplus.chances.sum())
+    assert surplus.expected(NOTHING, 0, 2) == pytest.approx(surplus.chances[:2].sum())
+    assert surplus.expected(NOTHING, 0, -1) == 0
+    q = surplus.chances
+    assert surplus.expected((tokens, logs), 3, DEPTH) == pytest.approx(0.5 * q[0] + 0.75 * q[1] + 0.875 * q[2] + q[3])
+    unverified = surplus.expected((tokens, logs), 1, DEPTH) - surplus.expected((tokens, logs), 3, DEPTH)
+    assert unverified == pytest.approx(0.25 + 0.125), "what is not verified alone comes with a draft"
 
 
 def test_what_a_row_counts_for() -> None:
-    """Shares are the slope of headway, which lies between the slowest row's tokens and the mean."""
     emitted, limits = [30, 34, 90, 7], [9, 9, 9, 0]
     parts = shares(emitted, limits)
     assert sum(parts) == pytest.approx(1)
     assert parts[0] > parts[1] > 100 * parts[2] > parts[3] == 0, "who has ended, or is far ahead, does not count"
     assert shares([5, 5], [9, 9]) == [0.5, 0.5]
     assert shares([5, 6], [0, 0]) == [0.0, 0.0]
-    for tokens in (1, 7):
-        assert headway(emitted, [tokens] * 3 + [0], limits) == pytest.approx(tokens)
-    assert headway([3], [17], [20]) == 17
-    assert 1 < headway([0, 0], [1, 5], [9, 9]) < 3
-    assert headway([0, 5000], [1, 9], [9, 9]) == 1
-    more = headway(emitted, [1, 2, 1, 0], limits) - headway(emitted, [1, 1, 1, 0], limits)
-    assert more == pytest.approx(parts[1], rel=0.1)
-    # Round by round it adds up to the growth over all of them.
-    whole = headway([0, 0], [4, 9], [9, 9])
-    assert headway([0, 0], [3, 1], [9, 9]) + headway([3, 1], [1, 8], [9, 9]) == pytest.approx(whole)
 
 
 def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
     config = TreeConfig(draft_cost=0.3, node_cost=0.0)
-    assert not all(rounds(Pace(config, "cpu"), 40, [1, 3], 4)), "the mean of both rows is 2"
-    assert all(rounds(Pace(config, "cpu"), 40, [2, 3], 4))
-    turns = Pace(config, "cpu")
+    assert not all(rounds(Pace(config, "cpu", DEPTH), 40, [1, 3], 4)), "the mean of both rows is 2"
+    assert all(rounds(Pace(config, "cpu", DEPTH), 40, [2, 3], 4))
+    turns, so_far, number = Pace(config, "cpu", DEPTH), [0, 0], 0
     for number in range(40):
-        assert turns.drafting, "each is ahead in its turn"
-        turns.count([1, 3] if number % 2 else [3, 1], [50, 50], 4)
+        level = play(turns, lambda _: [1, 3] if number % 2 else [3, 1], 4, [NOTHING] * 2, so_far)  # noqa: B023
+        assert level == "tree", "each is ahead in its turn"
 
 
 def test_what_a_draft_is_taken_to_cost() -> None:
@@ -152,9 +211,9 @@ def test_drafts_that_pay_go_on() -> None:
         (TreeConfig(draft_cost=0.3, node_cost=0.1), [2, 2], 3),
         (TreeConfig(draft_cost=9.0, nodes=8), [1], 8),
     ):
-        assert all(rounds(Pace(config, "cpu"), 50, emitted, nodes))
-    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1), "cpu"), 50, [2, 2], 5))
-    assert all(rounds(Pace(TreeConfig(), "cuda"), 50, [2, 2], 64)), "where nodes cost nothing, they are not charged"
+        assert all(rounds(Pace(config, "cpu", DEPTH), 50, emitted, nodes))
+    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1), "cpu", DEPTH), 50, [2, 2], 5))
+    assert all(rounds(Pace(TreeConfig(), "cuda", DEPTH), 50, [2, 2], 64)), "nodes that cost nothing are not charged"
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -213,3 +272,29 @@ def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) 
             assert stats.plain_rounds >= 16
             assert stats.rounds >= stats.paused_rounds + 2, "drafting was tried again"
             assert stats.accepted > 0
+
+
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
+def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Greedy text of a random target is a loop soon; what was skipped is taken in by the drafts that follow."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    taken: list[int] = []
+    propose = head.propose
+
+    def watched(state: Any, features: Any, next_tokens: Any, counts: torch.Tensor, *rest: Any) -> Any:
+        taken.append(int(counts.max()))
+        return propose(state, features, next_tokens, counts, *rest)
+
+    monkeypatch.setattr(head, "propose", watched)
+    config = TreeConfig(draft_cost=0.2, node_cost=0.02)
+    assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=120, tree_config=config)
+    stats = head.last_stats
+    assert stats is not None
+    assert stats.tau > 3
+    assert stats.paused_rounds > 0.6 * stats.rounds
+    assert len(taken) == stats.rounds - stats.paused_rounds
+    apart = TreeConfig(draft_cost=0.0, node_cost=0.0, lookup=0)
+    assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=40, tree_config=apart)
+    assert head.last_stats is not None
+    assert head.last_stats.paused_rounds == 0

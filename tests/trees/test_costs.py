@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from math import exp
+from math import exp, inf
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -91,21 +91,22 @@ def test_every_look_at_a_draft_costs_a_draft() -> None:
     config = TreeConfig(draft_cost=0.3, refine=2, node_cost=0.0)
     assert config.round_cost(1, "cpu").of(5) == pytest.approx(1.9)
     assert config.round_cost(1, "cpu", drafted=False).of(5) == 1
-    pace = Pace(config, "cpu")
+    pace = Pace(config, "cpu", 4)
     levels = []
     for number in range(60):
-        levels.append(pace.level)
-        pace.count([1 + number % 2], [50], 5)  # more than a chain costs, which is not looked at again
+        levels.append(pace.choose([([], -inf)], [1.0], [4]))
+        pace.count(levels[-1], [1 + number % 2], [50], 5)  # more than a chain costs, which is not looked at again
     assert set(levels) == {"tree", "chain"}
 
 
 def test_where_a_node_is_known_to_cost_it_is_charged_on_any_device() -> None:
     dear = TreeConfig(draft_cost=0.1, verify_costs=((1, 1), (64, 9.0)))
     for config, drafting in ((TreeConfig(draft_cost=0.1), True), (dear, False)):
-        pace = Pace(config, "cuda")
+        pace = Pace(config, "cuda", 4)
         for _ in range(8):
-            pace.count([2, 2], [50, 50], 32)
-        assert (pace.level == "tree") == drafting
+            level = pace.choose([([], -inf)] * 2, [0.5, 0.5], [4, 4])
+            pace.count(level, [2, 2], [50, 50], 32)
+        assert (level == "tree") == drafting
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
