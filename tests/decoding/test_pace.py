@@ -276,8 +276,11 @@ def test_pauses_change_no_token(lengths: list[int], options: dict[str, object]) 
 
 @pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["one", "four"])
 def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Greedy text of a random target is a loop soon; what was skipped is taken in by the drafts that follow."""
+    """Where each token says the next one, text is soon a loop; what was skipped is taken in by later drafts."""
     target = tiny_target("llama")
+    for layer in target.model.layers:
+        for part in (layer.self_attn.o_proj, layer.mlp.down_proj):
+            part.weight.data.zero_()
     head = tiny_head(target)
     taken: list[int] = []
     propose = head.propose
@@ -288,11 +291,11 @@ def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytes
 
     monkeypatch.setattr(head, "propose", watched)
     config = TreeConfig(draft_cost=0.2, node_cost=0.02)
-    assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=120, tree_config=config)
+    assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=240, tree_config=config)
     stats = head.last_stats
     assert stats is not None
     assert stats.tau > 3
-    assert stats.paused_rounds > 0.6 * stats.rounds
+    assert stats.paused_rounds > 0.5 * stats.rounds
     assert len(taken) == stats.rounds - stats.paused_rounds
     apart = TreeConfig(draft_cost=0.0, node_cost=0.0, lookup=0)
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=40, tree_config=apart)
