@@ -98,12 +98,13 @@ def _candidates(
         mlp = getattr(layer, "mlp", None)
         if attention not in by_attention or forward_before(vars(layer).get("forward")) is not None:
             continue
-        groups = [by_first.get(getattr(part, name, None)) for part, name in ((attention, "q_proj"), (mlp, "gate_proj"))]
+        projections: Any = by_first.get(attention.q_proj)
+        gates: Any = by_first.get(getattr(mlp, "gate_proj", None))
         last = (attention.o_proj, getattr(mlp, "down_proj", None))
         is_plain = all(type(linear) is nn.Linear and linear.weight.is_contiguous() for linear in last)
         has_norms = all(hasattr(norm, "weight") and hasattr(norm, "variance_epsilon") for norm in _norms(layer))
-        if is_plain and has_norms and None not in groups and groups[1].bias is None:
-            yield LayerForward(layer, by_attention[attention], *groups)
+        if is_plain and has_norms and projections is not None and gates is not None and gates.bias is None:
+            yield LayerForward(layer, by_attention[attention], projections, gates)
 
 
 def _norms(layer: Any) -> list[Any]:

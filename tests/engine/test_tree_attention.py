@@ -317,33 +317,58 @@ def test_needs_triton(monkeypatch: pytest.MonkeyPatch) -> None:
         EngineConfig(tree_attention=True)  # type: ignore[arg-type]
 
 
-@needs_triton
-@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
-@pytest.mark.parametrize(("splits", "windowed"), [(1, True), (8, False)])
-def test_compiles_for_a_gpu(splits: int, windowed: bool, tmp_path: Path) -> None:
-    """For an H200, at Qwen3-8B's shape: no register is spilled, and scores are products of the tensor cores."""
-    from triton import compile, language
+def compiled_for_a_gpu(kernel: Any, kinds: dict[str, str], constants: dict[str, Any], stages: int, folder: Path) -> str:
+    """What the assembler says of a kernel for an H200, arguments of `kinds` and else numbers; and its code."""
+    from triton import compile
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from hf_dart.engine import triton_kernels
+    names = kernel.arg_names
+    kinds = kinds | {name: "i32" for name in names if name not in kinds and name not in constants}
+    signature = {name: kinds.get(name, "constexpr") for name in names}
+    divisible = [place for place, name in enumerate(names) if kinds.get(name, "fp32") != "fp32"]
+    aligned = {(place,): [["tt.divisibility", 16]] for place in divisible}
+    source = ASTSource(kernel, signature, constants, aligned)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": stages})
+    (folder / "kernel.ptx").write_text(made.asm["ptx"])
+    ptxas = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin/ptxas"
+    command = [ptxas, "-v", "--gpu-name=sm_90a", folder / "kernel.ptx", "-o", "/dev/null"]
+    return subprocess.run(command, capture_output=True, text=True, check=True).stderr + made.asm["ptx"]
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
+@pytest.mark.parametrize(("splits", "windowed"), [(1, True), (8, False)])
+def test_attention_compiles_for_a_gpu(splits: int, windowed: bool, tmp_path: Path) -> None:
+    """At Qwen3-8B's shape: no register is spilled, and scores are products of the tensor cores."""
+    from triton import language
+
+    from hf_dart.engine.triton_kernels import attend_to_split
 
     constants: dict[str, Any] = {"KV": 8, "G": 4, "N": 64, "W": 1, "D": 128, "E": 128, "SPLITS": splits}
     constants |= {"BLOCK_Q": 64, "BLOCK_K": 64, "WIDTH": 128, "OUT_WIDTH": 128, "NODES": 64}
     constants |= {"WINDOWED": windowed, "ACC": language.float32, "PRECISION": "ieee"}
     kinds = {"Q": "*bf16", "K": "*bf16", "V": "*bf16", "WORDS": "*i64", "FIRST": "*i32", "LENGTHS": "*i64"}
-    kinds |= {"PART": "*fp32", "PEAK": "*fp32", "DONE": "*i32", "OUT": "*bf16"}
-    names = triton_kernels.attend_to_split.arg_names
-    kinds |= {name: "i32" for name in names if name not in kinds and name not in constants}
-    kinds["scale"] = "fp32"
-    signature = {name: kinds.get(name, "constexpr") for name in names}
-    aligned = {(place,): [["tt.divisibility", 16]] for place, name in enumerate(names) if name in kinds}
-    del aligned[names.index("scale"),]
-    source = ASTSource(triton_kernels.attend_to_split, signature, constants, aligned)
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4, "num_stages": 2})
-    assert re.search("wgmma.mma_async|mma.sync", made.asm["ptx"])
-    (tmp_path / "kernel.ptx").write_text(made.asm["ptx"])
-    ptxas = Path(sys.modules["triton"].__file__ or "").parent / "backends/nvidia/bin/ptxas"
-    command = [ptxas, "-v", "--gpu-name=sm_90a", tmp_path / "kernel.ptx", "-o", "/dev/null"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    kinds |= {"PART": "*fp32", "PEAK": "*fp32", "DONE": "*i32", "OUT": "*bf16", "scale": "fp32"}
+    told = compiled_for_a_gpu(attend_to_split, kinds, constants, 2, tmp_path)
     assert "0 bytes spill stores, 0 bytes spill loads" in told
+    assert re.search("wgmma.mma_async|mma.sync", told)
+    assert ("atom.acq_rel.gpu" in told or "atom.global.gpu.acq_rel" in told) == (splits > 1)
+
+
+@needs_triton
+@pytest.mark.skipif(INTERPRETS, reason="nothing is compiled there")
+@pytest.mark.parametrize(("size", "width", "gated"), [(4096, 6144, False), (4096, 12288, True), (12288, 4096, False)])
+def test_product_compiles_for_a_gpu(size: int, width: int, gated: bool, tmp_path: Path) -> None:
+    """The same of products of a layer of Qwen3-8B."""
+    from triton import language
+
+    from hf_dart.engine.triton_kernels import multiply
+
+    constants: dict[str, Any] = {"IN": size, "WIDTH": width, "NORMED": size == 4096, "GATED": gated, "BIASED": False}
+    constants |= {"ADDS": size == 12288, "BLOCK_M": 64, "BLOCK_N": 32, "BLOCK_K": 64, "ACC": language.float32}
+    kinds = dict.fromkeys(("X", "WEIGHT", "BIAS", "NORM", "ADDED", "OUT"), "*bf16") | {"eps": "fp32"}
+    told = compiled_for_a_gpu(multiply, kinds, {**constants, "PRECISION": "ieee"}, 4, tmp_path)
+    assert "0 bytes spill stores, 0 bytes spill loads" in told
+    assert re.search("wgmma.mma_async|mma.sync", told)
+    assert "cp.async" in told  # weights are on their way while others are multiplied
