@@ -138,6 +138,11 @@ def test_activations_in_fp8_by_groups_of_a_token(on_a_gpu: Any, tmp_path: Path) 
     trains(target, tmp_path / "head")
 
 
+def test_fp8_layers_are_not_copied(on_a_gpu: Any) -> None:
+    target = on_a_gpu(fp8_linear, torch.float32)
+    refused(lambda: tiny_head(target, copy_layer=0), ValueError, "quantized or offloaded and cannot be copied")
+
+
 def test_fp8_scales_that_tokens_share(on_a_gpu: Any) -> None:
     refused(lambda: attach(on_a_gpu(by_tensor, torch.float32)), ValueError, "largest of all tokens.*FP8Linear")
 

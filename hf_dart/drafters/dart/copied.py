@@ -147,7 +147,7 @@ def _weights(layer: nn.Module, target: PreTrainedModel) -> dict[str, Tensor]:
     """A target layer's weights under the names of a `DartLayer`."""
     state = {}
     for name, weight in layer.state_dict().items():
-        if weight.is_meta or not weight.dtype.is_floating_point:
+        if weight.is_meta or not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:
             raise ValueError(
                 f"The layers of this {type(target).__name__} are quantized or offloaded and cannot be copied; load it "
                 "whole and in 16 or 32 bits, or leave copy_layer out."
