@@ -108,6 +108,8 @@ def test_copies_that_suffice_are_not_drafted_beside() -> None:
     loop = [play(pace, {"tree": [20], "pause": [20]}.__getitem__, 24, [LOOP], [0]) for _ in range(100)]
     assert loop == ["pause"] * 100
     assert play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree"
+    likely = Pace(TreeConfig(draft_cost=0.5), "cpu", DEPTH)
+    assert play(likely, brings.__getitem__, 6, [([7] * 24, log(0.8))], [0]) == "pause", "0.7 tokens, or 1.5 meanwhile"
     free = Pace(TreeConfig(draft_cost=0.0, node_cost=0.0), "cpu", DEPTH)
     assert play(free, brings.__getitem__, 6, [LOOP], [0]) == "tree", "what costs nothing is always worth it"
 

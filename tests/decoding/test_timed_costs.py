@@ -117,3 +117,11 @@ def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pyt
         grown.append(trees[0].shape[1] > 1)
     assert any(grown)
     assert not all(grown)
+
+
+def test_a_drafter_bound_to_another_target_forgets_what_drafts_cost() -> None:
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    head.timings[1, None] = (9.0,) * LEAST
+    head.bind(tiny_target("qwen3"))
+    assert head.timings == {}
