@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
+from hf_dart.cache.ragged import RaggedCache
+from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.states import OwnState, RunningStates, StatefulCache, states_of, states_put_back
 from hf_dart.cache.stock_layers import undone_on_failure
 
@@ -59,6 +62,39 @@ class HybridCache(TreeCache):
     def lengths(self) -> Tensor:  # type: ignore[override]
         """[B] committed tokens per row."""
         return self._attention.lengths
+
+    @property
+    def _entries(self) -> RaggedCache:
+        assert isinstance(self._attention, RaggedCache)
+        return self._attention
+
+    @property
+    def on_slots(self) -> bool:
+        """Can the entries be handed over, as those of a `RaggedCache`?"""
+        return isinstance(self._attention, RaggedCache)
+
+    @property
+    def store(self) -> SlotStore:
+        """See `RaggedCache.store`."""
+        return self._entries.store
+
+    @property
+    def longest(self) -> int:
+        """Committed tokens of the longest row."""
+        return self._entries.longest
+
+    def release(self) -> None:
+        """Free entries and states, which another cache holds until it hands them back (`take_in`)."""
+        self._whole = False
+        self._entries.release()
+        self.states.committed = dict(self.states.prompt)
+
+    def take_in(self, store: SlotStore, lengths: Tensor, rows: list[int], states: Mapping[Any, Tensor]) -> None:
+        """See `RaggedCache.take_in`; `states` [R, ...] are those of the rows."""
+        self._whole = False
+        self._entries.take_in(store, lengths, rows)
+        self.states.take_in(states, rows)
+        self._whole = True
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         return self._attention.past_positions(layer, nodes)

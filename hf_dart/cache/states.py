@@ -95,8 +95,11 @@ def states_of(cache: Cache) -> dict[StateSlot, Tensor]:
 class NodeStates(Protocol):
     """Some running states after every node of a tree."""
 
-    def after(self, path: Tensor, counts: list[int], before: States) -> States:
-        """The states [B, ...] after the first `counts[b]` nodes of `path[b]` [B, A]: `before`, where those are none."""
+    def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
+        """The states [B, ...] after the first `counts[b]` nodes of `path[b]` [B, A]: `before`, where those are none.
+
+        A tensor of counts [B] is not read on the host; level by level they are a list.
+        """
 
 
 class LevelStates:
@@ -110,7 +113,8 @@ class LevelStates:
     def __init__(self, levels: TreeLevels, states: list[States]) -> None:
         self._levels, self._states = levels, states
 
-    def after(self, path: Tensor, counts: list[int], before: States) -> States:
+    def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
+        assert isinstance(counts, list)
         new = {slot: before[slot] for slot in self._states[0]}
         for count in sorted(set(counts) - {0}):
             rows = [row for row, its in enumerate(counts) if its == count]
@@ -131,7 +135,10 @@ class RunningStates:
 
     Attributes:
         committed: after the committed tokens of each row.
+        takes_levels: may a tree go through a module level by level?
     """
+
+    takes_levels = True
 
     def __init__(self, prompt: Mapping[Any, Tensor]) -> None:
         self.prompt: States = dict(prompt)
@@ -170,12 +177,18 @@ class RunningStates:
         """Take the states after the first `counts[b]` nodes of `path[b]` [B, A]; all at once, or none."""
         self.committed, self._nodes = self.after(path, counts), []
 
-    def after(self, path: Tensor, counts: list[int]) -> States:
+    def after(self, path: Tensor, counts: list[int] | Tensor) -> States:
         """What `commit` would take."""
         new = dict(self.committed)
         for nodes in self._nodes:
             new.update(nodes.after(path, counts, self.committed))
         return new
+
+    def take_in(self, states: Mapping[Any, Tensor], rows: list[int]) -> None:
+        """Take `states` [R, ...] of some rows [R] from elsewhere; the others go back to the prompt."""
+        self.committed, self._nodes = {}, []
+        for slot, state in self.prompt.items():
+            self.committed[slot] = state.index_copy(0, torch.tensor(rows, device=state.device), states[slot])
 
     def back_to_prompt(self, rows: Tensor) -> None:
         """Take the states after the prompt again in some rows, [B] bool."""
@@ -210,6 +223,12 @@ class StatefulCache(Cache):
                 if not keeps_entries(own[place]):
                     own[place] = LinearAttentionLayer(number_of_states=layer.number_of_states)
         super().__init__(layers=own)
+
+    def like(self, layers: Iterable[Any], states: RunningStates) -> StatefulCache:
+        """One with other layers of the attention and other states."""
+        other = StatefulCache(layers, Cache(layers=[]), states)
+        other._known = self._known
+        return other
 
     def lend(self, states: Mapping[Any, Any]) -> Cache:
         """A stock cache that holds these states, tensors or what stands for them, and may write into them.

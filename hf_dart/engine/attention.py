@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.cache.states import StatefulCache
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.flex_attention import FlexMask
 from hf_dart.engine.kernels import Kernels
@@ -19,6 +20,7 @@ from hf_dart.target.fused import fused
 from hf_dart.target.masks import MaskKind
 from hf_dart.target.packed import MASKS, NODES, for_groups
 from hf_dart.target.stand_in import standing_in
+from hf_dart.target.tree_forward import tree_forwards
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
@@ -53,10 +55,16 @@ class PackedVerifier(Verifier):
         """Within it the target computes as rounds do, in this thread; what runs this is inside of it."""
         forwards = [(forward.attention, forward) for forward in self._kernels.heads]
         forwards += [(forward.layer, forward) for forward in self._kernels.layers]
-        with self.attention.packed(), fused(self._kernels.linears), standing_in(forwards):
+        mixing = tree_forwards(self.mixers)
+        with self.attention.packed(), fused(self._kernels.linears), standing_in(forwards), mixing:
             yield
 
     def _attending(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
+        if isinstance(self.cache.cache, StatefulCache):
+            self.cache.cache.states.begin(tree)
         return nullcontext()
 
     def load(self, like: Verifier, seats: Sequence[int]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,11 +11,14 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
+from hf_dart.cache.states import RunningStates, StatefulCache
 from hf_dart.cache.stock_layers import attention_places
 from hf_dart.drafters.state import SlotState
 from hf_dart.engine.memory import Memory
+from hf_dart.trees.levels import TreeLevels
 
 
 class FixedLayer(CacheLayerMixin):
@@ -62,6 +66,51 @@ class FixedLayer(CacheLayerMixin):
         return self.get_seq_length()
 
 
+class FixedStates(RunningStates):
+    """Running states of B rows in buffers that stay where they are; they are taken from node states at a given moment.
+
+    Args:
+        like: the eager round's.
+        batch: B.
+        memory: where they lie.
+    """
+
+    takes_levels = False
+
+    def __init__(self, like: RunningStates, batch: int, memory: Memory) -> None:
+        zeros = memory.of("states")
+        super().__init__(
+            {
+                slot: zeros(str(tuple(slot)), (batch, *state.shape[1:]), state.dtype, state.device)
+                for slot, state in like.committed.items()
+            }
+        )
+
+    @property
+    def levels(self) -> TreeLevels:
+        raise RuntimeError("a tree of so many nodes goes level by level, as the host lays it out")
+
+    def load(self, like: RunningStates, rows: Sequence[int]) -> None:
+        """Take over the states of a call's rows [B]."""
+        for slot, state in self.committed.items():
+            state.copy_(like.committed[slot][list(rows)])
+
+    def accepted(self, path: Tensor, counts: Tensor) -> list[Tensor]:
+        """What `take` is to be given for the first `counts` [B] nodes of `path` [B, A]; node states are dropped."""
+        new = [*self.after(path, counts).values()]
+        self._nodes, self._paths = [], {}
+        return new
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        # Node states stay: a captured forward leaves those of the next tree in their place.
+        self.take([*self.after(path, torch.tensor(counts, device=path.device)).values()])
+
+    def take(self, states: Sequence[Tensor]) -> None:
+        """Write other states into the buffers."""
+        for mine, given in zip(self.committed.values(), states, strict=True):
+            mine.copy_(given)
+
+
 class FixedCache:
     """The target's cache in one tier, as `verify.Verifier` reads it.
 
@@ -75,13 +124,14 @@ class FixedCache:
 
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
+        states: its running states, if it keeps any.
         lengths: [B] committed entries per row, on the device.
         computed: [M] those nodes (`budget.computed`), to be filled in before a forward; None for all.
     """
 
     def __init__(
         self,
-        like: RaggedCache,
+        like: RaggedCache | HybridCache,
         batch: int,
         slots: int,
         nodes: int,
@@ -92,15 +142,16 @@ class FixedCache:
         self.store = SlotStore(like.store.specs, batch, slots + nodes, zeros=memory.of("target"))
         self.lengths = torch.zeros(batch, dtype=torch.long, device=device)
         self.computed = None if budget is None else torch.arange(budget, device=device)
+        self.states = FixedStates(like.states, batch, memory) if isinstance(like, HybridCache) else None
         self._show(like, nodes)
 
-    def for_nodes(self, like: RaggedCache, nodes: int) -> FixedCache:
+    def for_nodes(self, like: RaggedCache | HybridCache, nodes: int) -> FixedCache:
         """The same cache for trees of fewer nodes, which stand in its last slots too."""
         other = copy(self)
         other._show(like, nodes)
         return other
 
-    def _show(self, like: RaggedCache, nodes: int) -> None:
+    def _show(self, like: RaggedCache | HybridCache, nodes: int) -> None:
         """Lay out the last slots for trees of so many nodes."""
         self.slots = self.store.capacity - nodes
         layers: list[Any] = list(like.cache.layers)
@@ -108,6 +159,22 @@ class FixedCache:
         for place in attention_places(like.cache):
             layers[place] = FixedLayer(next(buffers), next(buffers), nodes, self.computed)
         self.cache = Cache(layers=layers)
+        if self.states is not None:
+            assert isinstance(like.cache, StatefulCache)
+            self.cache = like.cache.like(layers, self.states)
+
+    def load_states(self, like: RaggedCache | HybridCache, rows: Sequence[int]) -> None:
+        """Take over the running states of a call's rows [B], if there are any."""
+        if self.states is not None and isinstance(like, HybridCache):
+            self.states.load(like.states, rows)
+
+    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor, rows: list[int]) -> None:
+        """Let a call's own cache take over what has been committed, `lengths` [B], of its rows [B]."""
+        if isinstance(cache, HybridCache):
+            assert self.states is not None
+            cache.take_in(self.store, lengths, rows, self.states.committed)
+        else:
+            cache.take_in(self.store, lengths, rows)
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         """[B, T] position of each committed entry; -1 where there is none."""

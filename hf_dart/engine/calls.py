@@ -17,6 +17,7 @@ from hf_dart.engine.job import HeadJob, Job
 from hf_dart.target.attention import FLEX
 from hf_dart.target.devices import matmul_precision
 from hf_dart.target.identity import identity
+from hf_dart.target.mixers import takes_levels
 from hf_dart.target.positions import rotary_moves
 from hf_dart.target.support import parts_of
 from hf_dart.target.verify import Verifier
@@ -25,9 +26,10 @@ from hf_dart.target.verify import Verifier
 def job_of(session: Session) -> Job | str:
     """The job that the engine can go on with, or why the target cannot run on fixed shapes in this call."""
     target, cache, verify = session.request.model, session.cache, session.verify
-    if isinstance(cache, HybridCache):
-        return "the target keeps running states, of which captured rounds know nothing"
-    if not isinstance(cache, RaggedCache) or not isinstance(verify, Verifier):
+    if isinstance(cache, HybridCache) and takes_levels(target):
+        return "the target keeps running states, which go through a tree level by level, as the host lays it out"
+    on_slots = isinstance(cache, RaggedCache) or (isinstance(cache, HybridCache) and cache.on_slots)
+    if not on_slots or not isinstance(verify, Verifier):
         return "the target's cache keeps more than keys and values"
     asked = [
         (verify.attention.name == FLEX, "the target attends by FlexAttention, whose block masks the host makes"),

@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 from transformers import PreTrainedModel
 
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.decoding.round import one_round
 from hf_dart.decoding.session import Session
 from hf_dart.engine.calls import head_job, job_of, signature
@@ -283,7 +284,9 @@ class Engine:
         Args:
             running: committed tokens of the rows that run, and how many more they may emit.
         """
-        shapes = shapes_of(job, running, self.config.first_tier, self.config.share if self._hands_down else 1)
+        # Nodes of several rows as one row of tokens are not what modules with running states take.
+        shares = self._hands_down and not isinstance(job.cache, HybridCache)
+        shapes = shapes_of(job, running, self.config.first_tier, self.config.share if shares else 1)
         possible = [shape for shape in shapes if self._tiers.get(_key(shape, job), True) is not None]
         made = [shape for shape in possible if _key(shape, job) in self._tiers]
         if not made or possible[0] in self._wanted:
@@ -318,7 +321,7 @@ class Engine:
 def _key(shape: Shape, job: HeadJob) -> tuple[Any, ...]:
     """Calls of one target and head for which this is the same go into one tier."""
     features = job.session.seen.features
-    return shape, features.shape[-1], features.dtype, job.kinds_of_positions, *job.cache.store.specs
+    return shape, features.shape[-1], features.dtype, job.kinds_of_positions, *job.kept
 
 
 def _loaded(tier: Tier, job: HeadJob) -> Tier | _Refused:

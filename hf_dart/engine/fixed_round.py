@@ -153,7 +153,8 @@ class FixedRound:
 
         Returns:
             path [B, A] nodes from the root on, tokens [B, A] the target's own after each, counts [B] how many of
-            them are emitted, ended [B] the rows that end with them or had before, features [B, A, F] of the path.
+            them are emitted, ended [B] the rows that end with them or had before, features [B, A, F] of the path,
+            and the running states after what is emitted.
         """
         state, shape = self.state, self.shape
         logits, features, places = self.verify(tree)
@@ -164,7 +165,8 @@ class FixedRound:
         to_end = torch.where(is_end, steps + 1, shape.path + 1).amin(-1)
         counts = reached.minimum(to_end).minimum(self._left())
         ended = state.ended | (to_end <= counts) | (state.limits <= state.emitted + counts)
-        return path, tokens, counts, ended, features[places.gather(1, path)]
+        states = [] if self.cache.states is None else self.cache.states.accepted(path, counts)
+        return path, tokens, counts, ended, features[places.gather(1, path)], *states
 
     def walk(self, tree: DraftTree, logits: Tensor, places: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The path of each row that the target's own tokens take through the tree, as `follow` has it.
@@ -260,18 +262,20 @@ class FixedRound:
             places = places.index_copy(0, nodes, torch.arange(len(nodes), device=device))
         return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)
 
-    def commit(self, path: Tensor, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
+    def commit(self, path: Tensor, *verdict: Tensor) -> None:
         """Commit what `accept` returned."""
         self.cache.commit(path)
-        self.move_on(tokens, counts, ended, features)
+        self.move_on(*verdict)
 
-    def move_on(self, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor) -> None:
+    def move_on(self, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor, *states: Tensor) -> None:
         """Count what was committed, and put the tokens [B, A] where the host will find them.
 
         A row that emits nothing stands still: the head will draft the same from the same.
         """
         state, moves = self.state, counts > 0
         self.cache.lengths.add_(counts)
+        if self.cache.states is not None:
+            self.cache.states.take(states)
         if self.shape.drafts:
             self.draft.lengths.add_(state.counts.masked_fill(~moves, 0))
         known = tokens.clamp(min=0)  # the host says that there is none, and the round after must not trip over it

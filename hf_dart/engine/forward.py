@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.proposal import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier
@@ -59,6 +60,7 @@ class Forward:
         self._whole.store.copy_from(cache.store, cache.longest)
         self._whole.store.clear_from(cache.longest)  # what another call left might be NaN
         self._whole.lengths.copy_(cache.lengths)
+        self._whole.load_states(cache, range(len(job.rows)))
         for sized in self.sizes.values():
             sized.verifier.load(job.verify, range(len(job.rows)))
         if self.draft_pass is not None:
@@ -102,9 +104,9 @@ class Forward:
                 self.sizes[size] = SizedForward(verifier, cache, size, self._capture)
         return self.sizes[size]
 
-    def hand_to(self, cache: RaggedCache, lengths: Tensor) -> None:
+    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor) -> None:
         """Let a call's own cache take over what has been committed, `lengths` [B]."""
-        cache.take_in(self._whole.store, lengths)
+        self._whole.hand_to(cache, lengths, list(range(len(lengths))))
 
 
 class SizedForward:
@@ -211,7 +213,10 @@ class CapturedParts:
             self.lengths = self._job.cache.lengths
             return
         cache = self._sized.cache
-        cache.commit(path.to(cache.lengths.device))
+        path = path.to(cache.lengths.device)
+        cache.commit(path)
+        if cache.states is not None:
+            cache.states.commit(path, counts)
         self.lengths = self.lengths + torch.tensor(counts)
         cache.lengths.copy_(self.lengths)
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
+from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
@@ -28,7 +29,7 @@ class Job:
     """
 
     session: Session
-    cache: RaggedCache
+    cache: RaggedCache | HybridCache
     verify: Verifier
     head: DartHead | None
 
@@ -62,6 +63,13 @@ class Job:
         """Are positions shifted (`Verifier.shift`), how many kinds of them, and of which dtype?"""
         shift = self.verify.shift
         return () if shift is None else (*shift.shape[:-1], shift.dtype)
+
+    @property
+    def kept(self) -> tuple[Any, ...]:
+        """The shapes of what the target keeps, but for the number of rows and their lengths."""
+        states = self.cache.states.committed if isinstance(self.cache, HybridCache) else {}
+        shapes = [(slot, state.shape[1:], state.dtype, state.device) for slot, state in states.items()]
+        return *self.cache.store.specs, *shapes
 
     @property
     def draft_state(self) -> Any:

@@ -79,6 +79,7 @@ class Tier:
             pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
             mine.store.copy_from(given.store, int(lengths.max()), pairs)
             mine.lengths.copy_(lengths)
+        self.cache.load_states(cache, seats)
         self._verifier.load(job.verify, seats)
         taken, next_tokens, counts = (part[seats] for part in job.session.seen)
         width = taken.shape[1]
@@ -125,7 +126,7 @@ class Tier:
         """Bring the session to where this tier stands. Waits for the device."""
         if job.session.noise is not None:
             job.session.noise.take_back()  # other tiers have theirs in the same place
-        job.cache.take_in(self.cache.store, self.cache.lengths, self.seats)
+        self.cache.hand_to(job.cache, self.cache.lengths, self.seats)
         if self.shape.depth:
             job.draft_state.take_in(self.draft, self.seats)
         taken, batch = self.state.features, len(job.rows)

@@ -135,7 +135,7 @@ class _Rule(_NodeState):
 
 
 # Larger trees go by levels: what the nodes see of each other grows with the square of their number, and more. So does
-# a single node, which is stock's own step then.
+# a single node, which is stock's own step then, wherever trees may.
 _MOST = 128
 
 _KINDS: dict[str, type[_NodeState]] = {"conv_states": _Window, "recurrent_states": _Rule}
@@ -148,7 +148,7 @@ class _StatesAtOnce:
         self._states = states
 
     def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
-        """See `hf_dart.cache.states.NodeStates`; `counts` may be a tensor [B], too."""
+        """See `hf_dart.cache.states.NodeStates`."""
         new: States = {slot: before[slot] for slot in self._states}
         if path.shape[1] == 0:
             return new
@@ -181,7 +181,7 @@ class AtOnce:
     ) -> Any:
         """As `by_levels`. It is not right for every mixer: see `hf_dart.target.tree_form`."""
         held = cache.states
-        if not 1 < held.shape[1] <= _MOST:
+        if not held.takes_levels < held.shape[1] <= _MOST:
             return by_levels(mixer, forward, cache, args, kwargs)
         text = {slot: held.committed[slot] for slot in mixer.slots if isinstance(slot, StateSlot)}
         states = {slot: _KINDS[slot.kind](state, held.paths(state.device)) for slot, state in text.items()}

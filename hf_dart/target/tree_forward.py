@@ -10,6 +10,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,7 +20,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from hf_dart.cache.states import LevelStates, OwnState, Slot, StatefulCache, states_put_back
 from hf_dart.target.stand_in import StandIn
 from hf_dart.trees.levels import Level, TreeLevels
-from hf_dart.trees.tree import DraftTree
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class Mixer:
     def own(self) -> list[OwnState]:
         """Those that the module itself keeps."""
         return [slot for slot in self.slots if isinstance(slot, OwnState)]
+
+    @cached_property
+    def tree_forward(self) -> TreeForward:
+        """What stands in the module while trees are verified: always the same, for which compiled code looks."""
+        return TreeForward(self)
 
 
 def by_levels(
@@ -120,9 +125,13 @@ class TreeForward(StandIn):
     """
 
     def __init__(self, mixer: Mixer) -> None:
-        self.before = vars(mixer.module).get("forward")
         self.users = 0
-        self._mixer, self._forward = mixer, mixer.module.forward
+        self._mixer = mixer
+        self.look()
+
+    def look(self) -> None:
+        """See what the module has now."""
+        self.before, self._forward = vars(self._mixer.module).get("forward"), self._mixer.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
@@ -136,16 +145,19 @@ _INSTALLING = threading.Lock()
 
 
 @contextmanager
-def tree_forwards(mixers: Sequence[Mixer], cache: StatefulCache, tree: DraftTree) -> Iterator[None]:
-    """Let the mixers take a tree for a while: a forward of their model over `cache` gives what the nodes need."""
-    cache.states.begin(tree)
+def tree_forwards(mixers: Sequence[Mixer]) -> Iterator[None]:
+    """Let the mixers take trees for a while: a forward of their model over a `StatefulCache` gives what nodes need.
+
+    Which tree is said by `RunningStates.begin`.
+    """
     entered: list[Mixer] = []
     try:
         for mixer in mixers:
             with _INSTALLING:
                 members = vars(mixer.module)
                 if not isinstance(members.get("forward"), TreeForward):
-                    members["forward"] = TreeForward(mixer)
+                    mixer.tree_forward.look()
+                    members["forward"] = mixer.tree_forward
                 members["forward"].users += 1
                 entered.append(mixer)
         yield

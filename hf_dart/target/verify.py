@@ -177,8 +177,10 @@ class Verifier:
 
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
         """Within it, modules with running states take a tree."""
-        cache = self.cache.cache
-        return tree_forwards(self.mixers, cache, tree) if isinstance(cache, StatefulCache) else nullcontext()
+        if not isinstance(self.cache.cache, StatefulCache):
+            return nullcontext()
+        self.cache.cache.states.begin(tree)
+        return tree_forwards(self.mixers)
 
     def extra_inputs(
         self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None

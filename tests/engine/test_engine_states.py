@@ -1,0 +1,130 @@
+"""Targets with running states on fixed shapes: states of rows in buffers, written after what each round accepts."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.cases import MODES, batch, replay
+from support.compare import assert_identical, assert_identical_up_to_near_ties, tally
+from support.engines import engine
+from support.families import needs_running_states
+from support.tiny import tiny_head, tiny_target
+from transformers import DynamicCache
+
+import hf_dart
+from hf_dart import TreeConfig, attach
+from hf_dart.target import tree_at_once, tree_form
+
+pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs the eager round")]
+EXACT = tally("float64, running states on fixed shapes")
+TREE = TreeConfig(nodes=13)
+MORE = ["qwen3_next", "qwen3_5_moe", "olmo_hybrid", "kimi_linear", "bailing_hybrid", "lfm2_moe", "lfm3"]
+FAMILIES = ["qwen3_5", "lfm2", *(pytest.param(name, marks=pytest.mark.matrix) for name in MORE)]
+
+
+@pytest.fixture(autouse=True)
+def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules run at once in float64, too, although they round to float32 inside."""
+    monkeypatch.setattr(tree_form, "_ROUNDINGS", 2**37)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_whole_rounds(family: str) -> None:
+    """Texts of several lengths cross tiers; rows end at different times, and trees of one node are taken too."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(target, head, lag=1)
+    ends = {"eos_token_id": [3, 11], "pad_token_id": 0}
+    for size, mode, options in ((4, "T=1", {}), (1, "T=1", {}), (4, "greedy", ends), (4, "greedy", {})):
+        options = {**MODES[mode], "max_new_tokens": 24, **options}
+        assert_identical(target, head, batch(size, "sdpa"), into=EXACT, tree_config=TREE, **options)
+        assert mode == "greedy" or head.last_stats.tau > 1.3
+    assert_identical(target, head, batch(4, "sdpa"), tree_config=TreeConfig(nodes=1), **MODES["T=1"], max_new_tokens=6)
+    assert all(made.tiers)
+    assert {tier.shape.slots for tier in made.tiers if tier is not None} >= {32, 64}
+    assert all(tier.shape.budget is None for tier in made.tiers if tier is not None)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_forwards(family: str) -> None:
+    """Of other drafters: trees whose every row goes its own way, a few tokens at a time."""
+    target = attach(tiny_target(family))
+    for mode in ("greedy", "T=1"):
+        options = {**MODES[mode], "max_new_tokens": 20}
+        known = replay(target, batch(4, "sdpa"), misses=[0.1, 0.5, 0.3, 0.4], **options)
+        made = engine(target, known)
+        with pytest.warns(UserWarning, match="the target's forward alone is captured"):
+            assert_identical(target, known, batch(4, "sdpa"), into=EXACT, **options)
+        assert known.last_stats.tau > 1.3
+        assert made.forwards
+        assert all(made.forwards)
+
+
+@pytest.mark.parametrize("size", [1, pytest.param(4, marks=pytest.mark.matrix)])
+def test_a_cache_that_is_handed_back(size: int) -> None:
+    """Its states are stock's, and another call goes on from it."""
+    target = tiny_target("qwen3_5")
+    head = tiny_head(target)
+    made = engine(target, head)
+    texts, states = [], []
+    for options in ({}, {"assistant": head, "tree_config": TREE}):
+        cache, inputs = DynamicCache(config=target.config), batch(size, "sdpa")
+        for _ in range(2):
+            torch.manual_seed(0)
+            found = target.generate(**inputs, past_key_values=cache, do_sample=True, max_new_tokens=9, **options)
+            ones = torch.ones(size, found.shape[1] - inputs["input_ids"].shape[1], dtype=torch.long)
+            inputs = {"input_ids": found, "attention_mask": torch.cat([inputs["attention_mask"], ones], dim=1)}
+        texts.append(found)
+        states.append(cache.layers[0].recurrent_states[0])
+    assert torch.equal(*texts)
+    torch.testing.assert_close(*states, rtol=1e-5, atol=1e-5)
+    assert made.tiers
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2"])
+def test_compiled(family: str) -> None:
+    """The parts of a round, each as one graph."""
+    target = tiny_target(family)
+    head = tiny_head(target)
+    made = engine(target, head, backend="aot_eager", first_tier=64)
+    options = {**MODES["T=1"], "max_new_tokens": 20}
+    assert_identical(target, head, batch(4, "sdpa"), into=EXACT, tree_config=TREE, **options)
+    assert head.last_stats.tau > 1.3
+    assert made.tiers
+    assert all(made.tiers)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("family", ["qwen3_5", pytest.param("lfm2", marks=pytest.mark.matrix)])
+def test_captured(family: str) -> None:
+    """Rounds, and forwards alone: nothing is read on the host, and states stay where they are."""
+    target: Any = tiny_target(family, "sdpa", torch.float32).to("cuda")
+    head = tiny_head(target)
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
+    inputs = {name: ids.to("cuda") for name, ids in batch(4, "sdpa").items()}
+    label, into = f"{family}, captured", tally("fp32, running states captured")
+    options = {**MODES["T=1"], "max_new_tokens": 16, "tree_config": TREE}
+    assert_identical_up_to_near_ties(target, head, inputs, into=into, label=label, **options)
+    assert made.tiers
+    assert all(made.tiers)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Of this call")
+        options |= {"no_repeat_ngram_size": 3}
+        assert_identical_up_to_near_ties(target, head, inputs, into=into, label=label, **options)
+    assert made.forwards
+    assert all(made.forwards)
+
+
+def test_trees_that_are_too_large_run_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tree_at_once, "_MOST", 9)
+    target = tiny_target("lfm2")
+    head = tiny_head(target)
+    made = engine(target, head)
+    with pytest.warns(UserWarning, match="This call runs the eager round.*level by level"):
+        assert_identical(target, head, batch(1, "sdpa"), tree_config=TREE, **MODES["greedy"], max_new_tokens=8)
+    assert not any(made.tiers)
