@@ -33,8 +33,9 @@ def compile(
 
     Of other calls, also those of other drafters and those with edit passes (`TreeConfig.refine`), the forward of the
     target alone is captured, and a head's pass. Where that cannot be (caches of more than keys and values, running
-    states that go through trees level by level, rotary frequencies that follow the text, several
-    devices, forward hooks, collected hidden states), they run as if nothing had been compiled. The first of each kind warns and says why.
+    states that go through trees level by level, rotary frequencies that follow the text, several devices, forward
+    hooks, collected hidden states), they run as if nothing had been compiled. The first of each kind warns and says
+    why.
 
     Args:
         model: the target, or a PEFT wrapper of it.
