@@ -89,17 +89,20 @@ class HybridCache(TreeCache):
         self._entries.release()
         self.states.committed = dict(self.states.prompt)
 
-    def take_in(self, store: SlotStore, lengths: Tensor, rows: list[int], states: Mapping[Any, Tensor]) -> None:
-        """See `RaggedCache.take_in`; `states` [R, ...] are those of the rows."""
+    def take_in(self, store: SlotStore, lengths: Tensor, rows: list[int], states: Mapping[Any, Tensor] | None) -> None:
+        """See `RaggedCache.take_in`; `states` [R, ...] are those of the rows, None where a commit was broken off."""
         self._whole = False
         self._entries.take_in(store, lengths, rows)
-        self.states.take_in(states, rows)
-        self._whole = True
+        if states is not None:
+            self.states.take_in(states, rows)
+            self._whole = True
 
     def past_positions(self, layer: int, nodes: int) -> Tensor:
         return self._attention.past_positions(layer, nodes)
 
     def prepare(self, nodes: int) -> None:
+        if not self._whole:
+            raise RuntimeError("A commit was broken off; what it left cannot be gone on with.")
         self._attention.prepare(nodes)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:

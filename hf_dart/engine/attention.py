@@ -78,7 +78,8 @@ class PackedVerifier(Verifier):
         if not self._hands_down:
             return {}
         pairs: list[tuple[Tensor, Any]] = []
-        for kind, mask in zip(self.kinds, masks.values() if isinstance(masks, dict) else [masks], strict=True):
+        for kind in self.kinds:
+            mask = masks[kind.name] if isinstance(masks, dict) else masks
             pairs.append((mask, self._attends(kind, mask, tree, positions)))
         return {MASKS: pairs} if computed is None else {MASKS: pairs, NODES: computed}
 

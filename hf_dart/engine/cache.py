@@ -148,6 +148,7 @@ class FixedCache:
     def for_nodes(self, like: RaggedCache | HybridCache, nodes: int) -> FixedCache:
         """The same cache for trees of fewer nodes, which stand in its last slots too."""
         other = copy(self)
+        other.states = copy(self.states)  # in the same buffers; each captured forward has nodes of its own
         other._show(like, nodes)
         return other
 
@@ -168,11 +169,14 @@ class FixedCache:
         if self.states is not None and isinstance(like, HybridCache):
             self.states.load(like.states, rows)
 
-    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor, rows: list[int]) -> None:
-        """Let a call's own cache take over what has been committed, `lengths` [B], of its rows [B]."""
+    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor, rows: list[int], whole: bool) -> None:
+        """Let a call's own cache take over what has been committed, `lengths` [B], of its rows [B].
+
+        Running states are not those of `lengths` where a commit was broken off (not `whole`): they are left out.
+        """
         if isinstance(cache, HybridCache):
             assert self.states is not None
-            cache.take_in(self.store, lengths, rows, self.states.committed)
+            cache.take_in(self.store, lengths, rows, self.states.committed if whole else None)
         else:
             cache.take_in(self.store, lengths, rows)
 

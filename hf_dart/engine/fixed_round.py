@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -40,6 +41,9 @@ class FixedRound:
             them as they are.
         text: of the rows, where trees follow it.
         ngram: the table that drafts ask.
+
+    Attributes:
+        whole: was no commit broken off since this was set?
     """
 
     def __init__(
@@ -55,7 +59,7 @@ class FixedRound:
         text: BatchLookup | None = None,
         ngram: NgramTable | None = None,
     ) -> None:
-        self.shape, self.head, self.verifier = shape, head, verifier
+        self.shape, self.head, self.verifier, self.whole = shape, head, verifier, True
         self.cache, self.draft, self.state = cache, draft, state
         self.processors, self._rank = processors, Ranker(processors.processors, shape.tree.top_k)
         self._formula, self.text = DraftScores(shape.tree, ngram), text
@@ -76,12 +80,7 @@ class FixedRound:
 
     def parts(self) -> tuple[Callable[[], DraftTree], Callable[..., tuple[Tensor, ...]], Callable[..., None]]:
         """`propose`, `accept` and `commit`, compiled as they are in a round."""
-
-        def commit(path: Tensor, *verdict: Tensor) -> None:
-            self.cache.commit(path)
-            self._move_on(*verdict)
-
-        return self._propose, self._accept, commit
+        return self._propose, self._accept, partial(self.commit, move_on=self._move_on)
 
     def propose(self) -> DraftTree:
         """The trees [B, N]: what the head drafts after the roots, none deeper than its row may still emit.
@@ -262,10 +261,12 @@ class FixedRound:
             places = places.index_copy(0, nodes, torch.arange(len(nodes), device=device))
         return logits.flatten(0, 1), features.flatten(0, 1), places.view(shape.batch, -1)
 
-    def commit(self, path: Tensor, *verdict: Tensor) -> None:
-        """Commit what `accept` returned."""
+    def commit(self, path: Tensor, *verdict: Tensor, move_on: Callable[..., None] | None = None) -> None:
+        """Commit what `accept` returned, and go on by `move_on`, which may be compiled."""
+        self.whole = False
         self.cache.commit(path)
-        self.move_on(*verdict)
+        (move_on or self.move_on)(*verdict)
+        self.whole = True
 
     def move_on(self, tokens: Tensor, counts: Tensor, ended: Tensor, features: Tensor, *states: Tensor) -> None:
         """Count what was committed, and put the tokens [B, A] where the host will find them.

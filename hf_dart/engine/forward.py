@@ -104,9 +104,9 @@ class Forward:
                 self.sizes[size] = SizedForward(verifier, cache, size, self._capture)
         return self.sizes[size]
 
-    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor) -> None:
-        """Let a call's own cache take over what has been committed, `lengths` [B]."""
-        self._whole.hand_to(cache, lengths, list(range(len(lengths))))
+    def hand_to(self, cache: RaggedCache | HybridCache, lengths: Tensor, whole: bool) -> None:
+        """See `FixedCache.hand_to`."""
+        self._whole.hand_to(cache, lengths, list(range(len(lengths))), whole)
 
 
 class SizedForward:
@@ -161,7 +161,7 @@ class CapturedParts:
     def __init__(self, forward: Forward, job: Job) -> None:
         self._forward, self._job = forward, job
         self._sized: SizedForward | None = None
-        self._holds, self._drafts = True, forward.draft_pass is not None
+        self._holds, self._drafts, self._whole = True, forward.draft_pass is not None, True
         self.failure: Exception | None = None
         self.lengths = job.cache.lengths
         job.cache.release()
@@ -214,11 +214,13 @@ class CapturedParts:
             return
         cache = self._sized.cache
         path = path.to(cache.lengths.device)
+        self._whole = False
         cache.commit(path)
         if cache.states is not None:
             cache.states.commit(path, counts)
         self.lengths = self.lengths + torch.tensor(counts)
         cache.lengths.copy_(self.lengths)
+        self._whole = True
 
     def hand_back(self) -> None:
         """Bring the job's session to where this one stands."""
@@ -233,7 +235,7 @@ class CapturedParts:
         if self._holds:
             self._holds = False
             if self._job.returns_cache or not self._job.rows.finished:
-                self._forward.hand_to(self._job.cache, self.lengths)
+                self._forward.hand_to(self._job.cache, self.lengths, self._whole)
 
     def _hand_back_draft(self) -> None:
         if self._drafts and self._forward.draft_pass is not None:

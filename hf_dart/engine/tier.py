@@ -80,6 +80,7 @@ class Tier:
             mine.store.copy_from(given.store, int(lengths.max()), pairs)
             mine.lengths.copy_(lengths)
         self.cache.load_states(cache, seats)
+        self.round.whole = True
         self._verifier.load(job.verify, seats)
         taken, next_tokens, counts = (part[seats] for part in job.session.seen)
         width = taken.shape[1]
@@ -126,7 +127,7 @@ class Tier:
         """Bring the session to where this tier stands. Waits for the device."""
         if job.session.noise is not None:
             job.session.noise.take_back()  # other tiers have theirs in the same place
-        self.cache.hand_to(job.cache, self.cache.lengths, self.seats)
+        self.cache.hand_to(job.cache, self.cache.lengths, self.seats, self.round.whole)
         if self.shape.depth:
             job.draft_state.take_in(self.draft, self.seats)
         taken, batch = self.state.features, len(job.rows)

@@ -16,6 +16,8 @@ from transformers import DynamicCache
 
 import hf_dart
 from hf_dart import TreeConfig, attach
+from hf_dart.cache.states import states_of
+from hf_dart.engine.cache import FixedStates
 from hf_dart.target import tree_at_once, tree_form
 
 pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs the eager round")]
@@ -118,6 +120,56 @@ def test_captured(family: str) -> None:
         assert_identical_up_to_near_ties(target, head, inputs, into=into, label=label, **options)
     assert made.forwards
     assert all(made.forwards)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.filterwarnings("ignore:Of this call")
+def test_captured_forwards_of_several_sizes() -> None:
+    """A commit takes the states of the nodes of the forward that was launched, not of the one that was made last."""
+    target: Any = tiny_target("lfm2", "sdpa", torch.float32).to("cuda")
+    head = tiny_head(target)
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
+    inputs = {name: ids.to("cuda") for name, ids in batch(1, "sdpa").items()}
+    into = tally("fp32, running states captured")
+    small = TreeConfig(nodes=16, depth=1, top_k=3, lookup=0)
+    for tree in (TreeConfig(nodes=16), small, TreeConfig(nodes=16)):
+        options = {**MODES["T=1"], "max_new_tokens": 16, "no_repeat_ngram_size": 20, "tree_config": tree}
+        assert_identical_up_to_near_ties(target, head, inputs, into=into, label="sizes", **options)
+        assert head.last_stats.tau > 1.3
+    (forward,) = made.forwards
+    assert forward is not None
+    assert len(forward.sizes) > 1
+
+
+@pytest.mark.filterwarnings("ignore:Of this call")
+@pytest.mark.parametrize("whole", [True, False])
+def test_broken_off_amid_a_commit(whole: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cache that was passed in holds the prompt: what some layers have taken in since cannot be read."""
+    target = tiny_target("lfm2")
+    head = tiny_head(target)
+    engine(target, head, first_tier=64)
+    inputs, options = batch(1, "sdpa"), {**MODES["greedy"], "max_new_tokens": 20}
+    options |= {} if whole else {"no_repeat_ngram_size": 20}
+    target.generate(**inputs, assistant=head, **options)
+    before, cache = (DynamicCache(config=target.config) for _ in range(2))
+    with torch.no_grad():
+        target(**inputs, past_key_values=before)
+    commits: list[None] = []
+
+    def take(self: FixedStates, states: Any) -> None:
+        commits.append(None)
+        for place, (mine, given) in enumerate(zip(self.committed.values(), states, strict=True)):
+            if len(commits) == 4 and place == 1:
+                raise KeyboardInterrupt
+            mine.copy_(given)
+
+    monkeypatch.setattr(FixedStates, "take", take)
+    with pytest.raises(KeyboardInterrupt):
+        target.generate(**inputs, past_key_values=cache, assistant=head, **options)
+    assert cache.get_seq_length() == inputs["input_ids"].shape[1]
+    for slot, state in states_of(before).items():
+        torch.testing.assert_close(states_of(cache)[slot], state)
 
 
 def test_trees_that_are_too_large_run_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
