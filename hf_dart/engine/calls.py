@@ -28,8 +28,8 @@ def job_of(session: Session) -> Job | str:
     target, cache, verify = session.request.model, session.cache, session.verify
     if isinstance(cache, HybridCache) and takes_levels(target):
         return "the target keeps running states, which go through a tree level by level, as the host lays it out"
-    on_slots = isinstance(cache, RaggedCache) or (isinstance(cache, HybridCache) and cache.on_slots)
-    if not on_slots or not isinstance(verify, Verifier):
+    on_slots = not isinstance(cache, HybridCache) or cache.on_slots
+    if not isinstance(cache, RaggedCache | HybridCache) or not on_slots or not isinstance(verify, Verifier):
         return "the target's cache keeps more than keys and values"
     asked = [
         (verify.attention.name == FLEX, "the target attends by FlexAttention, whose block masks the host makes"),
