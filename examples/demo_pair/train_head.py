@@ -4,6 +4,12 @@
 
 The paper's recipe (one layer, annealed KL with gamma 0.6, d = 8) with four fused layers; 60 % of the rows
 are the target's own text, the others the corpus. An interrupted run goes on with --resume.
+
+A head can begin as that of a shallower target from which its own was made (`train_target.py --start-from`); the
+layers that it reads are those that took the place of the former ones:
+
+    python examples/demo_pair/train_head.py corpus.bin regenerated runs/deep_head --target runs/deep/target \
+        --start-from hf_dart/demo_pair/head --feature-layers 5 10 15 20 --loss tv
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_dart import DartHead
+from hf_dart import DartConfig, DartHead
 from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
 
 
@@ -32,7 +38,8 @@ def main() -> None:
     parser.add_argument("--anchors", type=int, default=32)
     parser.add_argument("--layers", type=int, default=1)
     parser.add_argument("--draft-length", type=int, default=8)
-    parser.add_argument("--feature-layers", type=int, nargs="+", default=[2, 4, 6, 8])
+    parser.add_argument("--feature-layers", type=int, nargs="+", help="default: 2 4 6 8, or those of --start-from")
+    parser.add_argument("--loss", default="dart", help="any loss of DartTrainingArguments")
     parser.add_argument("--learning-rate", type=float, default=2e-3)
     parser.add_argument("--schedule", default="cosine", help="any lr_scheduler_type of transformers")
     parser.add_argument("--start-from", type=Path, help="train this head on instead of a new one")
@@ -48,12 +55,18 @@ def main() -> None:
     target = AutoModelForCausalLM.from_pretrained(arguments.target, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(arguments.target)
     if arguments.start_from:
-        head = DartHead.from_pretrained(str(arguments.start_from), target=target, tokenizer=tokenizer)
+        config = DartConfig.from_pretrained(arguments.start_from)
+        if arguments.feature_layers:
+            config.feature_layers = arguments.feature_layers
+            config.target_num_layers = target.config.num_hidden_layers
+            config.target_name = arguments.target_name
+        path = str(arguments.start_from)
+        head = DartHead.from_pretrained(path, config=config, target=target, tokenizer=tokenizer)
     else:
         head = DartHead.from_target(
             target,
             tokenizer=tokenizer,
-            feature_layers=arguments.feature_layers,
+            feature_layers=arguments.feature_layers or [2, 4, 6, 8],
             num_layers=arguments.layers,
             draft_length=arguments.draft_length,
             target_name=arguments.target_name,
@@ -73,6 +86,7 @@ def main() -> None:
             max_steps=arguments.max_steps,
             per_device_train_batch_size=arguments.batch_size,
             anchors_per_row=arguments.anchors,
+            loss=arguments.loss,
             loss_chunk=arguments.loss_chunk,
             learning_rate=arguments.learning_rate,
             adam_beta2=0.95,

@@ -282,8 +282,9 @@ def _objective(objective: dict[str, Any] | None) -> str:
     weights = objective["position_weights"]
     details = {"exponential": " (gamma {gamma:g})", "dpace": " (alpha {dpace_alpha:g})"}.get(weights, "")
     eta = " (eta {lk_eta:g})" if objective["divergence"] == "lk" else ""
+    mixed = "{ce_share:g} ce + the rest " if objective.get("ce_share") else ""  # not in records of older runs
     parts = {
-        "token_weight": "{divergence}" + eta + ", {position_weights} position weights" + details,
+        "token_weight": mixed + "{divergence}" + eta + ", {position_weights} position weights" + details,
         "focal_weight": "cross-entropy at the first error",
         "chain_weight": "{chain_form} chain loss",
     }
@@ -303,7 +304,7 @@ def _limits(facts: HeadFacts) -> str:
 - It drafts for {target}. A model with other {other} is refused; with a fine-tuned copy the
   text stays that copy's own, and τ may be lower.
 - The gain depends on the text, the batch, the device and the target's size; larger batches leave less to gain.
-- What could not be exact is refused: beam search, quantized and offloaded caches, targets with running state."""
+- What could not be exact is refused: beam search, quantized and offloaded caches."""
 
 
 def _source(facts: HeadFacts) -> str:

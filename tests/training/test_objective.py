@@ -50,7 +50,7 @@ def test_position_weights() -> None:
         "dpace": losses.dpace_weights(ce, labels, 0.3) / 4,
     }.items():
         for divergence, tokens in (("ce", ce), ("kl", kl)):
-            objective = Objective(divergence, name, gamma=0.5, dpace_alpha=0.3)
+            objective = Objective(divergence, position_weights=name, gamma=0.5, dpace_alpha=0.3)
             expected = (tokens * weights.double()).sum(-1)
             torch.testing.assert_close(objective(draft, target, labels), expected, rtol=1e-6, atol=0)
 
@@ -61,10 +61,12 @@ def test_the_parts_add_up(form: str) -> None:
     ce = losses.cross_entropy(draft, labels)
     focal = losses.focal_loss(ce, losses.first_errors(draft, labels))
     chain = losses.chain_loss(losses.hard_chain(ce, labels), form)
-    whole = Objective("ce", "uniform", token_weight=2.0, focal_weight=3.0, chain_weight=5.0, chain_form=form)
+    whole = Objective("ce", position_weights="uniform", token_weight=2.0, focal_weight=3.0, chain_weight=5.0, chain_form=form)
     torch.testing.assert_close(whole(draft, target, labels), 2 * ce.mean(-1) + 3 * focal + 5 * chain)
     alone = replace(whole, token_weight=0.0, focal_weight=0.0)
     torch.testing.assert_close(alone(draft, target, labels), 5 * chain)
+    mixed = 0.3 * ce + 0.7 * losses.total_variation(draft, target)
+    torch.testing.assert_close(Objective("tv", 0.3, "uniform")(draft, target, labels), mixed.mean(-1))
 
 
 def test_presets_are_what_the_papers_say() -> None:
@@ -82,11 +84,13 @@ def test_presets_are_what_the_papers_say() -> None:
     for name, value in expected.items():
         torch.testing.assert_close(PRESETS[name](draft, target, labels), value)
     assert PRESETS["lk"] == replace(PRESETS["dart"], divergence="lk", lk_eta=3.0)
+    assert PRESETS["tv"] == replace(PRESETS["dart"], divergence="tv", ce_share=0.1)
 
 
 def test_arguments_change_the_preset(tmp_path: Path) -> None:
     changed = {
         "divergence": "tv",
+        "ce_share": 0.2,
         "position_weights": "uniform",
         "gamma": 0.9,
         "dpace_alpha": 0.2,
@@ -114,6 +118,7 @@ def test_arguments_change_the_preset(tmp_path: Path) -> None:
         {"divergence": "l2"},
         {"position_weights": "random"},
         {"gamma": 1.1},
+        {"ce_share": 1.5},
         {"dpace_alpha": -0.1},
         {"lk_eta": float("nan")},
         {"focal_weight": -1.0},

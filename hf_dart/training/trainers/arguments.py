@@ -110,9 +110,9 @@ class DrafterTrainingArguments(TrainingArguments):
 
     Args:
         anchors_per_row: K, blocks trained per row.
-        loss: "dart" (annealed KL), "left_to_right", "dpace" or "lk".
-        divergence, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight, chain_weight,
-        chain_form: change that field of the preset (`Objective`).
+        loss: "dart" (annealed KL), "left_to_right", "dpace", "lk" or "tv".
+        divergence, ce_share, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight,
+        chain_weight, chain_form: change that field of the preset (`Objective`).
         early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head, for
             which `save_steps` becomes a multiple of `eval_steps`; None or 0 goes on to the end.
         decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
@@ -126,6 +126,7 @@ class DrafterTrainingArguments(TrainingArguments):
     anchors_per_row: int = option(32, "blocks trained per row")
     loss: str = option("dart", f"one of {', '.join(PRESETS)}")
     divergence: str | None = option(None, "ce, kl, tv or lk")
+    ce_share: float | None = option(None, "share of the cross-entropy in the divergence")
     position_weights: str | None = option(None, "uniform, exponential or dpace")
     gamma: float | None = option(None, "exponential weights: that of a draft token relative to the one before")
     dpace_alpha: float | None = option(None, "smoothing of the dpace weights")
