@@ -23,6 +23,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "greedy, penalty 1.1": {"do_sample": False, "repetition_penalty": 1.1},
     "sampled, T=1": {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0},
+    "sampled, T=0.7": {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0},
 }
 _WARMUP_TOKENS = 16
 

@@ -32,7 +32,7 @@ from hf_dart.cli.common import (
 from hf_dart.errors import as_user_error
 from hf_dart.target.loading import DTYPES
 
-_MODES = ("greedy", "penalty", "sampled")
+_MODES = ("greedy", "penalty", "sampled", "sampled-0.7")
 _RIVALS = ("compiled", "lookup", "chain", "tree", "engine", "copies", "packaged")
 _SMOKE = {"prompts": 2, "new_tokens": 12, "repeats": 2, "batches": (1, 2)}
 _PROMPT_TOKENS, _SMOKE_TOKENS = (96,), (24,)
@@ -57,7 +57,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--repeats", type=positive, help="default: 5")
     batches = "default: 1,4, as far as --prompts fills them"
     parser.add_argument("--batch", dest="batches", type=sizes, metavar="SIZES", help=batches)
-    parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help="of greedy,penalty,sampled (default: all)")
+    parser.add_argument("--modes", type=_of(_MODES), metavar="MODES", help=f"of {','.join(_MODES)} (default: all)")
     parser.add_argument(
         "--rivals",
         type=_of(_RIVALS),
