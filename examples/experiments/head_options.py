@@ -297,7 +297,7 @@ SELECTORS: dict[str, tuple[Callable[[BigramSelector, Tensor], Selector], bool]] 
 }
 """By name: how it is made, and whether half of its blocks have noise."""
 
-_FIRST = next(iter(SELECTORS))
+_FIRST, _NOISY = list(SELECTORS)[:2]
 SUITES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
     "heads": {
         "today": ("", "KL", (_FIRST,)),
@@ -310,6 +310,10 @@ SUITES: dict[str, dict[str, tuple[str, str, tuple[str, ...]]]] = {
         "noisy ranking": ("", "noisy ranking", (_FIRST,)),
     },
     "selectors": {"today": ("", "KL", tuple(SELECTORS))},
+    "together": {
+        "KL": ("", "KL", (_FIRST, _NOISY)),
+        "0.1 CE + 0.9 TV": ("", "0.1 CE + 0.9 TV", (_FIRST, _NOISY)),
+    },
 }
 """By table and name: network, loss, and the selectors that learn beside the head, whose loss does not reach it."""
 
@@ -620,7 +624,7 @@ def as_table(suite: str, results: dict[str, dict[str, Any]], costs: dict[str, fl
                 for mode in MODES:
                     taus = [run[width][mode][selector]["tau"] for run in measured]
                     tau = statistics.fmean(taus)
-                    against = first.setdefault(mode if suite == "selectors" else f"{mode} {selector}", tau)
+                    against = first.setdefault(f"{mode} {selector}" if suite == "heads" else mode, tau)
                     cells += [f"{tau:.3f}", "" if against == tau else f"{100 * (tau / against - 1):+.1f} %"]
                 reached = [
                     statistics.fmean(run[width][MODES[2]][selector]["reached"][k] for run in measured) for k in range(3)
