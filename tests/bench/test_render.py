@@ -30,7 +30,7 @@ def test_the_summary_begins_with_text_that_does_not_repeat_itself() -> None:
     content = json.loads(BENCH.read_text(encoding="utf8"))
     rows = table(BENCH, "summary").splitlines()[4:]
     cases = [(one["repeated_4grams"], one) for one in content["results"] if one["method"] == "hf_dart"]
-    assert len(rows) == len(cases) == 6
+    assert len(rows) == len(cases) == 8
     for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):
         assert f"| {one['mode']}, batch {one['batch']} | {repeated:.0%} |" in row
         ratio = one["ratio"]

@@ -61,7 +61,8 @@ def test_the_parts_add_up(form: str) -> None:
     ce = losses.cross_entropy(draft, labels)
     focal = losses.focal_loss(ce, losses.first_errors(draft, labels))
     chain = losses.chain_loss(losses.hard_chain(ce, labels), form)
-    whole = Objective("ce", position_weights="uniform", token_weight=2.0, focal_weight=3.0, chain_weight=5.0, chain_form=form)
+    weights: Any = {"token_weight": 2.0, "focal_weight": 3.0, "chain_weight": 5.0}
+    whole = Objective("ce", position_weights="uniform", chain_form=form, **weights)
     torch.testing.assert_close(whole(draft, target, labels), 2 * ce.mean(-1) + 3 * focal + 5 * chain)
     alone = replace(whole, token_weight=0.0, focal_weight=0.0)
     torch.testing.assert_close(alone(draft, target, labels), 5 * chain)
