@@ -168,22 +168,22 @@ class Pace:
     def count(
         self,
         level: str,
-        emitted: Sequence[int],
+        came: Sequence[Sequence[int]],
         limits: Sequence[int],
         nodes: int,
-        levels: int = 0,
-        came: Sequence[Sequence[int]] | None = None,
+        levels: int,
     ) -> None:
         """Learn from a round.
 
         Args:
             level: what `choose` said.
-            emitted, limits, nodes: as for `DraftStats.count`.
+            came: the tokens that each row emitted.
+            limits, nodes: as for `DraftStats.count`.
             levels: of its trees, below the root.
-            came: the tokens of each row; None where nothing was copied.
         """
         if not self._weighs:
             return
+        emitted = [len(tokens) for tokens in came]
         before = self._emitted or [0] * len(emitted)
         self._emitted = [tokens + new for tokens, new in zip(before, emitted, strict=True)]
         self._left -= 1
@@ -197,7 +197,7 @@ class Pace:
         parts = shares(before, limits)
         many = 1 / (sum(part * part for part in parts) or 1.0)  # rows, by what they count for
         for row, part in enumerate(parts):
-            right = 0 if came is None else _right(self._copies[row][0], came[row])
+            right = _right(self._copies[row][0], came[row])
             if part and right is not None:
                 most = min(self._depth, limits[row] - 1)
                 surplus.learn(part * many, right, emitted[row] - 1, most)

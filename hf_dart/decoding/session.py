@@ -167,6 +167,6 @@ class Session:
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
         self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, budget.level != PAUSE)
         came = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.level, accepted.counts, budget.limits, tree.size, tree.max_depth, came)
+        self.pace.count(budget.level, came, budget.limits, tree.size, tree.max_depth)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)

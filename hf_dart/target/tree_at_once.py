@@ -181,7 +181,8 @@ class AtOnce:
     ) -> Any:
         """As `by_levels`. It is not right for every mixer: see `hf_dart.target.tree_form`."""
         held = cache.states
-        if not held.takes_levels < held.shape[1] <= _MOST:
+        fewest = 2 if held.takes_levels else 1
+        if not fewest <= held.shape[1] <= _MOST:
             return by_levels(mixer, forward, cache, args, kwargs)
         text = {slot: held.committed[slot] for slot in mixer.slots if isinstance(slot, StateSlot)}
         states = {slot: _KINDS[slot.kind](state, held.paths(state.device)) for slot, state in text.items()}

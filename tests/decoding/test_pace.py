@@ -32,7 +32,7 @@ def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: li
     limits = [50] * len(copies)
     level = pace.choose(copies, shares(so_far, limits), [DEPTH] * len(copies))
     new = emitted(level)
-    pace.count(level, new, limits, nodes if level != "pause" else 1, came=[[7] * tokens for tokens in new])
+    pace.count(level, [[7] * tokens for tokens in new], limits, nodes if level != "pause" else 1, 0)
     so_far[:] = [before + tokens for before, tokens in zip(so_far, new, strict=True)]
     return level
 

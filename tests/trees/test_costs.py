@@ -95,7 +95,8 @@ def test_every_look_at_a_draft_costs_a_draft() -> None:
     levels = []
     for number in range(60):
         levels.append(pace.choose([([], -inf)], [1.0], [4]))
-        pace.count(levels[-1], [1 + number % 2], [50], 5)  # more than a chain costs, which is not looked at again
+        came = [[7] * (1 + number % 2)]  # more than a chain costs, which is not looked at again
+        pace.count(levels[-1], came, [50], 5, 0)
     assert set(levels) == {"tree", "chain"}
 
 
@@ -105,7 +106,7 @@ def test_where_a_node_is_known_to_cost_it_is_charged_on_any_device() -> None:
         pace = Pace(config, "cuda", 4)
         for _ in range(8):
             level = pace.choose([([], -inf)] * 2, [0.5, 0.5], [4, 4])
-            pace.count(level, [2, 2], [50, 50], 32)
+            pace.count(level, [[7, 7], [7, 7]], [50, 50], 32, 0)
         assert (level == "tree") == drafting
 
 
