@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.attention import flex_attention as flex
 
+from hf_dart.engine.compiling import compiled
+
 _BLOCK = 128  # queries and keys of a block, FlexAttention's own choice
 
 
@@ -65,7 +67,7 @@ def attend(
 
     lengths, unused, size = (query.shape[2], key.shape[2]), (None,) * 4, (_BLOCK, _BLOCK)
     blocks = flex.BlockMask(lengths, some, in_part, many, as_a_whole, *unused, size, sees)
-    by: Any = _compiled() if compiles else flex.flex_attention
+    by: Any = _compiled(query.shape, key.shape) if compiles else flex.flex_attention
     mixed = by(query, key, value, block_mask=blocks, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
     return mixed.transpose(1, 2).contiguous()
 
@@ -77,5 +79,6 @@ def _(query: Tensor, key: Tensor, value: Tensor, *others: Any) -> Tensor:
 
 
 @cache
-def _compiled() -> Any:
-    return torch.compile(flex.flex_attention, dynamic=False)
+def _compiled(*shapes: torch.Size) -> Any:
+    """FlexAttention's kernel for these shapes: Dynamo would leave a function uncompiled that has had too many."""
+    return compiled(flex.flex_attention, "inductor")

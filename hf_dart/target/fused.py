@@ -83,8 +83,9 @@ def fuse(model: nn.Module) -> list[FusedLinears]:
 
     One group is copied at a time. `separate` undoes it.
     """
-    weights = (weight for _, weight in model.named_parameters(remove_duplicate=False))
-    users = Counter(weight.untyped_storage().data_ptr() for weight in weights)
+    weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
+    # Quantised ones of other kinds may have no storage that can be asked.
+    users = Counter(weight.untyped_storage().data_ptr() for weight in weights if type(weight) is nn.Parameter)
     found = []
     for linears in _groups(model):
         joined = _joined(linears)
@@ -98,6 +99,7 @@ def fuse(model: nn.Module) -> list[FusedLinears]:
     return found
 
 
+@torch.inference_mode(False)  # what is made in that mode could not be trained
 def separate(model: nn.Module) -> None:
     """Give each parameter that `fuse` moved a storage of its own again."""
     for linears in _groups(model):

@@ -22,6 +22,7 @@ from support.tiny import tiny_head, tiny_target
 from torch import Tensor
 from torch.nn import functional as F
 
+from hf_dart.engine.compiling import compiled
 from hf_dart.engine.config import EngineConfig
 from hf_dart.target.fused import fuse
 from hf_dart.target.masks import MaskKind
@@ -249,6 +250,25 @@ def test_flex_attention_is_pytorchs(window: int | None) -> None:
         found = FlexMask.of(mask)(query, key, value, 0.3)
         torch.testing.assert_close(found, wanted.transpose(1, 2), rtol=0, atol=1e-14)
         assert found.is_contiguous()
+
+
+@not_interpreted
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own, as it traces
+def test_flex_attention_is_compiled_for_every_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many tiers, batches and engines there are: Dynamo counts what it compiles of one function."""
+    from hf_dart.engine import flex_attention
+
+    monkeypatch.setattr(flex_attention, "compiled", lambda part, backend: compiled(part, "eager"))
+    query, key = torch.randn(1, 2, 3, 16), torch.randn(1, 1, 20, 16)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=1, fail_on_recompile_limit_hit=True):
+        for slots in (19, 20):  # shapes that no other test has
+            *_, seen = case(1, 3, slots - 3, None)
+            mask = flex_attention.FlexMask.of(seen)
+            found = flex_attention.attend(query, key[:, :, :slots], key[:, :, :slots], seen, *mask.blocks, 0.3, True)
+            wanted = F.scaled_dot_product_attention(
+                query, key[:, :, :slots], key[:, :, :slots], attn_mask=seen, scale=0.3, enable_gqa=True
+            )
+            torch.testing.assert_close(found, wanted.transpose(1, 2))
 
 
 @not_interpreted

@@ -15,6 +15,7 @@ from support.engines import engine
 from support.tiny import tiny_head, tiny_target
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
 from transformers import AutoModelForCausalLM
 
 import hf_dart
@@ -120,6 +121,53 @@ def test_saved_and_copied(tmp_path: Path) -> None:
         target.model.layers[0].self_attn.k_proj.weight.zero_()
     with fused(fuse(twin)):
         torch.testing.assert_close(logits(twin), wanted)
+
+
+def test_in_inference_mode() -> None:
+    """Weights can be trained afterwards."""
+    target = tiny_target("qwen3")
+    wanted = logits(target)
+    with torch.inference_mode():
+        with fused(fuse(target)):
+            torch.testing.assert_close(logits(target), wanted)
+        separate(target)
+    assert not any(weight.is_inference() for weight in target.parameters())
+    target(IDS, labels=IDS).loss.backward()
+
+
+class Wrapped(torch.Tensor):
+    """A weight without a storage of its own, such as torchao's."""
+
+    inner: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> Any:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined]
+
+    def __init__(self, inner: torch.Tensor) -> None:
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].inner.detach())
+        args, kwargs = tree_map_only(cls, lambda weight: weight.inner, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_beside_quantised_weights() -> None:
+    """Those of attentions stay as they are, and what else there is, is fused."""
+    target: Any = tiny_target("qwen3")
+    for layer in target.model.layers:
+        for linear in (layer.self_attn.q_proj, layer.self_attn.o_proj):
+            linear.weight = nn.Parameter(Wrapped(linear.weight.detach()), requires_grad=False)
+    head = tiny_head(target)
+    made = engine(target, head, fuse=True, first_tier=64)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    (tier,) = made.tiers
+    assert tier is not None
+    assert len(tier.round.verifier._kernels.linears) == 2
 
 
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated")  # PEFT asks for it
