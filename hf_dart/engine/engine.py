@@ -184,7 +184,7 @@ class Engine:
         nodes, slots = filled_up(job.config.resolve_nodes(batch, job.rows.device.type)), self.config.first_tier
         while cache.longest + nodes > slots:
             slots *= 2
-        key = (batch, slots, nodes, job.kinds_of_positions, *cache.store.specs)
+        key = (batch, slots, nodes, job.kinds_of_positions, *job.kept)
         if key not in self._forwards:
             self._progress(f"hf_dart: preparing forwards of {nodes} nodes for {batch} row(s) of up to {slots} tokens")
             self._forwards[key] = self._made_forward(job, slots, nodes)

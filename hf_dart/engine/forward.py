@@ -241,3 +241,5 @@ class CapturedParts:
         if self._drafts and self._forward.draft_pass is not None:
             self._drafts = False
             self._job.draft_state.take_in(self._forward.draft_pass.state, list(range(len(self.lengths))))
+            # Later passes, and second looks at their drafts, go on with the head's own.
+            self.session.drafter_runner.drafter_state = self._job.session.drafter_runner.drafter_state

@@ -83,8 +83,8 @@ def fuse(model: nn.Module) -> list[FusedLinears]:
 
     One group is copied at a time. `separate` undoes it.
     """
-    weights = [weight for _, weight in model.named_parameters(remove_duplicate=False)]
-    # Quantised ones of other kinds may have no storage that can be asked.
+    weights = (weight for _, weight in model.named_parameters(remove_duplicate=False))
+    # Those of other types, quantised ones, may have no storage that can be asked.
     users = Counter(weight.untyped_storage().data_ptr() for weight in weights if type(weight) is nn.Parameter)
     found = []
     for linears in _groups(model):

@@ -79,7 +79,7 @@ class RowLookup:
         return self._copied, log(chance)
 
     def _index(self) -> None:
-        """KeyValueWriter every n-gram that something follows, by where it ends."""
+        """Note every n-gram that something follows, by where it ends."""
         for end in range(self._indexed + 1, len(self._tokens)):
             self._ends.setdefault(tuple(self._tokens[end - NGRAM : end]), []).append(end)
         self._indexed = max(self._indexed, len(self._tokens) - 1)

@@ -142,10 +142,13 @@ def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:Of this call")
 @pytest.mark.parametrize("fails", [True, False])
 def test_drafts_that_the_head_makes_itself(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its pass fails in the middle of a text, or there are more positions than it has room for."""
+    """Where its pass fails in the middle of a text, or there are more positions than it has room for.
+
+    It looks at those drafts again with what it has taken in itself.
+    """
     target = tiny_target("llama")
-    head = tiny_head(target)
-    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0), "no_repeat_ngram_size": 9}
+    head = tiny_head(target, editor=True)
+    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0, refine=1), "no_repeat_ngram_size": 9}
     assert_identical(target, head, batch(4, "sdpa"), **options)
     eager = head.last_stats.committed
     made = engine(target, head, first_tier=64)
