@@ -88,7 +88,7 @@ def _add_train(commands: Any) -> None:
     parser.add_argument("--rows", type=positive, help="of the batch (default: 8)")
     parser.add_argument("--length", type=positive, help="tokens of a row (default: 257)")
     parser.add_argument("--blocks", type=sizes, metavar="COUNTS", help="per row (default: 8,16,32,64)")
-    parser.add_argument("--loss", help="dart, left_to_right, dpace or lk (default: dart)")
+    parser.add_argument("--loss", help="dart, left_to_right, dpace, lk or tv (default: dart)")
     parser.add_argument("--loss-chunk", type=int, help="blocks whose logits are held at a time; 0: all")
     parser.add_argument("--bf16", action="store_true", default=None, help="bfloat16 autocast")
     parser.add_argument("--repeats", type=positive, help="default: 5")

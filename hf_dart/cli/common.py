@@ -45,7 +45,7 @@ def target_options() -> argparse.ArgumentParser:
         metavar="JSON",
         help='of the target: fields of a quantization config of transformers, such as {"load_in_4bit": true}',
     )
-    target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; demo tries)")
+    target.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice; of demo: the fastest)")
     return target
 
 
