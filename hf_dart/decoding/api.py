@@ -181,7 +181,7 @@ def generate(
         args: those of `model.generate`.
         assistant: the drafter; None is stock's own call.
         tree_config: the shape of draft trees in this call; None is the drafter's own.
-        refine: how often the drafter looks at its draft again; None is what `tree_config` says.
+        refine: how many edit passes the drafter makes over its draft; None is what `tree_config` says.
         trace: keep every round and its tree in the statistics, for `hf_dart.view.View`.
         kwargs: those of `model.generate`.
 
@@ -189,7 +189,8 @@ def generate(
         What `model.generate` returns; with `return_dict_in_generate=True` also the statistics, as `draft_stats`.
 
     Raises:
-        TypeError, ValueError: `assistant` is no drafter of ours, or goes with something that excludes it.
+        TypeError: `assistant` is no drafter of ours.
+        ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
     if isinstance(kwargs.get("assistant_model"), Proposer):
         raise TypeError("assistant_model= takes a language model; hand a hf_dart drafter to assistant=.")

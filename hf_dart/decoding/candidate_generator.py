@@ -47,7 +47,7 @@ class DartCandidateGenerator(CandidateGenerator):
         target: the model that verifies.
         generation_config: of the call, as `generate` prepared it.
         processors: likewise.
-        pads: left padding of the prompt.
+        pads: how many left-padding tokens the prompt begins with.
     """
 
     requires_model_outputs = True
@@ -78,6 +78,9 @@ class DartCandidateGenerator(CandidateGenerator):
             drafter: a [`DartHead`] or another drafter for the model.
             streamer: the one that `generate` was given too; transformers hands it the prompt, but does not pass it
                 on to a callable.
+
+        Returns:
+            The callable; what stock's loop cannot draft exactly (stop strings, batches) raises a `ValueError` in it.
         """
         return functools.partial(_assisted_decoding, drafter=drafter, streamer=streamer)
 

@@ -15,7 +15,8 @@ class LookupDrafter(Drafter[None]):
     summaries, answers that quote.
 
     Args:
-        tree_config: of which `lookup`, `nodes`, `node_cost` and `verify_costs` count.
+        tree_config: the shape of its trees, of which only `lookup`, `nodes`, `node_cost` and `verify_costs` matter;
+            None is `TreeConfig(draft_cost=0.0)`.
     """
 
     def __init__(self, tree_config: TreeConfig | None = None) -> None:

@@ -66,6 +66,12 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
             tokenizer: its tokenizer, whose hash is then kept in the config and checked at load.
             seed: of the initial weights; the global generators are not moved.
             config: fields of the config that shall differ from `for_target`'s.
+
+        Returns:
+            The drafter, attached to `target`.
+
+        Raises:
+            ValueError: a field is out of range, or the target cannot verify trees.
         """
         if tokenizer is not None:
             embeddings = target.get_input_embeddings()
@@ -96,6 +102,9 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
                 out, it is looked up beside the target's weights, if they lie on this machine.
             ngram: a table of n-grams or its path, as `drafter.ngram = NgramTable.load(path)`.
             kwargs: as for `PreTrainedModel.from_pretrained` (revision, token, dtype, ...).
+
+        Returns:
+            The drafter in eval mode, for `generate(..., assistant=...)`.
 
         Raises:
             ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the

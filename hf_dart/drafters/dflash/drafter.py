@@ -47,9 +47,10 @@ _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor
 
 @register("dflash", config=DFlashFile, card=CARD, reads=dflash_format)
 class DFlashDrafter(BoundDrafter, DFlashModel):
-    """A published DFlash drafter: `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)`.
+    """A published DFlash drafter (arXiv 2602.06036) or a relative of it: DFlash2, DSpark, JetSpec.
 
-    It drafts up to block_size - 1 tokens, as a chain or a tree (`tree_config`).
+    `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)` loads one. It drafts block_size - 1
+    tokens in one pass (DSpark: block_size), as a chain or a tree (`tree_config`).
     """
 
     described_as = "DFlash drafter"

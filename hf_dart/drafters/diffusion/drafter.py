@@ -79,7 +79,10 @@ _CARD = CardTexts(
     card=_CARD,
 )
 class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
-    """A masked diffusion LM with the target's tokenizer, as `assistant=`.
+    """A masked diffusion LM with the target's tokenizer (SpecDiff, arXiv 2408.05636), as `assistant=`.
+
+    `DiffusionDrafter.from_target(model)` makes an untrained one, `DiffusionDrafter.from_pretrained(path, target=model)`
+    loads a trained one. It drafts γ tokens (`draft_length`).
 
     Entry p of its text is the token at position p + 1, and the target's features at p where the config names layers:
     what is known of a token before the target reads it. γ - 1 slots follow, for all tokens of the draft but the last.

@@ -70,10 +70,13 @@ def _reads(content: dict[str, Any]) -> str | None:
     reads_named=eagle1_format,
 )
 class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
-    """An autoregressive draft head, as `assistant=`.
+    """An autoregressive draft head (EAGLE-3, arXiv 2503.01840), as `assistant=`.
+
+    `EagleDrafter.from_target(model)` makes an untrained head; `EagleDrafter.from_pretrained(path, target=model)` loads
+    a trained one, also in the formats of EAGLE-1, EAGLE-2 and EAGLE-3 (`hf_dart.interop.eagle3`).
 
     Attributes:
-        beam: W, as in the config.
+        beam: W, how many different tokens of each depth are drafted on from; 1 drafts a chain. Starts as in the config.
     """
 
     config: EagleConfig

@@ -129,10 +129,10 @@ _CARD = CardTexts(
 
 @register("uno", config=UnoConfig, trainer="hf_dart.training.trainers.uno:UnoTrainer", card=_CARD)
 class UnoDrafter(PretrainedDrafter, DraftNetwork):
-    """A LoRA by which its target drafts for itself, as `assistant=`.
+    """A LoRA by which its target drafts for itself (gated LoRA, arXiv 2507.11851), as `assistant=`.
 
-    `UnoDrafter.from_target(model, tokenizer=tokenizer)` makes an untrained one; a folder of one holds the adapter
-    alone, in PEFT's format, and is loaded with its target.
+    `UnoDrafter.from_target(model, tokenizer=tokenizer)` makes an untrained one, `UnoDrafter.from_pretrained(path,
+    target=model)` loads a trained one: its folder holds the adapter alone, in PEFT's format.
     """
 
     config: UnoConfig

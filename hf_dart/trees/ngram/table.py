@@ -68,8 +68,8 @@ class NgramTable:
 
     Attributes:
         path: of the file.
-        spec: what the keys mean.
-        tokens: of the corpus.
+        spec: what the keys mean ([`NgramSpec`]).
+        tokens: how many tokens the corpus has.
         min_counts: per order from 2 on, the smallest count that was kept.
         unigrams: [V] int64 counts of single tokens.
         keys: per order from 2 on, sorted int64 keys of n-grams; the last token is in the lowest bits.
@@ -170,7 +170,7 @@ class NgramTable:
             )
 
     def count(self, order: int, key: int) -> int:
-        """How often one n-gram occurs."""
+        """How often the n-gram of that order and packed key (`keys`) occurs; 0 if it was not kept."""
         if order == 1:
             return int(self.unigrams[key])
         keys = self.keys[order - 2]
