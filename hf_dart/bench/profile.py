@@ -89,7 +89,7 @@ def measure(
     """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
 
     Whatever the drafts are worth: only rounds are counted. What grows with the tree beside the forward of the target
-    (growth, walk, masks) is part of its cost. The results are rounded, and nothing but this function reads a clock.
+    (growth, walk, masks) is part of its cost. The results are rounded.
 
     Args:
         pair: target and head.

@@ -41,7 +41,7 @@ class Capture(NamedTuple):
     pool: Pool | None
     memory: Memory
     hands_down: bool
-    kernels: Kernels = Kernels()
+    kernels: Kernels
 
 
 class Launch:

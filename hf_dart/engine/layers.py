@@ -90,13 +90,14 @@ def forwards_of(
 def _candidates(
     target: PreTrainedModel, heads: Sequence[HeadsForward], linears: Sequence[FusedLinears]
 ) -> Iterator[LayerForward]:
-    """Layers whose parts have the names and the kinds that a layer of Llama's form has."""
+    """Layers whose parts have names and kinds as in a layer of Llama's form, and no forwards of their own."""
     by_attention = {forward.attention: forward for forward in heads}
     by_first: dict[Any, Any] = {group.linears[0]: group for group in linears}
     for layer in target.modules():
         attention: Any = getattr(layer, "self_attn", None)
         mlp = getattr(layer, "mlp", None)
-        if attention not in by_attention or forward_before(vars(layer).get("forward")) is not None:
+        forwards = (forward_before(vars(part).get("forward")) for part in layer.modules())
+        if attention not in by_attention or any(forward is not None for forward in forwards):
             continue
         projections: Any = by_first.get(attention.q_proj)
         gates: Any = by_first.get(getattr(mlp, "gate_proj", None))

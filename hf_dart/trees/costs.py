@@ -30,7 +30,6 @@ LEVEL_COST = 0.25
 ANY_TREE = 0.1
 """What a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query."""
 
-
 _FIRST, _DOUBLED = 0.676, 0.57
 """Tokens that a round brings beside its own: `_FIRST` of a tree of two nodes, and for one of 2**n, n**`_DOUBLED` as
 many. Fits the packaged pair's 2.49, 2.68 and 2.86 for trees of 16, 32 and 60 nodes."""
