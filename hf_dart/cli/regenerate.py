@@ -24,6 +24,8 @@ from hf_dart.cli.common import (
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import load_target, load_tokenizer
 
+_OF_THE_MODEL = ("attn_implementation", "quantization")  # and of what it writes
+_OF_THIS_MACHINE = ("head", "dtype", "device_map", *_OF_THE_MODEL)
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
@@ -75,8 +77,8 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     began = monotonic()
-    if arguments.server and (arguments.head or arguments.dtype or arguments.device_map):
-        raise UserError("A server writes on its own; leave out --head, --dtype and --device-map.")
+    if arguments.server and (own := given(arguments, _OF_THIS_MACHINE)):
+        raise UserError(f"A server writes on its own; leave out --{next(iter(own)).replace('_', '-')}.")
     if arguments.server and arguments.chat_template:
         raise UserError("A server has its own chat template; start it with this one, and leave --chat-template out.")
     if arguments.model and not arguments.server:
@@ -171,5 +173,6 @@ def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tupl
         "target": Path(name).resolve().name if Path(name).is_dir() else name,
         "target_revision": cached_commit(arguments.target or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
+        **given(arguments, _OF_THE_MODEL),
     }
     return ModelWriter(model, tokenizer, chat, head), made_by

@@ -293,6 +293,21 @@ def test_a_server_writes_what_the_model_behind_it_writes(tmp_path: Path, server:
     assert len({body["seed"] for body in server.seen}) > len(server.seen) / 2
 
 
+@pytest.mark.parametrize("replies", [0, 1])
+def test_a_call_of_a_tool_is_no_reply(tmp_path: Path, server: Any, replies: int) -> None:
+    source = tmp_path / "chat.jsonl"
+    source.write_text(json.dumps({"messages": [message for message in CONVERSATION if message["role"] != "system"]}))
+    calls = {"content": None, "tool_calls": [{"function": {"name": "f", "arguments": "{}"}}]}
+    answers = [*[("stop", {"content": "Yes."})] * replies, ("tool_calls", calls)]
+    choices = [{"message": {"role": "assistant", **said}, "finish_reason": reason} for reason, said in answers]
+    server.faults = [json.dumps({"choices": [choice]}).encode() for choice in choices]
+    writer = ServerWriter(f"http://127.0.0.1:{server.server_port}", "small", server.writer.tokenizer)
+    settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=4)
+    records = records_in(run(tmp_path / "out", sources_of(tmp_path, str(source)), writer, settings))
+    assert [record["messages"][-1]["content"] for record in records] == ["Yes."] * replies
+    assert server.faults == []
+
+
 def test_a_server_that_does_not_answer(server: Any) -> None:
     url = f"http://127.0.0.1:{server.server_port}/v1"
     ask: Any = {"prompts": [[5, 6]], "new_tokens": 2, "sampling": Sampling(), "seed": 0}
@@ -413,7 +428,9 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--temperature", "1"], "mixture differs"),
         ([*way, "--top-p", "0.5"], "--top-p is for one way to write"),
         (["--top-p", "0.5"], "give a temperature too"),
+        ([*way, "--attn-implementation", "eager"], "attn_implementation differs"),
         (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
+        (["--server", "http://127.0.0.1:1", "--quantization", '{"load_in_4bit": true}'], "leave out --quantization"),
         (["--server", "http://127.0.0.1:1", "--chat-template", "x"], "leave --chat-template out"),
         (["--model", "x"], "give --server"),
         (["--target", "./missing"], "There is no folder './missing'"),

@@ -28,9 +28,9 @@ def test_the_loss_is_that_of_the_reference(share: float, chunk: int, tmp_path: P
     wanted = 3 * torch.randn(40, vocabulary, dtype=torch.float64, generator=generator)
     goals = torch.randint(40, (blocks, depth), generator=generator)
     ids = torch.randint(vocabulary, (2, 20), generator=generator)
-    drafts = Drafts({"input_ids": ids}, hidden, wanted, goals, torch.zeros_like(goals))
+    drafts = Drafts({"input_ids": ids, "seed": 9}, hidden, wanted, goals, torch.zeros_like(goals))
 
-    expected, noise = torch.zeros((), dtype=torch.float64), trainer._noise(hidden.device)
+    expected, noise = torch.zeros((), dtype=torch.float64), torch.Generator().manual_seed(9)
     noisy_blocks = 0
     with torch.no_grad():
         for first in range(0, blocks, chunk):
@@ -77,3 +77,16 @@ def test_evaluations_draw_the_same_noise(tmp_path: Path) -> None:
     trainer.train()
     assert trainer.evaluate()["eval_loss"] == pytest.approx(before, rel=1e-6)
     assert trainer.own_record() == {"selector_only": True, "selector_noise": 0.5}
+
+
+def test_every_micro_batch_has_noise_of_its_own(tmp_path: Path) -> None:
+    target, rows = tiny_target(), token_rows([[24]] * 8)
+    head = tiny_head(target).add_selector(4)
+    options: dict[str, Any] = {"selector_candidates": 4, "gradient_accumulation_steps": 2}
+    trainer = tiny_trainer(tmp_path, head, target, rows, selector_only=True, **options)
+    seeds = []
+    for _ in range(2):  # a resumed run draws the same again
+        samples, _ = trainer.get_batch_samples(iter(trainer.get_train_dataloader()), 2, torch.device("cpu"))
+        seeds.append([sample["seed"] for sample in samples])
+    assert seeds[0] == seeds[1]
+    assert len(set(seeds[0])) == 2

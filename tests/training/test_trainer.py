@@ -15,8 +15,8 @@ from peft import LoraConfig
 from support.scripts import command, environment
 from support.tiny_training import LENGTHS, batch_of, tiny_head, tiny_target, tiny_trainer, token_rows
 
-from hf_dart import DartHead
-from hf_dart.training import DartTrainer, DartTrainingArguments
+from hf_dart import DartHead, EagleDrafter
+from hf_dart.training import DartTrainer, DartTrainingArguments, EagleTrainer
 
 
 def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> None:
@@ -227,12 +227,15 @@ def test_arguments_say_what_is_wrong(tmp_path: Path) -> None:
 def test_what_could_not_be_trained_or_kept_is_refused(tmp_path: Path) -> None:
     target = tiny_target()
     rows = token_rows(LENGTHS)
-    own = tiny_head(target, own_lm_head=True)
-    with pytest.raises(ValueError, match="loss_chunk=0"):
-        tiny_trainer(tmp_path, own, target, rows)
-    before = own.lm_head.weight.clone()
-    tiny_trainer(tmp_path, own, target, rows, loss_chunk=0, max_steps=1).train()
-    assert not torch.equal(own.lm_head.weight, before)
+    eagle = EagleDrafter.from_target(target, feature_layers=[0, 2, 3], draft_length=4, own_lm_head=True)
+    for kind, own in ((DartTrainer, tiny_head(target, own_lm_head=True)), (EagleTrainer, eagle)):
+        with pytest.raises(ValueError, match="loss_chunk=0"):
+            tiny_trainer(tmp_path, own, target, rows, kind=kind)
+        before = own.lm_head.weight.clone()
+        tiny_trainer(tmp_path, own, target, rows, kind=kind, loss_chunk=0, max_steps=1).train()
+        assert not torch.equal(own.lm_head.weight, before)
+        own.lm_head.requires_grad_(False)
+        tiny_trainer(tmp_path, own, target, rows, kind=kind)
 
     tiny_head(target, selector_rank=4).save_pretrained(tmp_path / "head")
     adapted = DartHead.from_pretrained(str(tmp_path / "head"), target=target)

@@ -153,7 +153,10 @@ def _continue(
 def _rewrite(
     batch: Batch, writer: Writer, sampling: Sampling, settings: RegenerateSettings, seed: int
 ) -> list[dict[str, Any] | None]:
-    """A new message in place of every assistant's, after the new ones before it; one that does not end is the last."""
+    """A new message in place of every assistant's, after the new ones before it.
+
+    One that does not end is the last, and the one before a call of a tool.
+    """
     conversations: list[Conversation] = [content for _, content in batch.rows]
     encoder = batch.encoder
     assert encoder.chat is not None
@@ -181,8 +184,9 @@ def _rewrite(
         asked = [(histories[at], conversations[at][1]) for at in ready]
         replies = writer.reply(asked, settings.new_tokens, sampling, seed + turn * len(conversations))
         for at, reply in zip(ready, replies, strict=True):
-            histories[at].append(reply.message)
-            written[at] = len(histories[at])
+            if reply.message is not None:
+                histories[at].append(reply.message)
+                written[at] = len(histories[at])
         active = [at for at, reply in zip(ready, replies, strict=True) if reply.finished and rest[at]]
         turn += 1
     return [

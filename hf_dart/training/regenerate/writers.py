@@ -21,9 +21,9 @@ from hf_dart.training.regenerate.sampling import Sampling
 
 
 class Reply(NamedTuple):
-    """An assistant's message, and whether it came to its end."""
+    """An assistant's message, and whether it came to its end; no message where a tool is called."""
 
-    message: Message
+    message: Message | None
     finished: bool
 
 
@@ -183,6 +183,8 @@ class ServerWriter:
                 content["chat_template_kwargs"] = {"enable_thinking": self.enable_thinking}
             choice = self._ask("chat/completions", content, new_tokens, sampling, seed + at)
             answer = choice["message"]
+            if answer.get("tool_calls"):  # its text is not all that the target wrote
+                return Reply(None, False)
             message = {"role": "assistant", "content": answer.get("content") or ""}
             thoughts = answer.get("reasoning") or answer.get("reasoning_content")  # vLLM has renamed it
             if thoughts:

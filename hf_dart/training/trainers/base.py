@@ -120,6 +120,15 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         **kwargs: Any,
     ) -> None:
         drafter.bind(target)
+        if drafter.lm_head is not None and any(weight.requires_grad for weight in drafter.lm_head.parameters()):
+            if args.loss_chunk:
+                raise ValueError(
+                    f"Losses in chunks train no LM head, and this {drafter.described_as} has one of its own; give "
+                    "loss_chunk=0, or leave it as it is with drafter.lm_head.requires_grad_(False)."
+                )
+            if args.ddp_find_unused_parameters is None:
+                # It is called outside the forward of DDP, which would take it for unused.
+                args.ddp_find_unused_parameters = False
         places = getattr(target, "hf_device_map", None)
         if args.n_gpu > 1 and places is not None and len(set(places.values())) > 1:
             args._n_gpu = 1  # the drafter trains on the first one; the target takes the others

@@ -13,7 +13,7 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import DrafterTrainer, Drafts, read_tokens, seeded
+from hf_dart.training.trainers.base import DrafterTrainer, Drafts, read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
 _CERTAIN = 1e4
@@ -41,6 +41,13 @@ class DartTrainer(DrafterTrainer[DartHead]):
         if self.is_fsdp_enabled and args.selector_only:
             # Its gradients arise outside the forward that FSDP gathers the weights for.
             raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
+
+    def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
+        """Adds `anchors` [B, K] and, for a selector, the `seed` of the noise that it learns with."""
+        blocks = super().draw(inputs, generator)
+        if self.args.selector_only:
+            inputs["seed"] = int(torch.randint(2**31, (), generator=generator))
+        return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         blocks = self.blocks(inputs)
@@ -81,7 +88,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
         assert head.selector is not None
         if not len(hidden):  # with gradients of zero, which processes wait for
             return sum((weight.sum() * 0.0 for weight in head.selector.parameters()), hidden.new_zeros(()))
-        generator = self._noise(hidden.device)
+        generator = torch.Generator(hidden.device).manual_seed(drafts.inputs["seed"])
         parts: list[tuple[Tensor, ...]] = []
         with torch.no_grad():
             for part in drafts.split(self.args.loss_chunk):
@@ -104,13 +111,6 @@ class DartTrainer(DrafterTrainer[DartHead]):
         delta = head.selector(hidden, own, head.embed(tokens), places[..., :1], places[..., 1:])
         return annealed_kl(ranked + delta[..., 0, :], wanted, self.args.objective.gamma).sum()
 
-    def _noise(self, device: torch.device) -> torch.Generator:
-        """Of the noise of this step, the same in a resumed run; of evaluations, the same in all."""
-        step = 0 if self._quality is not None else 1 + self.state.global_step
-        seeds = seeded(self.args.seed, step, self.args.process_index)
-        generator = torch.Generator(device)
-        return generator.manual_seed(int(torch.randint(2**62, (), generator=seeds)))
-
     def own_record(self) -> dict[str, Any]:
         noise = {"selector_noise": self.args.selector_noise} if self.args.selector_only else {}
         return {"selector_only": self.args.selector_only, **noise}
@@ -122,11 +122,6 @@ def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
     Raises:
         ValueError: the part that is to be trained is missing, or could not be trained or saved.
     """
-    if head.config.own_lm_head and args.loss_chunk:
-        raise ValueError(
-            "Losses in chunks train no LM head, and this head has one of its own; give loss_chunk=0, or a head without "
-            "own_lm_head."
-        )
     if args.selector_only:
         if head.selector is None:
             raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
@@ -136,10 +131,9 @@ def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
             raise ValueError(f"selector_candidates is {args.selector_candidates}; give 2 to {drafted}.")
         head.requires_grad_(False)
         head.selector.requires_grad_(True)
+        if args.ddp_find_unused_parameters is None:
+            args.ddp_find_unused_parameters = False  # as for an LM head of its own
     else:
         for part in (head.selector, head.editor):
             if part is not None:
                 part.requires_grad_(False)
-    if (args.selector_only or head.config.own_lm_head) and args.ddp_find_unused_parameters is None:
-        # They are called outside the forward of DDP, which would take them for unused.
-        args.ddp_find_unused_parameters = False
