@@ -123,6 +123,7 @@ _INTERFACES = {
         "hf_dart.decoding.proposer.Proposer",
         "hf_dart.drafters.pretrained.PretrainedDrafter",
         "hf_dart.drafters.base_config.DrafterConfig",
+        "hf_dart.drafters.head_config.HeadConfig",
         "hf_dart.drafters.registry.register",
         "hf_dart.training.trainers.base.DrafterTrainer",
         "hf_dart.hub.kinds.CardTexts",

@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.errors import check_types
+from hf_dart.errors import check_fields, check_types
 from hf_dart.hub.download import cached_commit
 from hf_dart.target.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
@@ -90,16 +90,12 @@ class DrafterConfig(PreTrainedConfig):
         self.tree = checked_tree(self.tree)
 
     def _check_shape(self) -> None:
-        for name in _SIZES:
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 or more.")
+        check_fields(self, least=dict.fromkeys(_SIZES, 1))
         if self.head_dim % 2:
             raise ValueError(f"head_dim is {self.head_dim}; give an even number, as rotary positions turn pairs.")
-        for name in ("rms_norm_eps", "rope_theta"):
+        for name in ("rms_norm_eps", "rope_theta", "initializer_range"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
-        if self.initializer_range < 0:
-            raise ValueError(f"initializer_range is {self.initializer_range}; give 0 or more.")
         if not 1 <= self.draft_length <= MAX_DRAFT_LENGTH:
             raise ValueError(f"draft_length is {self.draft_length}; give 1 to {MAX_DRAFT_LENGTH}.")
         layers, last = self.feature_layers, self.target_num_layers

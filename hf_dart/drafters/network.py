@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -36,6 +37,16 @@ class DraftNetwork(TargetReader, PreTrainedModel):
         self.lm_head = self.embed_tokens = None
         self._head_rows = LMHeadRows()
         self.register_buffer("draft_vocabulary", None)
+
+    def make_tables(self, config: Any) -> None:
+        """Make what tokens are read and scored by, as a `HeadConfig` says."""
+        size = config.draft_vocab_size
+        scored = config.vocab_size if size is None else size
+        self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
+        own = config.embeddings == "own"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
+        self.reads_rows = config.embeddings == "table"
+        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
 
     @property
     def lm_head_weights(self) -> int:

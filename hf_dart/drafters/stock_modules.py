@@ -6,6 +6,7 @@ after it and is overwritten by the next round, so that nothing moves when a draf
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,8 +21,12 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
+from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.errors import sentence
 from hf_dart.target.masks import MaskKind, mask_kinds
+from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
 class _SlotLayer(CacheLayerMixin):
@@ -110,6 +115,34 @@ class SlotCacheState:
             return False
         self.lengths = lengths
         return True
+
+
+class StockDrafter(BeamDrafter[SlotCacheState]):
+    """A drafter of transformers' modules, which run once for each of d tokens; arguments as its subclasses have."""
+
+    def __init__(self, draft_length: int, beam: int, tree_config: TreeConfig | None) -> None:
+        if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
+            raise ValueError(
+                f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
+            )
+        self.tree_config, self.last_stats = tree_config or TreeConfig(), None
+        self.beam, self._draft_length = beam, draft_length
+
+    @property
+    def draft_length(self) -> int:
+        return self._draft_length
+
+    @property
+    @abstractmethod
+    def runs_in(self) -> tuple[torch.device, torch.dtype]:
+        """Where its modules run, and in which dtype their keys and values are."""
+
+    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.cache.writable(*self.runs_in):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
 
 
 @dataclass(frozen=True)

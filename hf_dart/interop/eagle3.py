@@ -17,7 +17,6 @@ layers from 0, one less.
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
@@ -25,13 +24,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
 
 from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, read_tensors
 from hf_dart.interop.rope import read_rope, rope_frequencies
-from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
+from hf_dart.interop.vllm import llama_fields, lm_head_rows, refuse, vocabulary_maps, write_checkpoint
 from hf_dart.target.features import default_feature_layers
 
 _MANY = 2**31 - 1
@@ -449,29 +447,17 @@ def write_eagle3(
     tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
     content = {
         "architectures": ["LlamaForCausalLMEagle3"],
-        "model_type": "llama",
+        **llama_fields(config),
         "draft_vocab_size": len(tensors["d2t"]),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": 2048,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
         "pad_token_id": 0,
         "pretraining_tp": 1,
-        "tie_word_embeddings": False,
         "torch_dtype": str(state["fc.weight"].dtype).removeprefix("torch."),
     }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+    write_checkpoint(folder, content, tensors)
 
 
 def _refuse(config: PreTrainedConfig) -> None:
@@ -492,9 +478,5 @@ def _refuse(config: PreTrainedConfig) -> None:
         f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
         "features)": not config.hidden_size == config.embedding_size == config.feature_size,
     }
-    for what, applies in has.items():
-        if applies:
-            raise ValueError(
-                f"This head has {what}, which the original EAGLE-3 code does not know; train one as "
-                "EagleDrafter.from_target makes it by default to run it there."
-            )
+    rest = "train one as EagleDrafter.from_target makes it by default to run it there."
+    refuse(has, f"which the original EAGLE-3 code does not know; {rest}")

@@ -12,19 +12,17 @@ read again and the rows still are the target's, it is the head that it was.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedConfig
 
 from hf_dart.interop.checkpoint import Fields, read_tensors
 from hf_dart.interop.eagle3 import draft_tokens
-from hf_dart.interop.vllm import lm_head_rows, vocabulary_maps
+from hf_dart.interop.vllm import llama_fields, lm_head_rows, refuse, vocabulary_maps, write_checkpoint
 from hf_dart.target.features import default_feature_layers
 from hf_dart.trees.config import checked_tree
 
@@ -222,31 +220,19 @@ def write_original(
     tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
     content = {
         "architectures": ["LlamaForCausalLMDart"],
-        "model_type": "llama",
+        **llama_fields(config),
         "draft_length": config.draft_length - 1,
         "draft_vocab_size": len(tensors["d2t"]),
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
         "target_hidden_size": config.feature_size,
-        "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": 32768,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_theta": config.rope_theta,
         "rope_scaling": None,
         "pretraining_tp": 1,
-        "tie_word_embeddings": False,
         "torch_dtype": str(state["fc.weight"].dtype).removeprefix("torch."),
         "hf_dart": {name: getattr(config, name) for name in _KEPT if getattr(config, name) is not None},
     }
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+    write_checkpoint(folder, content, tensors)
 
 
 def _refuse(config: PreTrainedConfig) -> None:
@@ -264,9 +250,5 @@ def _refuse(config: PreTrainedConfig) -> None:
         f"embeddings of another width ({config.embedding_size}) than its own": config.embedding_size
         != config.hidden_size,
     }
-    for what, applies in has.items():
-        if applies:
-            raise ValueError(
-                f"This head has {what}, which DART's code does not know; train one as DartHead.from_target makes it "
-                "by default to run it there."
-            )
+    rest = "train one as DartHead.from_target makes it by default to run it there."
+    refuse(has, f"which DART's code does not know; {rest}")

@@ -54,6 +54,29 @@ def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tupl
     return tokens - torch.arange(len(tokens)), columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
 
 
+def llama_fields(config: PreTrainedConfig) -> dict[str, Any]:
+    """The shape of a head's layers, as the config.json of a Llama names it."""
+    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+            "rms_norm_eps")  # fmt: skip
+    named = {name: getattr(config, name) for name in same}
+    return {**named, "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False}
+
+
+def write_checkpoint(folder: str | Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
+    """Write config.json and model.safetensors to a folder, which is made if there is none."""
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
+
+
+def refuse(has: dict[str, bool], rest: str) -> None:
+    """Raise a `ValueError` that names the first thing that a head has; `rest` ends the sentence."""
+    for what, applies in has.items():
+        if applies:
+            raise ValueError(f"This head has {what}, {rest}")
+
+
 def write_vllm(
     config: PreTrainedConfig,
     weights: dict[str, Tensor],
@@ -104,11 +127,7 @@ def write_vllm(
     name = verifier or config.target_name
     if name is None:
         raise ValueError("vLLM has to be told the target; give verifier=, its Hub id or folder.")
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    content = json.dumps(_content(config, dtype, architecture, max_positions, name), indent=2) + "\n"
-    (folder / "config.json").write_text(content, encoding="utf8")
+    write_checkpoint(folder, _content(config, dtype, architecture, max_positions, name), tensors)
 
 
 def _content(
@@ -116,21 +135,12 @@ def _content(
 ) -> dict[str, Any]:
     """Every flag is said: defaults differ between vLLM, its algorithms and their versions."""
     layer = {
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
+        **llama_fields(config),
         "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_attention_heads,
-        "num_key_value_heads": config.num_key_value_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
         "max_position_embeddings": max_positions,
-        "rms_norm_eps": config.rms_norm_eps,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
         "attention_bias": False,
         "mlp_bias": False,
-        "tie_word_embeddings": False,
     }
     proposal = {
         "proposal_type": "greedy",
@@ -179,9 +189,4 @@ def _refuse(config: PreTrainedConfig) -> None:
         f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
         "features)": not config.hidden_size == config.embedding_size == config.feature_size,
     }
-    for what, applies in has.items():
-        if applies:
-            raise ValueError(
-                f"This head has {what}, which vLLM's P-EAGLE does not know; it would be served as another head, so it "
-                "is not written."
-            )
+    refuse(has, "which vLLM's P-EAGLE does not know; it would be served as another head, so it is not written.")

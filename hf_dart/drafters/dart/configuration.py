@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_dart.drafters.base_config import DrafterConfig
+from hf_dart.drafters.head_config import HeadConfig
+from hf_dart.errors import check_fields
 
-MAX_LAYERS = 5
-"""Most decoder layers of a head: those of DFlash (arXiv 2602.06036); more cost more than they bring there."""
+_CHOICES = {
+    "block_attention": ("causal", "bidirectional"),
+    "input_form": ("pair", "stream"),
+    "mask_mode": ("learned", "peagle"),
+    "selector_kind": ("bigram", "markov"),
+}
 
 
-class DartConfig(DrafterConfig):
+class DartConfig(HeadConfig):
     """The shape of a [`DartHead`]; `DartConfig.for_target` reads most of it off a target.
 
     Args:
@@ -18,13 +23,6 @@ class DartConfig(DrafterConfig):
         feature_layers: which of the target's `hidden_states` are fused; 0 is the embedding output, L the
             output of the last of L layers. The paper's layers are `default_feature_layers(L)`.
         hidden_size: H, the width of the target's LM head, which the drafter shares.
-        own_lm_head: score tokens with an LM head of the head's own [V, H] ([M, H] of a draft vocabulary) instead of
-            the target's.
-        embeddings: how tokens are read: "target", as the target itself embeds them; "table", by the rows of its table
-            alone, without the factors and norms that some families put after it; "own", by a table of the head's.
-        norm_before_residual: the first layer's residual is the normed feature, not the feature.
-        windows: per layer, how many positions of the text an entry sees, its own included; 0 is all, and an empty list
-            is all in every layer.
         double_norm: apply the final norm twice, as DART's released code does.
         embedding_size: E, the width of the target's token embeddings, which the drafter shares.
         feature_size: width of one target hidden state.
@@ -35,10 +33,6 @@ class DartConfig(DrafterConfig):
         copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
             they are, are not saved, and are copied again at load (`hf_dart.drafters.dart.copied`).
             None for layers of its own.
-        attention_bias, output_bias, qk_norm, rope_frequencies: what a copied layer has beside plain projections:
-            biases of q, k and v, that of the output, norms of queries and keys, its own rotary frequencies
-            [head_dim / 2] (None are those of rope_theta).
-        fusion_norm, fusion_bias, mlp_bias, rope_scale: of heads that other projects trained, as in an `EagleConfig`.
         fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint stands on and does not
             hold.
         inject_features: every layer also attends to keys and values that are projected from the fused features
@@ -66,34 +60,26 @@ class DartConfig(DrafterConfig):
         chat_template_hash, enable_thinking: `hf_dart.target.tokenizers.template_hash` of the chat template of the
             conversations that the head was trained on, and the thinking flag that was handed to it; None without.
 
+    The other fields, of copied layers and heads of other projects, are those of
+    `hf_dart.drafters.head_config.HeadConfig`.
+
     Raises:
         ValueError: a field is out of range; the message names the field and what it takes.
     """
 
     model_type = "dart"
-    changeable = (*DrafterConfig.changeable, "selector_rank", "selector_kind")
+    changeable = (*HeadConfig.changeable, "selector_rank", "selector_kind")
 
-    own_lm_head: bool = False
-    embeddings: str = "target"
-    norm_before_residual: bool = False
-    windows: list[int] | tuple[int, ...] = ()
+    # Those of DFlash (arXiv 2602.06036); more cost more than they bring there.
+    most_layers = 5
+
     double_norm: bool = False
-    num_layers: int = 1
     input_form: str = "pair"
     copied_layer: int | None = None
-    attention_bias: bool = False
-    output_bias: bool = False
-    qk_norm: bool = False
-    fusion_norm: str = "none"
-    fusion_bias: bool = False
-    mlp_bias: bool = False
-    rope_frequencies: list[float] | tuple[float, ...] | None = None
-    rope_scale: float = 1.0
     fingerprint: list[float] | tuple[float, ...] | None = None
     inject_features: bool = False
     mask_mode: str = "learned"
     mask_token_id: int | None = None
-    draft_vocab_size: int | None = None
     block_attention: str = "causal"
     shift_logits: bool = True
     selector_rank: int = 0
@@ -102,42 +88,16 @@ class DartConfig(DrafterConfig):
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
-        if not 1 <= self.num_layers <= MAX_LAYERS:
-            raise ValueError(f"num_layers is {self.num_layers}; give 1 to {MAX_LAYERS}.")
-        if self.embeddings not in ("target", "table", "own"):
-            raise ValueError(f"embeddings is {self.embeddings!r}; give 'target', 'table' or 'own'.")
-        self.windows = list(self.windows)
-        if self.windows and (len(self.windows) != self.num_layers or min(self.windows) < 0):
-            raise ValueError(f"windows is {list(self.windows)}; give {self.num_layers} numbers of 0 or more, or none.")
-        if self.fusion_norm not in ("none", "joint", "each"):
-            raise ValueError(f"fusion_norm is {self.fusion_norm!r}; give 'none', 'joint' or 'each'.")
-        if self.block_attention not in ("causal", "bidirectional"):
-            raise ValueError(f"block_attention is {self.block_attention!r}; give 'causal' or 'bidirectional'.")
-        if self.input_form not in ("pair", "stream"):
-            raise ValueError(f"input_form is {self.input_form!r}; give 'pair' or 'stream'.")
+        check_fields(self, choices=_CHOICES)
         if self.copied_layer is not None and self.input_form != "stream":
             raise ValueError("A copied layer takes the width of the target's; leave input_form at 'stream'.")
-        frequencies, pairs = self.rope_frequencies, self.head_dim // 2
-        if frequencies is not None and len(frequencies) != pairs:
-            raise ValueError(f"rope_frequencies has {len(frequencies)} entries; give {pairs}, half of head_dim.")
         self._check_mask_mode()
-        if self.draft_vocab_size is not None and not 1 <= self.draft_vocab_size <= self.vocab_size:
-            raise ValueError(
-                f"draft_vocab_size is {self.draft_vocab_size}; give 1 to {self.vocab_size}, the target's vocabulary, "
-                "or None for all of it."
-            )
         if self.selector_rank < 0:
             raise ValueError(f"selector_rank is {self.selector_rank}; give 0 for no selector, or more.")
-        if self.selector_kind not in ("bigram", "markov"):
-            raise ValueError(f"selector_kind is {self.selector_kind!r}; give 'bigram' or 'markov'.")
         if self.editor and not self.shift_logits:
             raise ValueError("Edit passes go with shifted logits; leave shift_logits True, or the editor out.")
-        if not self.feature_layers:
-            raise ValueError("feature_layers is empty; name at least one index of the target's hidden_states.")
 
     def _check_mask_mode(self) -> None:
-        if self.mask_mode not in ("learned", "peagle"):
-            raise ValueError(f"mask_mode is {self.mask_mode!r}; give 'learned' or 'peagle'.")
         if self.mask_mode == "learned":
             if self.mask_token_id is not None:
                 raise ValueError("mask_token_id goes with mask_mode='peagle' only; leave it out.")
@@ -161,17 +121,6 @@ class DartConfig(DrafterConfig):
     def draft_slots(self) -> int:
         """Mask slots of a whole draft: d - 1, or d where logits are not shifted."""
         return self.draft_length - int(self.shift_logits)
-
-    @property
-    def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
-        own = {"LM head width": self.own_lm_head, "embedding width": self.embeddings == "own"}
-        return {name: size for name, size in super().needs.items() if not own.get(name, False)}
-
-    @property
-    def borrows_vocabulary(self) -> bool:
-        """Are tokens read through the target's embeddings?"""
-        return self.embeddings != "own"
 
     @property
     def stores_all_weights(self) -> bool:

@@ -96,15 +96,9 @@ class DartModel(DraftNetwork):
         first = [pairs and index == 0 for index in range(config.num_layers)]
         self.layers = nn.ModuleList(DartLayer(config, pairs=one, normed=not one, **parts) for one in first)
         self.norm = nn.RMSNorm(config.hidden_size, config.rms_norm_eps)
-        scored = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
-        own = config.embeddings == "own"
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
-        self.reads_rows = config.embeddings == "table"
+        self.make_tables(config)
         self.selector = BigramSelector(config) if config.selector_rank else None
         self.editor = Editor(config) if config.editor else None
-        size = config.draft_vocab_size
-        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
         self._low_rank = LowRankHead()
         self.post_init()
 
@@ -113,12 +107,8 @@ class DartModel(DraftNetwork):
             module.start_neutral()
         elif isinstance(module, Editor):
             nn.init.zeros_(module.correction.weight)
-        elif isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
+        else:
+            super()._init_weights(module)
 
     # ---- tokens -------------------------------------------------------------------------------------
 

@@ -66,12 +66,11 @@ class DiffusionModel(DraftNetwork):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
+        if self.config.share_embeddings and module is self.output_proj and isinstance(module, nn.Linear):
             # What the target's LM head reads is normed; in front of it the usual scale would be far too small.
-            last = self.config.share_embeddings and module is self.output_proj
-            nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5 if last else self.config.initializer_range)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
+            nn.init.normal_(module.weight, std=self.config.hidden_size**-0.5)
+        else:
+            super()._init_weights(module)
 
     # ---- the pass -----------------------------------------------------------------------------------
 

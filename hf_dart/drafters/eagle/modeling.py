@@ -43,22 +43,8 @@ class EagleModel(DraftNetwork):
         deeper = range(config.num_layers - 1)
         self.deeper = nn.ModuleList(DartLayer(config, pairs=False, normed=True, **parts) for _ in deeper)
         self.norm = nn.RMSNorm(hidden, eps) if plain else None
-        scored = config.draft_vocab_size or config.vocab_size
-        self.lm_head = nn.Linear(hidden, scored, bias=False) if config.own_lm_head else None
-        own = config.embeddings == "own"
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
-        self.reads_rows = config.embeddings == "table"
-        size = config.draft_vocab_size
-        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
+        self.make_tables(config)
         self.post_init()
-
-    def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, (nn.Linear, nn.Embedding)):
-            nn.init.normal_(module.weight, std=self.config.initializer_range)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        elif isinstance(module, nn.RMSNorm):
-            nn.init.ones_(module.weight)
 
     def fuse(self, features: Tensor) -> Tensor:
         """Hidden states of the target [..., F] to features [..., H]; as they are where `fc` takes tokens too."""

@@ -19,12 +19,10 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_dart.decoding.api import attached
-from hf_dart.decoding.proposal import Verified
-from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.mtp.modules import module_count
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, View, attention_kinds, refused
+from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds, refused
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.attention import for_trees
@@ -36,7 +34,6 @@ from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
-from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 from hf_dart.trees.vocabulary import vocabulary_hash
 
 # Tokens of a cached prefix that are read at once: masks grow with them, times all tokens before.
@@ -52,7 +49,7 @@ def _reads(content: dict[str, Any]) -> str | None:
 
 
 @register("language_model", reads=_reads)
-class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
+class LanguageModelDrafter(StockDrafter):
     """A causal language model with the target's vocabulary, as `assistant=`.
 
     Args:
@@ -78,12 +75,8 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
         beam: int = 4,
         tree_config: TreeConfig | None = None,
     ) -> None:
-        if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
-            raise ValueError(
-                f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
-            )
-        self.tree_config, self.last_stats = tree_config or TreeConfig(), None
-        self.model, self.beam, self._draft_length = model.eval(), beam, draft_length
+        super().__init__(draft_length, beam, tree_config)
+        self.model = model.eval()
         self._layers, self._kinds = attention_kinds(model)
         check_verification(model)
         text = model.config.get_text_config(decoder=True)
@@ -144,10 +137,6 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
         return drafter._with_table(ngram)
 
     @property
-    def draft_length(self) -> int:
-        return self._draft_length
-
-    @property
     def feature_layers(self) -> list[int]:
         return []
 
@@ -179,12 +168,9 @@ class LanguageModelDrafter(BeamDrafter[SlotCacheState]):
     def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._read(state, next_tokens, counts)
 
-    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.cache.writable(self._device, self.model.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+    @property
+    def runs_in(self) -> tuple[torch.device, torch.dtype]:
+        return self._device, self.model.dtype
 
     def read_last(
         self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor

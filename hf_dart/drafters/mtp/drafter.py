@@ -17,18 +17,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import attached
-from hf_dart.decoding.proposal import Verified
-from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.mtp.modules import has_unnamed_modules, module_count, read_module
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, View
+from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
 from hf_dart.target.devices import device_of, users_default
 from hf_dart.target.features import layer_count, lm_head_of
 from hf_dart.target.masks import MaskKind
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
-from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
 def _reads(content: dict[str, Any]) -> str | None:
@@ -42,7 +39,7 @@ def _reads_named(content: dict[str, Any], names: Callable[[], Collection[str]]) 
 
 
 @register("mtp", reads=_reads, reads_named=_reads_named)
-class MtpDrafter(BeamDrafter[SlotCacheState]):
+class MtpDrafter(StockDrafter):
     """The multi-token prediction module of a target, as `assistant=`.
 
     `MtpDrafter.from_target(model)` reads it from the files that the model was loaded from. Where there are several
@@ -68,12 +65,8 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
         beam: int = 4,
         tree_config: TreeConfig | None = None,
     ) -> None:
-        if not 1 <= draft_length <= MAX_DRAFT_LENGTH or beam < 1:
-            raise ValueError(
-                f"draft_length is {draft_length} and beam {beam}; give 1 to {MAX_DRAFT_LENGTH}, and 1 or more."
-            )
-        self.tree_config, self.last_stats = tree_config or TreeConfig(), None
-        self.module, self.beam, self._draft_length = module, beam, draft_length
+        super().__init__(draft_length, beam, tree_config)
+        self.module = module
         (kind,) = getattr(module.config, "layer_types", None) or ["full_attention"]
         if kind not in ("full_attention", "sliding_attention"):
             raise ValueError(
@@ -138,10 +131,6 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
         return drafter._with_table(ngram)
 
     @property
-    def draft_length(self) -> int:
-        return self._draft_length
-
-    @property
     def feature_layers(self) -> list[int]:
         return self._features
 
@@ -171,12 +160,9 @@ class MtpDrafter(BeamDrafter[SlotCacheState]):
     def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         self._read(state, features, next_tokens, counts)
 
-    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.cache.writable(self._device, self.module.layers[0].eh_proj.weight.dtype):
-            return False
-        for verified in pending:
-            self.extend(state, *verified)
-        return state.cut(lengths)
+    @property
+    def runs_in(self) -> tuple[torch.device, torch.dtype]:
+        return self._device, self.module.layers[0].eh_proj.weight.dtype
 
     def read_last(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         states = self._read(state, features, next_tokens, counts)
