@@ -92,7 +92,7 @@ def test_the_output_is_stocks(family: str, size: int, sample: bool) -> None:
 
 def test_no_other_block_attention(target: Any) -> None:
     assert tiny_head(target).config.block_attention == "causal"
-    with pytest.raises(ValueError, match="'causal' or 'bidirectional'"):
+    with pytest.raises(ValueError, match="one of causal, bidirectional"):
         tiny_head(target, block_attention="both")
 
 

@@ -112,7 +112,7 @@ def test_what_a_copy_needs(target: Any) -> None:
         ({"copy_layer": 1, "feature_layers": [0, 2]}, "add 1 to feature_layers"),
         ({"copy_layer": 1, "input_form": "pair"}, "'stream'"),
         ({"copy_layer": 1, "mask_mode": "peagle", "mask_token_id": 3, "feature_layers": [1]}, "input_form"),
-        ({"input_form": "residual"}, "'pair' or 'stream'"),
+        ({"input_form": "residual"}, "one of pair, stream"),
     ):
         with pytest.raises(ValueError, match=word) as error:
             tiny_head(target, **{"feature_layers": [1], **wrong})

@@ -350,7 +350,7 @@ def test_a_pad_is_no_text(tmp_path: Path) -> None:
     [
         ({"num_layers": 6}, "1 to 5"),
         ({"num_layers": 0}, "1 to 5"),
-        ({"mask_mode": "noise"}, "'learned' or 'peagle'"),
+        ({"mask_mode": "noise"}, "one of learned, peagle"),
         ({"mask_mode": "peagle"}, "mask_token_id"),
         ({"mask_mode": "peagle", "mask_token_id": 48}, "0..47"),
         ({"mask_token_id": 3}, "leave it out"),

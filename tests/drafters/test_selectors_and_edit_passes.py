@@ -358,5 +358,5 @@ def test_markov_scores_pairs_whatever_the_context(target: Any) -> None:
         weight, scale = selector.log_weight.weight[depth].exp(), selector.log_scale.weight[depth].exp()
         scored = weight * first.logits[0, depth, candidates[0, depth]] + scale * pairs
         torch.testing.assert_close(table[0, depth], scored.log_softmax(-1) + together[0, depth], rtol=1e-6, atol=0)
-    with pytest.raises(ValueError, match="selector_kind is 'gru'; give 'bigram' or 'markov'"):
+    with pytest.raises(ValueError, match="selector_kind is 'gru'; give one of bigram, markov"):
         tiny_head(target, selector_kind="gru")
