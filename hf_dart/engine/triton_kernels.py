@@ -11,6 +11,17 @@ _HIDDEN: tl.constexpr = tl.constexpr(-1.0e30)
 
 
 @triton.jit
+def _attended(q, k, v, seen, scale, best, total, mixed, ACC: tl.constexpr, PRECISION: tl.constexpr):
+    """One step of an online softmax: the greatest score, the weights' sum and the mixed values, with a block more."""
+    scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
+    scores = tl.where(seen, scores, _HIDDEN)
+    peak = tl.maximum(best, tl.max(scores, 1))
+    weights, fade = tl.where(seen, tl.exp2(scores - peak[:, None]), 0.0), tl.exp2(best - peak)
+    mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
+    return peak, total * fade + tl.sum(weights, 1), mixed
+
+
+@triton.jit
 def attend_to_split(
     Q, K, V, WORDS, FIRST, LENGTHS, PART, PEAK, DONE, OUT,
     q_batch, q_head, q_node, k_batch, k_head, k_slot, v_batch, v_head,
@@ -54,13 +65,8 @@ def attend_to_split(
         seen = there[None]
         if WINDOWED:
             seen = seen & (slot[None] >= first[:, None])
-        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
-        scores = tl.where(seen, scores, _HIDDEN)
-        peak = tl.maximum(best, tl.max(scores, 1))
-        weights, fade = tl.where(seen, tl.exp2(scores - peak[:, None]), 0.0), tl.exp2(best - peak)
         v = tl.load(values + slot[:, None] * v_slot + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
-        mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
-        total, best = total * fade + tl.sum(weights, 1), peak
+        best, total, mixed = _attended(q, k, v, seen, scale, best, total, mixed, ACC, PRECISION)
     if split == SPLITS - 1:
         for node_from in tl.static_range(0, N, BLOCK_K):
             word = tl.load(WORDS + (batch * N + node) * W + node_from // 64, mask=is_query, other=0)
@@ -69,13 +75,8 @@ def attend_to_split(
             slot = (slots + other).to(tl.int64)
             k = tl.load(keys + slot[:, None] * k_slot + d[None], mask=there[:, None] & (d < D)[None], other=0.0)
             seen = there[None] & (((word[:, None] >> (other % 64).to(tl.int64)[None]) & 1) != 0)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION, out_dtype=ACC) * scale
-            scores = tl.where(seen, scores, _HIDDEN)
-            peak = tl.maximum(best, tl.max(scores, 1))
-            weights, fade = tl.where(seen, tl.exp2(scores - peak[:, None]), 0.0), tl.exp2(best - peak)
             v = tl.load(values + slot[:, None] * v_slot + e[None], mask=there[:, None] & (e < E)[None], other=0.0)
-            mixed = mixed * fade[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION, out_dtype=ACC)
-            total, best = total * fade + tl.sum(weights, 1), peak
+            best, total, mixed = _attended(q, k, v, seen, scale, best, total, mixed, ACC, PRECISION)
     mixed = mixed / tl.where(total > 0, total, 1.0)[:, None]
     is_out = is_query[:, None] & (e < E)[None]
     to = OUT + batch * o_batch + node[:, None] * o_node + q_heads[:, None] * o_head + e[None]

@@ -103,19 +103,23 @@ def test_attention_is_pytorchs(
     assert torch.equal(mask(query, key, value, 0.3), found)
 
 
+def write(target: Any, attention: str, backend: str | None) -> None:
+    """Whole calls, alone and with nodes shared by a batch: stock's text, by that attention."""
+    head = tiny_head(target)
+    made = engine(target, head, tree_attention=attention, backend=backend)
+    for size in (1, 3):
+        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
+    assert made.tiers
+    assert all(tier is not None and tier.round.verifier._kernels.tree_attention == attention for tier in made.tiers)
+
+
 @interpreted
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("backend", [None, pytest.param("aot_eager", marks=pytest.mark.matrix)])
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 def test_rounds(family: str, backend: str | None) -> None:
     """Whole calls, alone and with nodes shared by a batch, in float64: stock's text."""
-    target = tiny_target(family)
-    head = tiny_head(target)
-    made = engine(target, head, tree_attention="triton", backend=backend)
-    for size in (1, 3):
-        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
-    assert made.tiers
-    assert all(tier is not None and tier.round.verifier._kernels.tree_attention == "triton" for tier in made.tiers)
+    write(tiny_target(family), "triton", backend)
 
 
 @interpreted
@@ -304,13 +308,7 @@ def test_blocks_that_are_seen(window: int | None) -> None:
 )
 def test_rounds_by_flex_attention(family: str, backend: str | None, dtype: Any) -> None:
     """Whole calls, alone and with nodes shared by a batch: stock's text. PyTorch compiles it in float32 at most."""
-    target = tiny_target(family, dtype=dtype)
-    head = tiny_head(target)
-    made = engine(target, head, tree_attention="flex", backend=backend)
-    for size in (1, 3):
-        assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
-    assert made.tiers
-    assert all(tier is not None and tier.round.verifier._kernels.tree_attention == "flex" for tier in made.tiers)
+    write(tiny_target(family, dtype=dtype), "flex", backend)
 
 
 @needs_triton
