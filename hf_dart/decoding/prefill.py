@@ -229,14 +229,14 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
-        costs = RoundCosts(
-            request.tree_config, rows.device.type, request.drafter.timings if request.times_drafts else None
-        )
+        experience = request.drafter.experience
+        timings = experience.timings if request.times_drafts else None
+        costs = RoundCosts(request.tree_config, rows.device.type, timings)
         costs.begin(batch)
         grower = TreeGrower(
             request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, costs
         )
-        pace = Pace(request.tree_config, rows.device.type, grower.depth, costs)
+        pace = Pace(request.tree_config, rows.device.type, grower.depth, costs, experience, request.kind)
         drafter_runner = DrafterRunner(
             request.drafter,
             drafter_state,

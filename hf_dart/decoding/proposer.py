@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor, nn
 
-from hf_dart.decoding.costs import Timings
+from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.proposal import Proposal, Score, Verified
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.trees.config import TreeConfig
@@ -34,14 +34,14 @@ class Proposer(ABC, Generic[State]):
     warned: bool = False
     """Has the user been warned that its drafts cost more than they bring?"""
     _ngram: NgramTable | None = None
-    _timings: Timings | None = None
+    _experience: Experience | None = None
 
     @property
-    def timings(self) -> Timings:
-        """What its drafts took in rounds of earlier calls, where nobody said what they cost (`decoding.costs`)."""
-        if self._timings is None:
-            self._timings = {}
-        return self._timings
+    def experience(self) -> Experience:
+        """What earlier calls have learnt of its drafts, which says what later ones draft, and changes no token."""
+        if self._experience is None:
+            self._experience = Experience()
+        return self._experience
 
     @property
     def ngram(self) -> NgramTable | None:

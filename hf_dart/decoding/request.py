@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,8 @@ from hf_dart.cache.states import OwnState
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.target.stock_steps import cache_name
 from hf_dart.trees.config import TreeConfig
+
+_CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 @dataclass(frozen=True)
@@ -74,6 +76,12 @@ class Request:
     def users_cache(self) -> bool:
         """Did the user pass the cache in?"""
         return bool(getattr(self.stock_cache, "_is_user_defined", False))
+
+    @property
+    def kind(self) -> Hashable:
+        """What calls have in common whose drafts are about as often right, as far as their arguments tell."""
+        config = self.generation_config
+        return self.tree_config, len(self.input_ids), *(getattr(config, name) for name in _CHOOSING)
 
     @property
     def returns_cache(self) -> bool:

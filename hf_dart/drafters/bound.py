@@ -33,7 +33,7 @@ class BoundDrafter(SlotDrafter, TargetReader):
         """
         self._check_compatible(target, tokenizer)
         self._shared = TargetModules(target)
-        self._timings = None  # drafts cost something else beside another target
+        self._experience = None  # drafts cost and bring something else beside another target
         return self
 
     def check_target(self, target: PreTrainedModel) -> None:

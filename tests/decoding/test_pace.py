@@ -15,7 +15,8 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.drafter_runner import joined
-from hf_dart.decoding.pace import Pace, Surplus, shares
+from hf_dart.decoding.experience import Course, Experience, Surplus
+from hf_dart.decoding.pace import Pace, shares
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
@@ -236,6 +237,45 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
             ids, past_key_values=text.past_key_values, assistant=head, max_new_tokens=9, do_sample=False
         )
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
+
+
+def test_a_call_goes_on_where_the_last_of_its_kind_has_come_to() -> None:
+    """What does not pay is tried once, and not by each of many short calls; other kinds learn for themselves."""
+    config = TreeConfig(draft_cost=0.5, node_cost=0.0)
+    short: list[list[bool]] = []
+    for experience in (Experience(), None):
+        drafted: list[bool] = []
+        for _ in range(12):
+            drafted += rounds(Pace(config, "cpu", DEPTH, None, experience, "text"), 8, [1], nodes=4)
+        short.append(drafted)
+    one_call = rounds(Pace(config, "cpu", DEPTH), 12 * 8, [1], nodes=4)
+    assert short[0] == one_call
+    assert sum(short[1]) > 2 * sum(one_call)
+    experience = Experience()
+    assert not all(rounds(Pace(config, "cpu", DEPTH, None, experience, "text"), 40, [1], nodes=4))
+    assert rounds(Pace(config, "cpu", DEPTH, None, experience, "code"), 1, [1], nodes=4) == [True]
+    for other in range(200):
+        experience.go_on(other, Course(0, [], 0.0))
+    assert len(experience.courses) < 100
+
+
+def test_kinds_of_calls() -> None:
+    """A call learns from those that choose their tokens in the same way, and not from others."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    config = TreeConfig(draft_cost=9.0, node_cost=1e-4)
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0}
+
+    def tries(**options: Any) -> int:
+        assert_identical(target, head, prompts([9]), max_new_tokens=20, tree_config=config, **options)
+        stats = head.last_stats
+        assert stats is not None
+        return stats.rounds - stats.paused_rounds
+
+    assert tries(**sampled) > 0
+    assert tries(**sampled) == 0, "the call before has just tried"
+    assert tries(**sampled, temperature=0.5) > 0
+    assert tries(do_sample=False) > 0
 
 
 def test_positions_that_waited_are_taken_in_as_they_came() -> None:

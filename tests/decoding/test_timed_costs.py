@@ -12,6 +12,7 @@ from torch import Tensor
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.costs import KEPT, LEAST, RoundCosts, Timings
+from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.drafters.lookup import LookupDrafter
 
@@ -119,9 +120,9 @@ def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pyt
     assert not all(grown)
 
 
-def test_a_drafter_bound_to_another_target_forgets_what_drafts_cost() -> None:
+def test_a_drafter_bound_to_another_target_forgets_what_it_has_learnt() -> None:
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    head.timings[1, None] = (9.0,) * LEAST
+    head.experience.timings[1, None] = (9.0,) * LEAST
     head.bind(tiny_target("qwen3"))
-    assert head.timings == {}
+    assert head.experience == Experience()

@@ -173,7 +173,7 @@ def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
         "inputs_embeds": target.get_input_embeddings()(ids["input_ids"]).detach(),
         "attention_mask": ids["attention_mask"],
     }
-    head.tree_config = TreeConfig(lookup=0)
+    head.tree_config = TreeConfig(lookup=0, nodes=12)
     for mode in (GREEDY, SAMPLED):
         stock = identical(target, head, inputs, **mode)
         assert stock.sequences.shape[1] == TOKENS
