@@ -299,9 +299,9 @@ def test_blocks_that_are_seen(window: int | None) -> None:
 
 
 @not_interpreted
-@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of PyTorch's own, as it traces
+@pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("family", ["qwen3", "gemma3"])
 @pytest.mark.parametrize(
     ("backend", "dtype"), [(None, torch.float64), pytest.param("aot_eager", torch.float32, marks=pytest.mark.matrix)]
