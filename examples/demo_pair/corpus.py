@@ -1,6 +1,6 @@
 """The demo pair's corpus: Python source that every machine has, as one file of token ids.
 
-    python examples/demo_pair/corpus.py corpus.bin [--tokenizer hf_dart/demo_pair/target]
+    python examples/demo_pair/corpus.py corpus.bin [--tokenizer hf_dart/demo_pair/target] [--wide]
 
 Writes uint16 ids with the end-of-text token after every file, as `hf-dart train` reads .bin files.
 Packages that are held out for evaluation never enter it.
@@ -25,6 +25,17 @@ PACKAGES = (
     *("pandas", "pip", "pyarrow", "pygments", "rich", "safetensors", "sympy", "tokenizers", "torch"),
     *("transformers", "yaml"),
 )
+WIDE_PACKAGES = (
+    *PACKAGES,
+    *("IPython", "absl", "anyio", "attr", "black", "blib2to3", "botocore", "celery", "charset_normalizer", "click"),
+    *("dateutil", "dill", "django", "evaluate", "fastapi", "filelock", "flask", "jedi", "joblib", "lm_eval"),
+    *("markdown_it", "matplotlib", "more_itertools", "mpl_toolkits", "mpmath", "multiprocess", "mypy", "mypyc"),
+    *("narwhals", "nltk", "openai", "opentelemetry", "packaging", "parso", "portalocker", "psutil", "pydantic"),
+    *("pytablewriter", "regex", "requests", "sacrebleu", "scipy", "scrapy", "setuptools", "skimage", "sklearn"),
+    *("sphinx", "sqlalchemy", "starlette", "statsmodels", "tabulate", "torchgen", "tornado", "trl", "twisted"),
+    *("typer", "urllib3", "uvicorn", "werkzeug"),
+)
+"""The deep pair's; like the others, under permissive licences (MIT, BSD, Apache-2.0, PSF and their like)."""
 
 
 def source_files(packages: Sequence[str]) -> list[Path]:
@@ -68,7 +79,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
     parser.add_argument("--tokenizer", default="hf_dart/demo_pair/target")
-    parser.add_argument("--packages", nargs="*", default=PACKAGES)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--packages", nargs="*", default=PACKAGES)
+    wide = which.add_argument("--wide", dest="packages", action="store_const", const=WIDE_PACKAGES)
+    wide.help = "the packages of the deep pair"
     parser.add_argument("--max-files", type=int)
     arguments = parser.parse_args()
 

@@ -12,11 +12,11 @@ A smaller one beside it, with the same tokenizer and from the same corpus:
     python examples/demo_pair/train_target.py runs/small --tokenizer hf_dart/demo_pair/target --corpus runs/corpus.bin \
         --hidden-size 128 --layers 4 --max-steps 1500
 
-A deeper one, which begins as the packaged target with layers put between its own that change nothing at first. It
-trains at a constant rate for as long as it is let, and goes on where it stopped; a second run lets the rate fall:
+That of the deep pair, which begins as the packaged target with layers put between its own that change nothing at
+first, and goes on where it stopped:
 
-    python examples/demo_pair/train_target.py runs/deep --start-from hf_dart/demo_pair/target --corpus runs/corpus.bin \
-        --layers 20 --optimizer muon --schedule constant_with_warmup --minutes 120 --max-steps 100000
+    python examples/demo_pair/train_target.py runs/deep --start-from hf_dart/demo_pair/target --corpus runs/wide.bin \
+        --layers 20 --optimizer muon --learning-rate 1e-3 --max-steps 900 --save-steps 100 --seed 1
 """
 
 from __future__ import annotations
@@ -241,6 +241,7 @@ def main() -> None:
         callbacks=[StopAfter(arguments.minutes)],
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints) if checkpoints.exists() else None)
+    model.config.use_cache = True  # the Trainer switches it off
     model.to(torch.bfloat16).save_pretrained(arguments.output / "target")
     tokenizer.save_pretrained(arguments.output / "target")
 

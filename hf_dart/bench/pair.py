@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.target.loading import PACKAGED, check_path, load_target
+from hf_dart.target.loading import PACKAGED, PACKAGED_PAIRS, check_path, load_target
 
-PACKAGED_HEAD = Path(__file__).parents[1] / "demo_pair" / "head"
+PACKAGED_HEAD = PACKAGED_PAIRS[PACKAGED] / "head"
 
 
 class Pair(NamedTuple):
@@ -38,10 +38,10 @@ def load_pair(
     """Load a target, its tokenizer and its head, attached.
 
     Args:
-        target: folder or Hub id; `PACKAGED` for the packaged one, None for the one that the head was made for.
-        head: folder or Hub id; None for the packaged one with the packaged target, and to draft copied text alone
+        target: folder or Hub id, or a name of `PACKAGED_PAIRS`; None for the one that the head was made for.
+        head: folder or Hub id; None for the packaged one with a packaged target, and to draft copied text alone
             (`LookupDrafter`) with others.
-        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
+        dtype: one of `DTYPES`; None is float32 for packaged targets, else as its weights were saved.
         device_map, options: as for `from_pretrained` of the target.
 
     Raises:
@@ -49,22 +49,21 @@ def load_pair(
     """
     if target is None and head is not None:
         target = target_of(head)
-    packaged = target is None or target == PACKAGED
+    target = target or PACKAGED
     from transformers.utils import logging
 
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map, **options)
-    if head is None and packaged:
-        head = PACKAGED
+    if head is None and target in PACKAGED_PAIRS:
+        head = target
     drafter = _copies(model) if head is None else load_head(head, model, tokenizer)
-    target_name = "packaged target" if packaged else shown_name(str(target))
-    head_name = "copied text" if head is None else "packaged head" if head == PACKAGED else shown_name(head)
-    return Pair(model, drafter, tokenizer, target_name, head_name)
+    head_name = "copied text" if head is None else _shown(head, "head")
+    return Pair(model, drafter, tokenizer, _shown(target, "target"), head_name)
 
 
 def target_of(head: str) -> str:
-    """The target that a head was made for: `PACKAGED`, or a folder or Hub id.
+    """The target that a head was made for: a name of `PACKAGED_PAIRS`, or a folder or Hub id.
 
     That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
 
@@ -76,8 +75,9 @@ def target_of(head: str) -> str:
     from hf_dart.hub.download import head_config, optional_json
     from hf_dart.hub.facts import TRAINING_RECORD
 
-    if head == PACKAGED or Path(head).resolve() == PACKAGED_HEAD.resolve():
-        return PACKAGED
+    for pair, folder in PACKAGED_PAIRS.items():
+        if head == pair or Path(head).resolve() == (folder / "head").resolve():
+            return pair
     check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
@@ -87,7 +87,7 @@ def target_of(head: str) -> str:
     named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")
     if isinstance(named, str):
         hub_id = "/" in named and not missing_folder(named)
-        if named == PACKAGED or hub_id or Path(named).is_dir():
+        if named in PACKAGED_PAIRS or hub_id or Path(named).is_dir():
             return named
     told = f"names {named!r}, which is not here" if named else "does not name its target"
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
@@ -103,6 +103,10 @@ def _copies(model: Any) -> Any:
     return LookupDrafter()
 
 
+def _shown(name: str, part: str) -> str:
+    return f"{name.replace('-', ' ')} {part}" if name in PACKAGED_PAIRS else shown_name(name)
+
+
 def shown_name(path: str) -> str:
     """What reports call a model: a folder's path says nothing on another machine; its name may."""
     folder = Path(path).resolve()
@@ -115,13 +119,13 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     """Load a head for a target and attach it; errors as for `load_pair`.
 
     Args:
-        path: folder or Hub id.
+        path: folder or Hub id, or a name of `PACKAGED_PAIRS`.
         model, tokenizer: the target.
         dtype: of the head; None is the target's, "auto" as it was saved.
     """
     from hf_dart.drafters.registry import load_drafter
 
-    path = str(PACKAGED_HEAD) if path == PACKAGED else path
+    path = str(PACKAGED_PAIRS[path] / "head") if path in PACKAGED_PAIRS else path
     check_path("head", path)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):

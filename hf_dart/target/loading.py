@@ -7,19 +7,27 @@ from typing import Any
 
 from hf_dart.errors import UserError, missing_folder, sentence
 
-PACKAGED_TARGET = Path(__file__).parents[1] / "demo_pair" / "target"
 PACKAGED = "packaged"
-"""What `--target` and `--head` call those that come with the package."""
+_PACKAGE = Path(__file__).parents[1]
+PACKAGED_PAIRS = {PACKAGED: _PACKAGE / "demo_pair", "packaged-deep": _PACKAGE / "deep_pair"}
+"""What `--target` and `--head` call those that come with the package, and the folders of both; the first is default."""
+PACKAGED_TARGET = PACKAGED_PAIRS[PACKAGED] / "target"
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
+def target_path(target: str | None) -> str:
+    """The folder or Hub id that a target's name stands for; None is `PACKAGED`."""
+    pair = PACKAGED_PAIRS.get(target or PACKAGED)
+    return str(target) if pair is None else str(pair / "target")
+
+
 def load_tokenizer(target: str | None = None) -> Any:
-    """Load the tokenizer of a target, a folder or Hub id (None or `PACKAGED` is the packaged one), without the model.
+    """Load the tokenizer of a target, a folder or Hub id (as for `load_target`), without the model.
 
     Raises:
         UserError: it cannot be loaded.
     """
-    path = str(PACKAGED_TARGET) if target is None or target == PACKAGED else target
+    path = target_path(target)
     check_path("target", path)
     return read_tokenizer(path)
 
@@ -52,8 +60,8 @@ def load_target(
     """Load a target and its tokenizer.
 
     Args:
-        target: folder or Hub id; None or `PACKAGED` for the packaged target.
-        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
+        target: folder or Hub id, or a name of `PACKAGED_PAIRS`; None for `PACKAGED`.
+        dtype: one of `DTYPES`; None is float32 for the packaged targets, else as its weights were saved.
         device_map: as for `from_pretrained`.
         tokenizer: folder or Hub id; None is the target's own.
         options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
@@ -63,8 +71,8 @@ def load_target(
     """
     from transformers import AutoModelForCausalLM
 
-    path = str(PACKAGED_TARGET) if target is None or target == PACKAGED else target
-    dtype = dtype or ("float32" if path == str(PACKAGED_TARGET) else "auto")
+    path = target_path(target)
+    dtype = dtype or ("float32" if Path(path).parent in PACKAGED_PAIRS.values() else "auto")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
     check_path("target", path)

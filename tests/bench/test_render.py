@@ -14,21 +14,29 @@ from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables, tab
 from hf_dart.cli import main
 
 ROOT = Path(__file__).parents[2]
-BENCH = ROOT / "model_cards" / "demo_pair" / "bench.json"
+BENCH, DEEP_BENCH = (ROOT / "model_cards" / pair / "bench.json" for pair in ("demo_pair", "deep_pair"))
 
 
-@pytest.mark.parametrize(("page", "part"), [("README.md", "summary"), ("docs/measured.md", "speed")])
-def test_pages_show_what_the_committed_json_says(page: str, part: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "bench", "part"),
+    [
+        ("README.md", DEEP_BENCH, "summary"),
+        ("docs/measured.md", DEEP_BENCH, "speed"),
+        ("docs/measured.md", BENCH, "summary"),
+    ],
+)
+def test_pages_show_what_the_committed_json_says(page: str, bench: Path, part: str) -> None:
     file = ROOT / page
     text = file.read_text(encoding="utf8")
-    json_file = Path(os.path.relpath(BENCH, file.parent)).as_posix()
+    json_file = Path(os.path.relpath(bench, file.parent)).as_posix()
     assert BEGIN.format(file=f"{json_file} {part}") in text
     assert render_tables(text, file.parent) == text
 
 
-def test_the_summary_begins_with_text_that_does_not_repeat_itself() -> None:
-    content = json.loads(BENCH.read_text(encoding="utf8"))
-    rows = table(BENCH, "summary").splitlines()[4:]
+@pytest.mark.parametrize("bench", [BENCH, DEEP_BENCH], ids=lambda bench: bench.parent.name)
+def test_the_summary_begins_with_text_that_does_not_repeat_itself(bench: Path) -> None:
+    content = json.loads(bench.read_text(encoding="utf8"))
+    rows = table(bench, "summary").splitlines()[4:]
     cases = [(one["repeated_4grams"], one) for one in content["results"] if one["method"] == "hf_dart"]
     assert len(rows) == len(cases) == 8
     for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):

@@ -1,4 +1,4 @@
-"""The packaged pair on text that neither was trained on: float32, token for token as stock.
+"""The packaged pairs on text that none was trained on: float32, token for token as stock.
 
 A difference is a failure unless stock's own two best tokens lie within 1e-5 of each other there, in its
 logits, or in log(p / E) when it samples; such cases are counted and printed at the end.
@@ -16,10 +16,10 @@ from support.compare import NEAR_TIE, assert_identical_up_to_near_ties, first_di
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
-import hf_dart
 from hf_dart import DartHead, TreeConfig
+from hf_dart.target.loading import PACKAGED, PACKAGED_PAIRS
 
-PAIR = Path(hf_dart.__file__).parent / "demo_pair"
+DEEP = "packaged-deep"
 NEW_TOKENS = 40
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -27,15 +27,20 @@ MODES: dict[str, dict[str, Any]] = {
     "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1},
 }
 LENGTHS = [120, 64, 97, 33, 150, 21, 80, 48]
-FIGURES = tally("float32, packaged pair, text of pytest's own sources")
+FIGURES = tally("float32, packaged pairs, text of pytest's own sources")
 
 
-@pytest.fixture(scope="module")
-def pair() -> tuple[Any, DartHead, Any]:
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target")
+def load(name: str) -> tuple[Any, DartHead, Any]:
+    folder = PACKAGED_PAIRS[name]
+    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.padding_side = "left"
-    return target, DartHead.from_pretrained(PAIR / "head", target=target, tokenizer=tokenizer), tokenizer
+    return target, DartHead.from_pretrained(folder / "head", target=target, tokenizer=tokenizer), tokenizer
+
+
+@pytest.fixture(scope="module", params=[PACKAGED, pytest.param(DEEP, marks=pytest.mark.matrix)])
+def pair(request: pytest.FixtureRequest) -> tuple[Any, DartHead, Any]:
+    return load(request.param)
 
 
 @pytest.fixture(scope="module")
@@ -54,10 +59,15 @@ def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
     return prompts
 
 
-def test_the_pair_is_known_and_small(pair: tuple[Any, DartHead, Any]) -> None:
-    assert pair[1].config.target_name == "py8m"
-    assert pair[1].config.tokenizer_hash is not None
-    assert sum(file.stat().st_size for file in PAIR.rglob("*") if file.is_file()) <= 24e6
+@pytest.mark.parametrize(("name", "target", "megabytes"), [(PACKAGED, "py8m", 24), (DEEP, "py17m", 44)])
+def test_the_pairs_are_known_and_small(name: str, target: str, megabytes: int) -> None:
+    files = [file for file in PACKAGED_PAIRS[name].rglob("*") if file.is_file()]
+    assert {file.suffix for file in files} <= {".safetensors", ".json"}
+    assert {file.parent.name for file in files} == {"target", "head"}
+    assert sum(file.stat().st_size for file in files) <= megabytes * 1e6
+    head = load(name)[1]
+    assert head.config.target_name == target
+    assert head.config.tokenizer_hash is not None
 
 
 def padded(pair: tuple[Any, DartHead, Any], prompts: list[list[int]]) -> dict[str, torch.Tensor]:
@@ -84,6 +94,19 @@ def test_one_prompt_at_a_time(pair: tuple[Any, DartHead, Any], texts: list[list[
             max_new_tokens=NEW_TOKENS,
             **MODES[mode],
         )
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_deep_pair(texts: list[list[int]], mode: str) -> None:
+    """One padded batch; what else is here runs it with `-m matrix`."""
+    target, head, _ = deep = load(DEEP)
+    assert target.config.num_hidden_layers >= 20
+    inputs = padded(deep, texts[:2])
+    assert_identical_up_to_near_ties(
+        target, head, inputs, into=FIGURES, label=f"{mode}, deep", max_new_tokens=NEW_TOKENS, **MODES[mode]
+    )
+    assert head.last_stats is not None
+    assert head.last_stats.tau > 1.3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -181,13 +204,6 @@ def test_the_head_beats_drafting_nothing_and_copying_alone(
         assert head.last_stats is not None
         taus.append(head.last_stats.tau)
     assert sum(taus) / len(taus) > 1.3
-
-
-def test_size_and_kind_of_the_files() -> None:
-    files = [file for file in PAIR.rglob("*") if file.is_file()]
-    assert {file.suffix for file in files} <= {".safetensors", ".json", ".md"}
-    assert {file.parent.name for file in files} == {"target", "head"}
-    assert sum(file.stat().st_size for file in files) <= 24 * 2**20
 
 
 def test_the_runs_exercised_commits() -> None:

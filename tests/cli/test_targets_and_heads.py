@@ -12,7 +12,7 @@ from hf_dart import LookupDrafter
 from hf_dart.bench.pair import PACKAGED_HEAD, load_pair, target_of
 from hf_dart.cli import main
 from hf_dart.errors import UserError
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_PAIRS, PACKAGED_TARGET
 
 TARGET = str(PACKAGED_TARGET)
 
@@ -32,6 +32,17 @@ def test_the_packaged_pair(target: str | None, head: str | None) -> None:
     pair = load_pair(target, head)
     assert (pair.target_name, pair.head_name) == ("packaged target", "packaged head")
     assert str(pair.model.dtype) == "torch.float32"
+
+
+@pytest.mark.parametrize(("target", "head"), [("packaged-deep", None), (None, "packaged-deep")])
+def test_the_deep_pair(target: str | None, head: str | None) -> None:
+    pair = load_pair(target, head)
+    assert (pair.target_name, pair.head_name) == ("packaged deep target", "packaged deep head")
+    assert pair.model.config.num_hidden_layers == 20
+    assert str(pair.model.dtype) == "torch.float32"
+    assert target_of(str(PACKAGED_PAIRS["packaged-deep"] / "head")) == "packaged-deep"
+    with pytest.raises(UserError, match="layers"):
+        load_pair("packaged", "packaged-deep")
 
 
 def test_a_target_without_a_head_drafts_copied_text(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,13 +22,13 @@ from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_PAIRS, PACKAGED_TARGET
 from hf_dart.training.recipe import parser
 from hf_dart.view.tables import as_table
 
 registered()  # fills KINDS
-DEMO_CARD = Path(__file__).parents[2] / "model_cards" / "demo_pair"
-BENCH = DEMO_CARD / "bench.json"
+CARDS = Path(__file__).parents[2] / "model_cards"
+BENCH = CARDS / "demo_pair" / "bench.json"
 
 
 def facts(**known: Any) -> HeadFacts:
@@ -51,20 +51,22 @@ def test_what_cards_import_is_exported_and_trained(kind: Kind) -> None:
         assert kind.trained_as in parser(kind.trained_as).format_help()
 
 
-def measured() -> list[dict[str, Any]]:
-    """What the packaged bench says of the head."""
-    results = json.loads(BENCH.read_text(encoding="utf8"))["results"]
+def measured(bench: Path = BENCH) -> list[dict[str, Any]]:
+    """What a committed bench says of its head."""
+    results = json.loads(bench.read_text(encoding="utf8"))["results"]
     return [one for one in results if one["method"] == "hf_dart"]
 
 
 ROWS = sum(one["compared"]["rows"] for one in measured())
 
 
-def test_the_card_of_the_packaged_pair_is_what_the_library_writes() -> None:
-    card = (DEMO_CARD / "README.md").read_text(encoding="utf8")
+@pytest.mark.parametrize("pair", PACKAGED_PAIRS.values(), ids=lambda pair: pair.name)
+def test_the_cards_of_the_packaged_pairs_are_what_the_library_writes(pair: Path) -> None:
+    folder = CARDS / pair.name
+    card, bench = (folder / "README.md").read_text(encoding="utf8"), folder / "bench.json"
     assert has_markers(card)
-    assert render_card(facts(bench=BENCH), card) == card
-    assert f"| 1 | greedy | hf_dart | {measured()[0]['tokens_per_second']['median']:.0f} |" in card
+    assert render_card(HeadFacts.read(pair / "head", bench=bench), card) == card
+    assert f"| 1 | greedy | hf_dart | {measured(bench)[0]['tokens_per_second']['median']:.0f} |" in card
 
 
 def test_a_card_without_facts_says_nothing_about_them() -> None:
