@@ -32,7 +32,7 @@ class TargetArguments:
     target: str | None = option(None, "a folder or a Hub id; default: the packaged target")
     target_revision: str | None = option(None, "branch, tag or commit on the Hub")
     tokenizer: str | None = option(None, "default: the target's")
-    dtype: str | None = option(None, "of the target's weights; default: float32 for the packaged one, else as saved")
+    dtype: str | None = option(None, "of the target's weights; default: float32 for packaged ones, else as saved")
     device_map: str | None = option(None, "auto spreads the target over devices; default: whole on each process's own")
     quantization: str | None = option(
         None, 'fields of a quantization config of transformers as JSON, such as {"load_in_4bit": true}'
