@@ -104,11 +104,14 @@ class Measurement:
         return {name: 1000 * seconds / self.stats.rounds for name, seconds in spent.items()}
 
     @property
-    def not_forward(self) -> float:
-        """Share of the round that is neither the drafter's nor the target's forward pass."""
+    def not_forward(self) -> float | None:
+        """Share of the round that is neither the drafter's nor the target's forward pass; None if not known.
+
+        A round that an engine captured is one phase, which holds both.
+        """
         spent = self.round_ms
-        if not spent:
-            return 0.0
+        if not spent or "round" in spent:
+            return None
         return 1 - (spent["draft"] + spent["verify"]) / sum(spent.values())
 
     @property

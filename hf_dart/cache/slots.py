@@ -135,11 +135,7 @@ class SlotStore:
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy the entries in slots `source` [B, A] to slots `target` [B, A], in every buffer."""
         for storage in self._storage.values():
-            if self.batch_size == 1:
-                entries = storage.index_select(3, source[0].to(storage.device))
-                storage.index_copy_(3, target[0].to(storage.device), entries)
-                continue
-            shape = (*storage.shape[:3], source.shape[1], storage.shape[4])
-            from_slots = source.to(storage.device)[None, :, None, :, None].expand(shape)
-            to_slots = target.to(storage.device)[None, :, None, :, None].expand(shape)
-            storage.scatter_(3, to_slots, storage.gather(3, from_slots))
+            by_slot = storage.transpose(2, 3)  # [buffers, B, capacity, heads, head_dim]
+            row = torch.arange(self.batch_size, device=storage.device)[:, None]
+            old, new = source.to(storage.device), target.to(storage.device)
+            by_slot[:, row, new] = by_slot[:, row, old]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -55,6 +56,7 @@ class TreeGrower:
         self._lookups = [RowLookup(text) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
         self._costs = costs or RoundCosts(config, device.type)
+        self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long, device=device))
 
     def __call__(
         self,
@@ -81,11 +83,9 @@ class TreeGrower:
             ended: the rows that have ended and run on, which no token ends again; None for none.
             copies: what `copies` found for this round; None looks for it.
         """
-        if self._most == 1:
-            return DraftTree.chain(self._roots(self._device)[:, None])
         found = self.copies(deepest) if copies is None else copies
-        if proposal is None and not self._may_pay(found, shares):
-            return DraftTree.chain(self._roots(self._device)[:, None])
+        if self._most == 1 or (proposal is None and not self._may_pay(found, shares)):
+            return replace(self._roots_alone, tokens=self._roots(self._device)[:, None])
         copied, chances = padded(found)
         if len(self._ends):
             copied, chances = up_to_end(copied, chances, self._ending(copied, ended))

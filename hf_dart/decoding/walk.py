@@ -72,7 +72,7 @@ class Walker:
         in_step = self._rows.in_step
         at_once = self._everywhere or (tree.size == 1 and self._roots_at_once)
         chosen = self._choose_everywhere(tree, logits).tolist() if at_once and not in_step else None
-        children = _children(tree)
+        children = _children(tree) if tree.size > 1 else [{}] * len(limits)
         paths: list[list[int]] = [[] for _ in limits]
         nodes = {row: 0 for row, limit in enumerate(limits) if limit}  # that each row has come to
         while nodes and not (in_step and len(nodes) < len(paths)):

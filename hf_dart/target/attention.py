@@ -15,6 +15,7 @@ from functools import cached_property, lru_cache
 from threading import Lock
 from types import MappingProxyType
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ FLEX = "flex_attention"
 _here: ContextVar[MappingProxyType[int, str]] = ContextVar("_here", default=MappingProxyType({}))
 _answering = Lock()
 _inside: dict[int, int] = {}  # by the id of a config, how many are inside of `switched` with it
+_by_name: WeakSet[PreTrainedModel] = WeakSet()  # targets whose code asks for "sdpa" by its name
 
 
 def attention_of(target: PreTrainedModel) -> str:
@@ -55,7 +57,7 @@ class TreeAttention:
         self.own = attention_of(target)
         self.name = self.own
         if self.own not in ("eager", "sdpa"):
-            self.name = PACKED if _has_sdpa(target) else FLEX if self.own == FLEX else "eager"
+            self.name = PACKED if _declares(target, "_supports_sdpa") else FLEX if self.own == FLEX else "eager"
         self._target = target
 
     @cached_property
@@ -78,16 +80,33 @@ class TreeAttention:
         """A context in which the target attends by `name`, that of trees where left out, in this thread alone."""
         return _switched(self._configs, name or self.name)
 
+    @cached_property
+    def packs(self) -> bool:
+        """Does `packed` attend by `packed_attention` in the place of the target's own SDPA?
+
+        Not for classes that say that no other kernel can take its place: those with indexers (DeepSeek V3.2,
+        GLM-MoE-DSA) mask what these leave out only where the attention is called "sdpa" or "eager".
+        """
+        others = ("_supports_flash_attn", "_supports_flex_attn")
+        replaceable = any(_declares(self._target, other) for other in others)
+        return replaceable and self.name == "sdpa" and self._target not in _by_name
+
+    def unpack(self) -> None:
+        """Leave the target its own SDPA from now on: its code asks for it by name, and does something else without."""
+        _by_name.add(self._target)
+        self.packs = False
+
     def packed(self) -> AbstractContextManager[None]:
         """A context in which the target attends to trees, by `packed_attention` where that is SDPA, in this thread."""
-        return self.switched(PACKED if self.name == "sdpa" else self.name)
+        name = PACKED if self.packs else self.name
+        return nullcontext() if name == self.own else self.switched(name)
 
 
-def _has_sdpa(target: PreTrainedModel) -> bool:
-    """Do all classes that the text goes through support SDPA?"""
+def _declares(target: PreTrainedModel, support: str) -> bool:
+    """Do all classes that the text goes through declare this?"""
     text = target.config.get_text_config(decoder=True)
     models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
-    return all(model._supports_sdpa for model in models or [target])
+    return all(getattr(model, support) for model in models or [target])
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:

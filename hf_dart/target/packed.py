@@ -2,9 +2,8 @@
 
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
-side by side instead (`attend_in_groups`), and keys and values are read where they lie. Captured rounds attend by it,
-trees on CUDA, where a kernel is taken that makes no plan for each number of keys (`masked_attention`), and trees of
-targets whose own attention takes no tree mask (`TreeAttention`).
+side by side instead (`attend_in_groups`), and keys and values are read where they lie. All trees attend by it that do
+so by SDPA (`TreeAttention`); on CUDA a kernel is taken that makes no plan for each number of keys (`masked_attention`).
 """
 
 from __future__ import annotations

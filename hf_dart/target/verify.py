@@ -21,6 +21,7 @@ from hf_dart.target.mixers import mixers_of
 from hf_dart.target.positions import position_limit
 from hf_dart.target.stock_steps import cache_name, takes_positions
 from hf_dart.target.tree_forward import tree_forwards
+from hf_dart.trees.config import MAX_NODES
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 
@@ -69,7 +70,7 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
-        self._keep_hidden_states = keep_hidden_states
+        self._keep_hidden_states, self._width = keep_hidden_states, stream_width(target)
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
@@ -82,7 +83,9 @@ class Verifier:
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
 
     def depth_room(self) -> list[int]:
-        """How many positions after each row's root the target's position table still holds."""
+        """How many positions after each row's root the target's position table still holds, as far as trees may go."""
+        if self.shift is None and int(self.cache.lengths.max()) + MAX_NODES <= self._last_position:
+            return [MAX_NODES] * len(self.cache.lengths)
         return self.room(self.cache.lengths).tolist()
 
     def room(self, lengths: Tensor) -> Tensor:
@@ -167,13 +170,11 @@ class Verifier:
             )
         if keep:
             self.hidden_states = outputs.hidden_states
-        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, stream_width(self.target))
+        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, self._width)
 
     def _attending(self) -> AbstractContextManager[None]:
         """Within it, the target attends by what takes a tree's mask."""
-        if self._device.type == "cuda":
-            return self.attention.packed()
-        return self.attention.switched() if self.attention.differs else nullcontext()
+        return self.attention.packed()
 
     def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
         """Within it, modules with running states take a tree."""

@@ -141,13 +141,13 @@ def _speeds(entries: list[dict[str, Any]], cases: list[str]) -> list[str]:
 def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
     cases = [case for _, case in drafted]
     several = len({one["method"] for one, _ in drafted}) > 1
-    phases = list(drafted[0][0]["round_ms"])
+    phases = list(dict.fromkeys(phase for one, _ in drafted for phase in one["round_ms"]))
     names = ["batch", "mode", *(["method"] if several else []), *(f"{phase} ms" for phase in phases), "not a forward"]
     rows = [
         [
             *(str(one["batch"]), one["mode"], *([one["method"]] if several else [])),
-            *(f"{value:.2f}" for value in one["round_ms"].values()),
-            f"{one['not_forward']:.0%}",
+            *(f"{one['round_ms'].get(phase, 0):.2f}" for phase in phases),
+            "" if one["not_forward"] is None else f"{one['not_forward']:.0%}",
         ]
         for one, _ in drafted
     ]
@@ -155,7 +155,8 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
         *_by_case(names, rows, cases),
         "",
         "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
-        "what transformers prepares. `not a forward`: all but draft and verify, over the round.",
+        "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that an "
+        "engine captured, which is not taken apart.",
     ]
 
 

@@ -153,9 +153,11 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
         assert any("do not share" in line for line in told) == (attention == "sdpa")
 
 
-@pytest.mark.parametrize(("costs", "budget"), [(((1, 1), (32, 1.1)), 32), (((1, 1), (4, 1.1), (32, 20.0)), 8)])
+@pytest.mark.parametrize(
+    ("costs", "budget"), [(((1, 1), (32, 1.1)), 32), (((1, 1), (4, 1.1), (32, 20.0)), 8), ((), 16)]
+)
 def test_as_many_nodes_as_their_cost_is_worth(costs: Any, budget: int) -> None:
-    """Where what rounds cost was measured; a number that was given stays."""
+    """By what rounds cost where that was measured, else by what a CPU's are taken to cost; a given number stays."""
     target = tiny_target("qwen3")
     head = tiny_head(target)
     made = engine(target, head)

@@ -100,7 +100,7 @@ def test_what_is_left_is_shared_by_fewer() -> None:
     made = engine(target, head, first_tier=64)
     shares = []
     for _ in range(2):
-        assert_identical(target, head, ROWS, tree_config=TreeConfig(lookup=0), **GREEDY)
+        assert_identical(target, head, ROWS, tree_config=TreeConfig(lookup=0, node_cost=0), **GREEDY)
         tiers = [tier for tier in made.tiers if tier is not None]
         shares.append({tier.shape.batch: tier.shape.drafted for tier in tiers})
     assert shares[0] == {5: 6}

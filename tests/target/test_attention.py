@@ -341,3 +341,32 @@ def test_trees_alone_are_switched() -> None:
         assert not calls.queries
         target(input_ids=tree.tokens)
         assert calls.queries == [3] * target.config.num_hidden_layers
+
+
+INDEXED = {"index_topk": 24, "index_n_heads": 32}
+
+
+@pytest.mark.parametrize(("family", "config", "packs"), [("qwen3", {}, True), ("deepseek_v32", INDEXED, False)])
+def test_trees_read_keys_where_they_lie(family: str, config: dict[str, Any], packs: bool) -> None:
+    """But for classes that do something else where their attention has another name."""
+    target = tiny_target(family, **config)
+    head = tiny_head(target)
+    named: set[str] = set()
+
+    def look(module: Any, inputs: Any) -> None:
+        named.add(target.config._attn_implementation)
+
+    with target.get_input_embeddings().register_forward_pre_hook(look):
+        assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
+    assert (PACKED in named) == packs
+
+
+def test_what_asks_for_sdpa_by_its_name_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the trial, where a class does not say so; later trials begin with what the first has found."""
+    target = tiny_target("deepseek_v32", **INDEXED | {"index_topk": 8})
+    monkeypatch.setattr(type(target), "_supports_flex_attn", True)
+    monkeypatch.setattr(type(target.model), "_supports_flex_attn", True)
+    assert TreeAttention(target).packs
+    attach(target)
+    assert not TreeAttention(target).packs
+    assert_identical(target, tiny_head(target), prompts([9, 3]), into=EXACT, **GREEDY)
