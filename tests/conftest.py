@@ -35,8 +35,9 @@ def _known_generator_state() -> None:
 
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafts cost what they are estimated to, so that equal calls make equal rounds, however busy the machine is."""
+    """Rounds cost what they are estimated to, so that equal calls make equal rounds, however busy the machine is."""
     monkeypatch.setattr("hf_dart.decoding.costs.LEAST", KEPT + 1)
+    monkeypatch.setattr("hf_dart.decoding.costs.BLOCK", 1 << 30)
 
 
 @pytest.fixture(autouse=True)

@@ -19,6 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
+from hf_dart.decoding.costs import estimated_costs
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
@@ -92,9 +93,8 @@ def admit(
     drafter.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
+    estimated = estimated_costs(tree_config, input_ids.device.type, levels)
     tree_config = tree_config.for_levels(levels, input_ids.device.type)
-    # A tree of a given size is grown whatever it costs.
-    times_drafts = tree_config.draft_cost is None and tree_config.nodes is None and input_ids.device.type == "cpu"
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)
@@ -126,7 +126,7 @@ def admit(
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=trace,
-        times_drafts=times_drafts,
+        estimated=estimated,
     )
 
 

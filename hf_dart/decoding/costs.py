@@ -1,38 +1,134 @@
-"""`RoundCosts`: what rounds of one call cost, as its `TreeConfig` says, and drafts as its rounds have shown."""
+"""`RoundCosts`: what rounds of one call cost, as its `TreeConfig` says, and on a CPU as its rounds have shown."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from statistics import median
 
+import numpy as np
+
+from hf_dart.trees.arrays import Array
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.costs import RoundCost
+from hf_dart.trees.costs import ANY_TREE, NODE_COST, RoundCost, VerifyCost
 
 LEAST, KEPT = 3, 32
-"""Rounds before what they took counts, and the last ones of which it is the median."""
-_CHANGE = 0.05  # of the cost, below which it stays as it is
+"""Drafts before what they took counts, and the last ones of which it is the median."""
 
-Timings = dict[tuple[int, int | None], tuple[float, ...]]
-"""By rows and depth, what drafting and growing cost in the last rounds, relative to a round without."""
+BLOCK = 16
+"""Rounds that show together what verifying costs."""
+
+_CHANGE = 0.05  # of the cost of a draft, below which it stays as it is
+_NOISE = 0.1  # by which equal rounds differ, relative to one without a draft
+_FAR = 2.0  # times as much: the machine did something else, and more of it says no more
+_TIMES = 6  # of weighing rounds by how far they are off
+_DOUBT = np.array([0.3, 0.05, 0.2])  # of estimates: of a tree, of a node in one row, of a level
+_DRIFT = np.array([0.02, 0.001, 0.01])  # of what was shown, from block to block
+
+Timed = tuple[int, int, float]
+"""Nodes per row, levels below the roots and seconds of the forward that verified them."""
+
+
+@dataclass(frozen=True)
+class Shown:
+    """What rounds have shown of verifying trees.
+
+    Attributes:
+        costs: [3] of a tree, a node more in every row, a level; relative to a round without a draft.
+        doubt: [3, 3] their covariance.
+    """
+
+    costs: Array
+    doubt: Array
+
+    @property
+    def cost(self) -> VerifyCost:
+        """The costs, none below 0."""
+        return VerifyCost(*np.maximum(self.costs, 0.0).tolist())
+
+    @classmethod
+    def nothing(cls, rows: int, level: float) -> Shown:
+        """Estimates, before any round.
+
+        Args:
+            rows: of the batch.
+            level: what a level costs.
+        """
+        return cls(np.array([ANY_TREE, NODE_COST * rows, level]), np.diag((_DOUBT * [1, rows, 1]) ** 2))
+
+    def after(self, rounds: Sequence[Timed], rows: int, learns_level: bool) -> Shown:
+        """With what a block of rounds shows, by least squares; rounds that are far off count less (Huber's weights).
+
+        What the rounds cannot tell apart, as with trees of one size alone, stays as it was.
+
+        Args:
+            rounds: in a row, so that the machine was equally quick in all.
+            rows: of the batch.
+            learns_level: what a level costs is an estimate, too.
+        """
+        nodes, levels, seconds = np.array(rounds).T
+        parts = np.stack([np.ones_like(nodes), nodes > 1, nodes - 1, levels], axis=1)
+        if not learns_level:
+            parts[:, 0] += self.costs[2] * parts[:, 3]
+            parts[:, 3] = 0
+        seconds = seconds / np.median(seconds / (parts @ [1, *self.costs]))
+        # Unknown are a plain round's seconds, about 1, and the costs in them; of these, less what is known of them in
+        # plain rounds, the mean is 0.
+        doubt = self.doubt + np.diag((_DRIFT * [1, rows, 1]) ** 2)
+        known = np.concatenate([-self.costs[:, None], np.eye(3)], axis=1)
+        before = known.T @ np.linalg.inv(doubt) @ known
+        weights = np.ones(len(rounds))
+        for _ in range(_TIMES):
+            weighted = parts * (weights / _NOISE**2)[:, None]
+            precision = before + weighted.T @ parts
+            found = np.linalg.solve(precision, weighted.T @ seconds)
+            weights = 1 / np.maximum(np.abs(seconds - parts @ found) / (_FAR * _NOISE), 1)
+        costs = found[1:] / found[0]
+        relative = np.concatenate([-costs[:, None], np.eye(3)], axis=1) / found[0]
+        return Shown(costs, relative @ np.linalg.inv(precision) @ relative.T)
+
+
+@dataclass
+class Timings:
+    """What rounds with one drafter took.
+
+    Attributes:
+        drafts: by rows and depth, what drafting and growing cost in the last rounds, relative to a round without.
+        rounds: by rows, those of the block that is not full yet.
+        verify: by rows, what the blocks so far have shown.
+    """
+
+    drafts: dict[tuple[int, int | None], tuple[float, ...]] = field(default_factory=dict)
+    rounds: dict[int, tuple[Timed, ...]] = field(default_factory=dict)
+    verify: dict[int, Shown] = field(default_factory=dict)
 
 
 class RoundCosts:
     """What a round costs, relative to one without a draft; the one place that tree growth and `Pace` ask.
 
-    A draft costs what `TreeConfig.draft_cost` says. Where that was an estimate and `timings` are given, it costs what
-    drafting and growing its trees took in the last rounds beside the target's forward, all timed in the same round, so
-    that a busy machine slows all: the median, as single rounds are late. Only where time is what the host spends, on a
-    CPU: elsewhere nothing is timed, which would wait for the device.
+    Rounds cost what the `TreeConfig` says. For what it does not say there are estimates, until rounds have shown what
+    they take:
+
+    - A draft costs what drafting and growing its trees took in the last rounds beside the target's forward, all timed
+      in the same round, so that a busy machine slows all: the median, as single rounds are late.
+    - Verifying costs what fits rounds best, a few in a row at a time: so much for any tree, each node and each level.
 
     Args:
         config: of the call, its `draft_cost` known or estimated.
         device_type: of the target.
-        timings: of the drafter's calls so far, which go on in it; None takes the cost as it is.
+        timings: of the drafter's calls so far, which go on in it.
+        estimated: what rounds are to show, of `estimated_costs`.
     """
 
-    def __init__(self, config: TreeConfig, device_type: str, timings: Timings | None = None) -> None:
-        self._config, self._device, self._timings = config, device_type, timings
+    def __init__(
+        self,
+        config: TreeConfig,
+        device_type: str,
+        timings: Timings | None = None,
+        estimated: Collection[str] = (),
+    ) -> None:
+        self._config, self._device, self._estimated = config, device_type, estimated
+        self._timings = timings or Timings()
         self._spent: dict[str, float] = {}
         self._known: dict[tuple[int, bool, bool], RoundCost] = {}
 
@@ -46,8 +142,14 @@ class RoundCosts:
         key = (rows, drafted, refined)
         if key not in self._known:
             config = self._config if refined else replace(self._config, refine=0)
-            self._known[key] = config.round_cost(rows, self._device, drafted)
+            cost = config.round_cost(rows, self._device, drafted)
+            shown = self._timings.verify.get(rows) if "node_cost" in self._estimated else None
+            self._known[key] = cost if shown is None else RoundCost.linear(cost.draft, shown.cost)
         return self._known[key]
+
+    def begin(self, rows: int) -> None:
+        """A call of so many rows begins: take what calls before it have shown."""
+        self._learn_draft(rows)
 
     def count(self, seconds: Mapping[str, float], rows: int, nodes: int, levels: int, drafted: bool) -> None:
         """Learn from a round.
@@ -60,26 +162,52 @@ class RoundCosts:
         """
         spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
         before, self._spent = self._spent, spent
-        if self._timings is None or not drafted:
-            return
         draft, grow, verify = (spent[name] - before.get(name, 0.0) for name in spent)
         if verify <= 0:
             return
-        key = (rows, self._config.depth)
-        cost = (draft + grow) / verify * self(rows, drafted=False).of(nodes, levels)
-        # No list that grows: another thread may read it.
-        self._timings[key] = (*self._timings.get(key, ())[1 - KEPT :], cost)
-        self._learn(self._timings[key])
+        timings = self._timings
+        if "draft_cost" in self._estimated and drafted:
+            key = (rows, self._config.depth)
+            cost = (draft + grow) / verify * self(rows, drafted=False).of(nodes, levels)
+            # No list that grows: another thread may read it.
+            timings.drafts[key] = (*timings.drafts.get(key, ())[1 - KEPT :], cost)
+            self._learn_draft(rows)
+        if "node_cost" in self._estimated:
+            block = (*timings.rounds.get(rows, ()), (nodes, levels, verify))
+            timings.rounds[rows] = block if len(block) < BLOCK else ()
+            if len(block) >= BLOCK:
+                self._learn_verify(rows, block)
 
-    def begin(self, rows: int) -> None:
-        """A call of so many rows begins: take what calls before it have shown."""
-        if self._timings is not None:
-            self._learn(self._timings.get((rows, self._config.depth), ()))
-
-    def _learn(self, rounds: tuple[float, ...]) -> None:
-        if len(rounds) < LEAST:
+    def _learn_draft(self, rows: int) -> None:
+        rounds = self._timings.drafts.get((rows, self._config.depth), ())
+        if "draft_cost" not in self._estimated or len(rounds) < LEAST:
             return
         cost, known = median(rounds), self._config.draft_cost or 0.0
         if abs(cost - known) > _CHANGE * known:
             self._config = replace(self._config, draft_cost=cost)
             self._known.clear()
+
+    def _learn_verify(self, rows: int, block: Sequence[Timed]) -> None:
+        verify, learns_level = self._timings.verify, "level_cost" in self._estimated
+        shown = verify.get(rows) or Shown.nothing(rows, self._config.level_cost or 0.0)
+        verify[rows] = shown.after(block, rows, learns_level)
+        self._known.clear()
+
+
+def estimated_costs(config: TreeConfig, device_type: str, by_levels: bool) -> frozenset[str]:
+    """The costs that `config` does not say and that rounds are to show, by the names of its fields.
+
+    On a CPU, where time is what the host spends (elsewhere timing would wait for the device), and for trees without a
+    given size, with which they are grown whatever they cost.
+
+    Args:
+        config: as the call has it.
+        device_type: of the target.
+        by_levels: does it compute trees level by level?
+    """
+    if config.nodes is not None or device_type != "cpu":
+        return frozenset()
+    unknown = {name for name in ("draft_cost", "node_cost", "level_cost") if getattr(config, name) is None}
+    if config.verify_costs or "node_cost" not in unknown:
+        return frozenset(unknown & {"draft_cost"})
+    return frozenset(unknown if by_levels else unknown - {"level_cost"})

@@ -106,11 +106,11 @@ class Experience:
     """What calls with one drafter have learnt; several calls at a time may use it.
 
     Attributes:
-        timings: what its drafts took, where nobody said what they cost (`decoding.costs`).
+        timings: what its rounds took, where nobody said what they cost.
         courses: of the kinds of calls so far, the latest kind last.
     """
 
-    timings: Timings = field(default_factory=dict)
+    timings: Timings = field(default_factory=Timings)
     courses: dict[Hashable, Course] = field(default_factory=dict)
 
     def go_on(self, kind: Hashable, first: Course) -> Course:

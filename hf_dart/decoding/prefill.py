@@ -230,8 +230,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_logits=request.collects("output_logits"),
         )
         experience = request.drafter.experience
-        timings = experience.timings if request.times_drafts else None
-        costs = RoundCosts(request.tree_config, rows.device.type, timings)
+        costs = RoundCosts(request.tree_config, rows.device.type, experience.timings, request.estimated)
         costs.begin(batch)
         grower = TreeGrower(
             request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, costs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,7 +39,7 @@ class Request:
         sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
-        times_drafts: `draft_cost` is an estimate, in the place of which what drafts take is to be measured.
+        estimated: costs in `tree_config` in the place of which what rounds take is to be measured (`RoundCosts`).
     """
 
     model: PreTrainedModel
@@ -60,7 +60,7 @@ class Request:
     sees: bool
     in_step: bool
     traced: bool
-    times_drafts: bool
+    estimated: Collection[str]
 
     @property
     def first_slot(self) -> int:

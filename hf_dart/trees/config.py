@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from hf_dart.errors import check_types
-from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, LEVEL_COST, RoundCost, checked_points
+from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, LEVEL_COST, NODE_COST, RoundCost, VerifyCost, checked_points
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 MAX_NODES = 1024
@@ -33,16 +33,18 @@ class TreeConfig:
         beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
             nodes of all paths are found on a CPU without it. At most 1024; 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
-        node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts.
+        node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts. None is
+            an estimate, and where trees have no given size, what fits the last rounds.
         verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
             a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
         level_cost: what each level of nodes costs beside them on a target that computes its trees level by level, as
-            those with running states are (`hf_dart.cache.states`): None is an estimate there, and nothing elsewhere.
+            those with running states are (`hf_dart.cache.states`): None is an estimate there, which rounds show with
+            `node_cost`, and nothing elsewhere.
         draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),
-            and on a CPU, where trees have no given size, what drafts took in the last rounds. A number makes equal
-            calls make equal rounds. Rounds in which drafts would bring less than they cost have none, and only copied
-            text is verified (`decoding.pace`).
+            and on a CPU, where trees have no given size, what drafts took in the last rounds. Rounds in which drafts
+            would bring less than they cost have none, and only copied text is verified (`decoding.pace`). Numbers here
+            and in `node_cost` or `verify_costs` make equal calls make equal rounds.
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
@@ -62,7 +64,7 @@ class TreeConfig:
     top_k: int = 16
     beam: int = 12
     lookup: int = 24
-    node_cost: float = 0.03
+    node_cost: float | None = None
     verify_costs: tuple[tuple[float, float], ...] = ()
     level_cost: float | None = None
     draft_cost: float | None = None
@@ -111,7 +113,7 @@ class TreeConfig:
         """The most nodes per row in a batch of `batch_size` rows."""
         if self.nodes is not None:
             return self.nodes
-        most = max(2, min(64, 256 // batch_size) if device_type != "cpu" else 32 // batch_size)
+        most = max(2, min(64, 256 // batch_size) if device_type != "cpu" else 64 // batch_size)
         return min(most, _LEVELLED[0]) if self.level_cost else most
 
     def for_levels(self, computed: bool, device_type: str) -> TreeConfig:
@@ -137,9 +139,8 @@ class TreeConfig:
         if self.nodes is None and self.verify_costs:
             return replace(RoundCost.measured(draft, self.verify_costs, batch_size), level=level)
         counts = self.nodes is None and device_type == "cpu"
-        if counts and self.node_cost:
-            return replace(RoundCost.linear(draft, self.node_cost, batch_size, ANY_TREE), level=level)
-        return replace(RoundCost.linear(draft, 0.0, batch_size), level=level)
+        node = (NODE_COST if self.node_cost is None else self.node_cost) if counts else 0.0
+        return RoundCost.linear(draft, VerifyCost(ANY_TREE if node else 0.0, node * batch_size, level))
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 One rule decides (CAST, arXiv 2610.00321; BASTION, arXiv 2605.29727): the tree has the size at which the tokens that a
 round is expected to bring, over what it costs, are most. Costs are relative to a round without drafts. `hf-dart
-profile` measures them when it is asked to, and what it found is kept with the head; where nobody said what a draft
-costs, rounds on a CPU show it as they go (`hf_dart.decoding.costs`).
+profile` measures them when it is asked to, and what it found is kept with the head; where nobody said what rounds
+cost, those on a CPU show it as they go (`hf_dart.decoding.costs`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ DRAFT_COST = 0.2
 LEVEL_COST = 0.25
 """What a level costs on a target with running states where nothing is known of it (`model_cards/hybrid_costs`)."""
 
-ANY_TREE = 0.1
-"""What a tree on a CPU costs beside its nodes: growth, masks, kernels for more than one query."""
+ANY_TREE, NODE_COST = 0.1, 0.03
+"""What a tree on a CPU is taken to cost beside its nodes (masks, kernels for more than one query), and what each of
+them in one row, where nothing is known of it."""
 
 _FIRST, _DOUBLED = 0.676, 0.57
 """Tokens that a round brings beside its own: `_FIRST` of a tree of two nodes, and for one of 2**n, n**`_DOUBLED` as
@@ -58,6 +59,21 @@ def checked_points(name: str, points: Any) -> Points:
 
 
 @dataclass(frozen=True)
+class VerifyCost:
+    """What verifying trees costs beside their roots, relative to a round without a draft.
+
+    Attributes:
+        tree: of any tree.
+        node: of one node more in every row.
+        level: of each level of nodes, where a target computes its trees level by level.
+    """
+
+    tree: float
+    node: float
+    level: float = 0.0
+
+
+@dataclass(frozen=True)
 class RoundCost:
     """What a round of one batch costs.
 
@@ -72,10 +88,10 @@ class RoundCost:
     level: float = 0.0
 
     @classmethod
-    def linear(cls, draft: float, per_node: float, batch: int, first: float = 0.0) -> RoundCost:
-        """Every node of every row costs the same, and the first one below the roots `first` more."""
-        two = 1 + first + per_node * batch
-        return cls(draft, ((1, 1.0), (2, two), (3, two + per_node * batch)))
+    def linear(cls, draft: float, verify: VerifyCost) -> RoundCost:
+        """Every node costs the same, and the first one below the roots what any tree costs beside it."""
+        two = 1 + verify.tree + verify.node
+        return cls(draft, ((1, 1.0), (2, two), (3, two + verify.node)), verify.level)
 
     @classmethod
     def measured(cls, draft: float, tokens: Points, batch: int) -> RoundCost:

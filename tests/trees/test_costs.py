@@ -25,7 +25,7 @@ from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.target.mixers import mixers_of, tree_forms
-from hf_dart.trees.costs import RoundCost, checked_points, interpolated, nodes_worth
+from hf_dart.trees.costs import RoundCost, VerifyCost, checked_points, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host
 
 POINTS = ((1.0, 1.0), (4.0, 1.3), (8.0, 1.3), (16.0, 2.1))
@@ -38,9 +38,9 @@ def test_straight_lines_between_points() -> None:
 
 def test_rounds_of_one_size() -> None:
     """Trees fill what a forward takes in besides, and not much more."""
-    free = RoundCost.linear(0.2, 0.0, 8)
+    free = RoundCost.linear(0.2, VerifyCost(0.0, 0.0))
     assert [nodes_worth(free, most) for most in (2, 5, 64)] == [2, 5, 64]
-    dear = RoundCost.linear(0.2, 1.0, 1)
+    dear = RoundCost.linear(0.2, VerifyCost(0.0, 1.0))
     assert nodes_worth(dear, 64) == 2
     gpu = ((1.0, 1.0), (200.0, 1.1), (256.0, 1.3), (512.0, 2.1))  # weights are read once, up to about 200 tokens
     worth = {batch: nodes_worth(RoundCost.measured(0.2, gpu, batch), 64) for batch in (1, 8, 16, 64)}
