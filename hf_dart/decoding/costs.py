@@ -43,8 +43,8 @@ class Shown:
 
     @property
     def cost(self) -> VerifyCost:
-        """The costs, none below 0."""
-        return VerifyCost(*np.maximum(self.costs, 0.0).tolist())
+        """The costs by name."""
+        return VerifyCost(*self.costs.tolist())
 
     @classmethod
     def nothing(cls, rows: int, level: float) -> Shown:
@@ -83,7 +83,7 @@ class Shown:
             precision = before + weighted.T @ parts
             found = np.linalg.solve(precision, weighted.T @ seconds)
             weights = 1 / np.maximum(np.abs(seconds - parts @ found) / (_FAR * _NOISE), 1)
-        costs = found[1:] / found[0]
+        costs = np.maximum(found[1:] / found[0], 0.0)
         relative = np.concatenate([-costs[:, None], np.eye(3)], axis=1) / found[0]
         return Shown(costs, relative @ np.linalg.inv(precision) @ relative.T)
 
