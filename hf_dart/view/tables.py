@@ -146,7 +146,7 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
     rows = [
         [
             *(str(one["batch"]), one["mode"], *([one["method"]] if several else [])),
-            *(f"{one['round_ms'].get(phase, 0):.2f}" for phase in phases),
+            *(f"{ms:.2f}" if (ms := one["round_ms"].get(phase)) else "" for phase in phases),
             "" if one["not_forward"] is None else f"{one['not_forward']:.0%}",
         ]
         for one, _ in drafted
@@ -155,8 +155,8 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
         *_by_case(names, rows, cases),
         "",
         "Milliseconds per round. `rest` is time in `generate` outside all phases: the loop itself and "
-        "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that an "
-        "engine captured, which is not taken apart.",
+        "what transformers prepares. `not a forward`: all but draft and verify, over the round. `round`: one that was "
+        "compiled or captured whole, and is not taken apart.",
     ]
 
 
