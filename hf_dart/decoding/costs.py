@@ -94,13 +94,13 @@ class Timings:
 
     Attributes:
         drafts: by rows and depth, what drafting and growing cost in the last rounds, relative to a round without.
-        rounds: by rows, those of the block that is not full yet.
-        verify: by rows, what the blocks so far have shown.
+        rounds: by rows and what a level is said to cost, those of the block that is not full yet.
+        verify: by the same, what the blocks so far have shown.
     """
 
     drafts: dict[tuple[int, int | None], tuple[float, ...]] = field(default_factory=dict)
-    rounds: dict[int, tuple[Timed, ...]] = field(default_factory=dict)
-    verify: dict[int, Shown] = field(default_factory=dict)
+    rounds: dict[tuple[int, float | None], tuple[Timed, ...]] = field(default_factory=dict)
+    verify: dict[tuple[int, float | None], Shown] = field(default_factory=dict)
 
 
 class RoundCosts:
@@ -143,7 +143,7 @@ class RoundCosts:
         if key not in self._known:
             config = self._config if refined else replace(self._config, refine=0)
             cost = config.round_cost(rows, self._device, drafted)
-            shown = self._timings.verify.get(rows) if "node_cost" in self._estimated else None
+            shown = self._timings.verify.get((rows, config.level_cost)) if "node_cost" in self._estimated else None
             self._known[key] = cost if shown is None else RoundCost.linear(cost.draft, shown.cost)
         return self._known[key]
 
@@ -173,10 +173,7 @@ class RoundCosts:
             timings.drafts[key] = (*timings.drafts.get(key, ())[1 - KEPT :], cost)
             self._learn_draft(rows)
         if "node_cost" in self._estimated:
-            block = (*timings.rounds.get(rows, ()), (nodes, levels, verify))
-            timings.rounds[rows] = block if len(block) < BLOCK else ()
-            if len(block) >= BLOCK:
-                self._learn_verify(rows, block)
+            self._learn_verify(rows, (nodes, levels, verify))
 
     def _learn_draft(self, rows: int) -> None:
         rounds = self._timings.drafts.get((rows, self._config.depth), ())
@@ -187,11 +184,14 @@ class RoundCosts:
             self._config = replace(self._config, draft_cost=cost)
             self._known.clear()
 
-    def _learn_verify(self, rows: int, block: Sequence[Timed]) -> None:
-        verify, learns_level = self._timings.verify, "level_cost" in self._estimated
-        shown = verify.get(rows) or Shown.nothing(rows, self._config.level_cost or 0.0)
-        verify[rows] = shown.after(block, rows, learns_level)
-        self._known.clear()
+    def _learn_verify(self, rows: int, last: Timed) -> None:
+        timings, level = self._timings, self._config.level_cost
+        block = (*timings.rounds.get((rows, level), ()), last)
+        timings.rounds[rows, level] = block if len(block) < BLOCK else ()
+        if len(block) >= BLOCK:
+            shown = timings.verify.get((rows, level)) or Shown.nothing(rows, level or 0.0)
+            timings.verify[rows, level] = shown.after(block, rows, "level_cost" in self._estimated)
+            self._known.clear()
 
 
 def estimated_costs(config: TreeConfig, device_type: str, by_levels: bool) -> frozenset[str]:
