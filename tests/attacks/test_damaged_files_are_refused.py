@@ -368,7 +368,7 @@ def test_fields_of_another_type(kind: Any) -> None:
     for name, values in accepted.items():
         own = getattr(usual, name)
         types = (type(None), int, str, bool, list) if own is None else alike.get(type(own), (type(own),))
-        if name in ("draft_cost", "level_cost"):
+        if name in ("draft_cost", "level_cost", "node_cost"):
             types = (type(None), int, float)
         assert {type(value) for value in values} <= set(types), name
         assert all(value == value for value in values), name

@@ -42,7 +42,7 @@ def test_the_summary_begins_with_text_that_does_not_repeat_itself(bench: Path) -
     for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):
         assert f"| {one['mode']}, batch {one['batch']} | {repeated:.0%} |" in row
         ratio = one["ratio"]
-        assert row.endswith(f"| **{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}] |")
+        assert f"| **{ratio['median']:.2f}** [{ratio['min']:.2f}, {ratio['max']:.2f}] |" in row
 
 
 @pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)

@@ -154,7 +154,7 @@ def test_targets_whose_trees_stay_apart(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 @pytest.mark.parametrize(
-    ("costs", "budget"), [(((1, 1), (32, 1.1)), 32), (((1, 1), (4, 1.1), (32, 20.0)), 8), ((), 16)]
+    ("costs", "budget"), [(((1, 1), (32, 1.1)), 64), (((1, 1), (4, 1.1), (32, 20.0)), 8), ((), 16)]
 )
 def test_as_many_nodes_as_their_cost_is_worth(costs: Any, budget: int) -> None:
     """By what rounds cost where that was measured, else by what a CPU's are taken to cost; a given number stays."""

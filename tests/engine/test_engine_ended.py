@@ -103,9 +103,9 @@ def test_what_is_left_is_shared_by_fewer() -> None:
         assert_identical(target, head, ROWS, tree_config=TreeConfig(lookup=0, node_cost=0), **GREEDY)
         tiers = [tier for tier in made.tiers if tier is not None]
         shares.append({tier.shape.batch: tier.shape.drafted for tier in tiers})
-    assert shares[0] == {5: 6}
+    assert shares[0] == {5: 12}
     assert len(shares[1]) > 1
-    assert all(32 // batch <= share for batch, share in shares[1].items())
+    assert all(64 // batch <= share for batch, share in shares[1].items())
 
 
 def test_a_long_row_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
