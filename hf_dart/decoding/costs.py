@@ -24,6 +24,7 @@ _FAR = 2.0  # times as much: the machine did something else, and more of it says
 _TIMES = 6  # of weighing rounds by how far they are off
 _DOUBT = np.array([0.3, 0.05, 0.2])  # of estimates: of a tree, of a node in one row, of a level
 _DRIFT = np.array([0.02, 0.001, 0.01])  # of what was shown, from block to block
+_FADES = 1 / 32  # of what was shown, in each block: costs that were too high once would never be shown again
 
 Timed = tuple[int, int, float]
 """Nodes per row, levels below the roots and seconds of the forward that verified them."""
@@ -55,6 +56,10 @@ class Shown:
             level: what a level costs.
         """
         return cls(np.array([ANY_TREE, NODE_COST * rows, level]), np.diag((_DOUBT * [1, rows, 1]) ** 2))
+
+    def faded(self, estimate: Shown) -> Shown:
+        """A little nearer to the estimate."""
+        return replace(self, costs=self.costs + _FADES * (estimate.costs - self.costs))
 
     def after(self, rounds: Sequence[Timed], rows: int, learns_level: bool) -> Shown:
         """With what a block of rounds shows, by least squares; rounds that are far off count less (Huber's weights).
@@ -189,7 +194,8 @@ class RoundCosts:
         block = (*timings.rounds.get((rows, level), ()), last)
         timings.rounds[rows, level] = block if len(block) < BLOCK else ()
         if len(block) >= BLOCK:
-            shown = timings.verify.get((rows, level)) or Shown.nothing(rows, level or 0.0)
+            estimate = Shown.nothing(rows, level or 0.0)
+            shown = timings.verify.get((rows, level), estimate).faded(estimate)
             timings.verify[rows, level] = shown.after(block, rows, "level_cost" in self._estimated)
             self._known.clear()
 
