@@ -24,6 +24,7 @@ _FAR = 2.0  # times as much: the machine did something else, and more of it says
 _TIMES = 6  # of weighing rounds by how far they are off
 _DOUBT = np.array([0.3, 0.05, 0.2])  # of estimates: of a tree, of a node in one row, of a level
 _DRIFT = np.array([0.02, 0.001, 0.01])  # of what was shown, from block to block
+_PLAIN = 0.2  # of what a plain round was expected to take, below which no line fits the rounds
 _FADES = 1 / 32  # of what was shown, in each block: costs that were too high once would never be shown again
 
 Timed = tuple[int, int, float]
@@ -88,6 +89,8 @@ class Shown:
             precision = before + weighted.T @ parts
             found = np.linalg.solve(precision, weighted.T @ seconds)
             weights = 1 / np.maximum(np.abs(seconds - parts @ found) / (_FAR * _NOISE), 1)
+        if found[0] < _PLAIN:
+            return replace(self, doubt=doubt)
         costs = np.maximum(found[1:] / found[0], 0.0)
         relative = np.concatenate([-costs[:, None], np.eye(3)], axis=1) / found[0]
         return Shown(costs, relative @ np.linalg.inv(precision) @ relative.T)
@@ -99,7 +102,7 @@ class Timings:
 
     Attributes:
         drafts: by rows and depth, what drafting and growing cost in the last rounds, relative to a round without.
-        rounds: by rows and what a level is said to cost, those of the block that is not full yet.
+        rounds: by rows and what a level is said to cost (None: an estimate), those of the block that is not full yet.
         verify: by the same, what the blocks so far have shown.
     """
 
@@ -133,6 +136,7 @@ class RoundCosts:
         estimated: Collection[str] = (),
     ) -> None:
         self._config, self._device, self._estimated = config, device_type, estimated
+        self._said = None if "level_cost" in estimated else config.level_cost
         self._timings = timings or Timings()
         self._spent: dict[str, float] = {}
         self._known: dict[tuple[int, bool, bool], RoundCost] = {}
@@ -148,7 +152,7 @@ class RoundCosts:
         if key not in self._known:
             config = self._config if refined else replace(self._config, refine=0)
             cost = config.round_cost(rows, self._device, drafted)
-            shown = self._timings.verify.get((rows, config.level_cost)) if "node_cost" in self._estimated else None
+            shown = self._timings.verify.get((rows, self._said)) if "node_cost" in self._estimated else None
             self._known[key] = cost if shown is None else RoundCost.linear(cost.draft, shown.cost)
         return self._known[key]
 
@@ -190,13 +194,13 @@ class RoundCosts:
             self._known.clear()
 
     def _learn_verify(self, rows: int, last: Timed) -> None:
-        timings, level = self._timings, self._config.level_cost
-        block = (*timings.rounds.get((rows, level), ()), last)
-        timings.rounds[rows, level] = block if len(block) < BLOCK else ()
+        timings, key = self._timings, (rows, self._said)
+        block = (*timings.rounds.get(key, ()), last)
+        timings.rounds[key] = block if len(block) < BLOCK else ()
         if len(block) >= BLOCK:
-            estimate = Shown.nothing(rows, level or 0.0)
-            shown = timings.verify.get((rows, level), estimate).faded(estimate)
-            timings.verify[rows, level] = shown.after(block, rows, "level_cost" in self._estimated)
+            estimate = Shown.nothing(rows, self._config.level_cost or 0.0)
+            shown = timings.verify.get(key, estimate).faded(estimate)
+            timings.verify[key] = shown.after(block, rows, "level_cost" in self._estimated)
             self._known.clear()
 
 

@@ -92,14 +92,15 @@ class Pace:
         """
         if not self._weighs or self.level == PAUSE:
             return self.level
-        rows, course = sum(part > 0 for part in parts), self._course
-        self._copies, self._alone = copies, alone(copies, parts, self._costs(rows, drafted=False))
+        batch, course = len(parts), self._course  # rows that have ended are computed with the others
+        self._copies, self._alone = copies, alone(copies, parts, self._costs(batch, drafted=False))
         if course.surplus is None:
-            course.surplus = Surplus(self._depth, course.stake * sqrt(rows), self._charged(rows))
+            running = sum(part > 0 for part in parts)
+            course.surplus = Surplus(self._depth, course.stake * sqrt(running), self._charged(batch))
         surplus = course.surplus
         each = zip(parts, copies, deepest, strict=True)
         brings = sum(part * surplus.expected(copy, self._alone.depth, most) for part, copy, most in each if part)
-        charged = self._charged(rows)
+        charged = self._charged(batch)
         if brings >= self._alone.rate * charged or not (surplus.rounds or self._alone.depth):  # a trial has a round
             return self.level
         if self._alone.depth or surplus.chances.sum() >= charged:  # it is this round that is not worth it
@@ -146,20 +147,20 @@ class Pace:
             if part and right is not None:
                 most = min(self._depth, limits[row] - 1)
                 surplus.learn(part * many, right, emitted[row] - 1, most)
-        rows = sum(limit > 0 for limit in limits)
-        cost = self._costs(rows, refined=level != CHAIN)
+        cost = self._costs(len(limits), refined=level != CHAIN)
         surplus.charge(cost.of(nodes, levels) - cost.draft - self._alone.cost)
-        course.drafted = (course.drafted[0] + rows, course.drafted[1] + sum(emitted))
-        if surplus.shown > self._charged(rows):
+        running = sum(limit > 0 for limit in limits)
+        course.drafted = (course.drafted[0] + running, course.drafted[1] + sum(emitted))
+        if surplus.shown > self._charged(len(limits)):
             course.wait[self._next(-1)], course.pauses = _FIRST_WAIT, 0
             if self.level == CHAIN and course.left <= 0:
                 self._step(1)
 
-    def _charged(self, rows: int) -> float:
+    def _charged(self, batch: int) -> float:
         """What a draft and its nodes cost."""
         surplus = self._course.surplus
         nodes = 0.0 if surplus is None else max(surplus.nodes, 0.0)
-        return self._costs(rows, refined=self.level != CHAIN).draft + nodes
+        return self._costs(batch, refined=self.level != CHAIN).draft + nodes
 
     def _step(self, by: int) -> None:
         course = self._course

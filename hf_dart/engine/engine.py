@@ -128,7 +128,7 @@ class Engine:
                 self.release()
                 self._made_for = made_for
                 self._kernels = self._asked_for(job.model, linears)
-                self._hands_down = job.verify.attention.name in ("sdpa", PACKED)
+                self._hands_down = job.verify.attention.packs or job.verify.attention.name == PACKED
             whole = head_job(job)
             if isinstance(whole, str):
                 self._warn(f"Of this call the target's forward alone is captured, not the round: {whole}.")

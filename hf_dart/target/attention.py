@@ -96,6 +96,11 @@ class TreeAttention:
         _by_name.add(self._target)
         self.packs = False
 
+    def pack_again(self) -> None:
+        """Take `unpack` back: it was not the name."""
+        _by_name.discard(self._target)
+        self.packs = True
+
     def packed(self) -> AbstractContextManager[None]:
         """A context in which the target attends to trees, by `packed_attention` where that is SDPA, in this thread."""
         name = PACKED if self.packs else self.name

@@ -2,8 +2,9 @@
 
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
-side by side instead (`attend_in_groups`), and keys and values are read where they lie. All trees attend by it that do
-so by SDPA (`TreeAttention`); on CUDA a kernel is taken that makes no plan for each number of keys (`masked_attention`).
+side by side instead (`attend_in_groups`), and keys and values are read where they lie. Trees attend by it in
+the place of SDPA where a target's class lets other kernels take that (`TreeAttention`); on CUDA a kernel is taken that
+makes no plan for each number of keys (`masked_attention`).
 """
 
 from __future__ import annotations
@@ -72,7 +73,12 @@ def packed_attention(
     """Attention with the interface of transformers' `sdpa_attention_forward`.
 
     Queries under no mask are not taken in groups, nor those without a mask that all heads share.
+
+    Raises:
+        ValueError: entries were chosen for a sparse kernel, which a mask says to SDPA itself alone.
     """
+    if kwargs.get("indices") is not None:
+        raise ValueError("Sparse attention (indices=) is not a mask; load the target with attn_implementation='sdpa'.")
     nodes, groups = kwargs.pop(NODES, None), query.shape[1] // key.shape[1]
     for_all = _made_before(attention_mask, kwargs.pop(MASKS, ()), groups)
     if nodes is not None:

@@ -226,7 +226,12 @@ class _Trial:
             if not self._attention.packs:
                 raise
             self._attention.unpack()
-            self._compare(length)
+            try:
+                self._compare(length)
+            except _RefusalError:
+                self._attention.pack_again()
+                raise
+            forget(self._model)  # other rows have been tried packed
 
     def _compare(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are.

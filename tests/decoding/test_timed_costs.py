@@ -134,6 +134,13 @@ def test_what_rounds_cannot_tell_stays_as_it_was(sizes: list[int]) -> None:
         assert getattr(shown.cost, name) == pytest.approx(getattr(known, name), abs=1e-6)
 
 
+def test_what_no_line_fits_shows_nothing() -> None:
+    """Costs are those of a plain round, and such a line has it take no time."""
+    known = Shown.nothing(1, 0.0)
+    shown = known.after([(nodes, 1, float(nodes - 7)) for nodes in (8, 9, 10, 11)] * (BLOCK // 4), 1, False)
+    assert shown.cost == known.cost
+
+
 def test_late_rounds_count_little_and_a_given_level_cost_stays() -> None:
     rounds = rounds_of([1, 12], Random(1))
     late = [(*timed[:2], 20 * timed[2] if place == 5 else timed[2]) for place, timed in enumerate(rounds)]
