@@ -1,6 +1,7 @@
-"""Do the tests notice? Subtle bugs are put into a module one at a time, and its tests are run on each.
+"""Mutation testing: put subtle bugs into a module one at a time, and run its tests on each.
 
     python tests/mutation.py --sample 40 --seed 0 --results mutants.jsonl
+    python tests/mutation.py --listed        # the bugs of tests/mutants.toml, each on the tests that guard it
 
 In a copy of the repository, so that the working tree stays as it is. What was tried before, by the results file, is not
 tried again; a survivor is, with `--again`. Survivors are printed with their lines, and at the end the share that was
@@ -22,12 +23,14 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+LISTED = ROOT / "tests" / "mutants.toml"
 _ENGINE = [
     "engine/test_follow.py",
     "engine/test_engine_walk.py",
@@ -199,6 +202,41 @@ def outcome(copy: Path, tests: list[str], limit: float | None) -> str:
     return "took too long" if done.returncode < 0 else "failed" if done.returncode else "passed"
 
 
+def copy_of_the_repository(folder: Path) -> Path:
+    """Copy the library and its tests to `folder`, where bugs may be put into them."""
+    for part in ("hf_dart", "tests"):
+        shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "pyproject.toml", folder)
+    return folder
+
+
+def run_listed(names: list[str]) -> None:
+    """Put each bug of `tests/mutants.toml` into a copy, and run the tests that guard it.
+
+    Exits with an error if the outcome of one is another than its field `seen` says.
+    """
+    listed = tomllib.loads(LISTED.read_text())["mutant"]
+    chosen = [one for one in listed if not names or one["name"] in names]
+    seen, wrong = 0, []
+    with tempfile.TemporaryDirectory() as folder:
+        copy = copy_of_the_repository(Path(folder))
+        for one in chosen:
+            place = copy / one["file"]
+            source = place.read_text()
+            if source.count(one["old"]) != 1:
+                sys.exit(f"{one['name']}: {one['file']} has its `old` text {source.count(one['old'])} times, not once.")
+            place.write_text(source.replace(one["old"], one["new"]))
+            result = outcome(copy, one["tests"], limit=600)
+            place.write_text(source)
+            seen += result != "passed"
+            if (result != "passed") != one.get("seen", True):
+                wrong.append(one["name"])
+            print(f"{one['name']}: {'not seen' if result == 'passed' else 'seen'}", flush=True)
+    print(f"{seen} of {len(chosen)} listed bugs were seen.")
+    if wrong:
+        sys.exit(f"Another outcome than listed: {', '.join(wrong)}.")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("modules", nargs="*", metavar="MODULE", help=f"of {', '.join(ROOMS)}; all by default")
@@ -208,7 +246,11 @@ def main() -> None:
     parser.add_argument("--again", action="store_true", help="try survivors of earlier runs again")
     parser.add_argument("--limit", type=float, help="processor seconds that the tests of a module may take")
     parser.add_argument("--list", action="store_true", help="print the bugs, and run nothing")
+    parser.add_argument("--listed", nargs="*", metavar="NAME", help="those of tests/mutants.toml, or some by name")
     given = parser.parse_args()
+    if given.listed is not None:
+        run_listed(given.listed)
+        return
     sources = {module: (ROOT / "hf_dart" / module).read_text() for module in given.modules or ROOMS}
     chosen = [(module, mutant) for module, source in sources.items() for mutant in mutants(source)]
     random.Random(given.seed).shuffle(chosen)
@@ -221,10 +263,7 @@ def main() -> None:
         known = dict(json.loads(line) for line in given.results.read_text().splitlines())
     limits: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        for part in ("hf_dart", "tests"):
-            shutil.copytree(ROOT / part, copy / part, ignore=shutil.ignore_patterns("__pycache__"))
-        shutil.copy(ROOT / "pyproject.toml", copy)
+        copy = copy_of_the_repository(Path(folder))
         for module, mutant in chosen:
             what, place = told(module, sources[module], mutant), copy / "hf_dart" / module
             if what not in known or (given.again and known[what] == "passed"):
