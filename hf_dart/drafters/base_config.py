@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.errors import check_fields, check_types
+from hf_dart.hub.custom_code import write_custom_generate
 from hf_dart.hub.download import cached_commit
 from hf_dart.target.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
@@ -173,6 +174,11 @@ class DrafterConfig(PreTrainedConfig):
             **told_of(target),
         }
         return cls(**{**fields, **overrides})
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write config.json to a folder and `custom_generate` beside it, as every kind of drafter does when saved."""
+        super().save_pretrained(save_directory, **kwargs)
+        write_custom_generate(Path(save_directory))
 
 
 def told_of(target: PreTrainedModel) -> dict[str, Any]:

@@ -148,21 +148,23 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     return drafter
 
 
-_LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], Any]] = WeakKeyDictionary()
+_LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], tuple[int, Any]]] = WeakKeyDictionary()
 
 
 def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
     """The drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
 
-    `target.generate` stays as it is. Repositories with a `custom_generate` folder load their own drafter so.
+    `target.generate` stays as it is. Folders and repositories with a `custom_generate` folder load their own drafter
+    so; a folder that was written again is loaded again.
 
     Raises:
         OSError, ValueError: as [`load_drafter`].
     """
     drafters = _LOADED.setdefault(target, {})
-    if (path, revision) not in drafters:
+    written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it lies on the Hub
+    if (path, revision) not in drafters or drafters[path, revision][0] != written:
         was_attached = isinstance(vars(target).get("generate"), AttachedGenerate)
-        drafters[path, revision] = load_drafter(path, target=target, revision=revision, token=token)
+        drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, token=token)
         if not was_attached:
             detach(target)
-    return drafters[path, revision]
+    return drafters[path, revision][1]

@@ -23,13 +23,13 @@ from huggingface_hub.utils import validate_repo_id
 
 from hf_dart.errors import sentence
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
+from hf_dart.hub.custom_code import custom_generate_files
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
 from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.machine import versions
 
 BENCH = "bench.json"
-_SHIM = Path(__file__).parent / "custom_generate"
 # A trainer's folder holds optimizer states too, which nobody needs to draft.
 _WEIGHTS = ("config.json", "adapter_config.json", "*.safetensors", "*.safetensors.index.json", TRAINING_RECORD)
 _OURS = re.compile(
@@ -162,10 +162,7 @@ def repository_files(folder: str | Path, facts: HeadFacts, card: str | None) -> 
     if entries:
         text = yaml.safe_dump(eval_result_entries_to_yaml(entries), sort_keys=False, allow_unicode=True)
         files[f"{constants.EVAL_RESULTS_FOLDER}/hf_dart.yaml"] = text.encode()
-    for file in sorted(_SHIM.iterdir()):
-        if file.is_file():
-            named = file.read_bytes().replace(b"REPOSITORY = None", f"REPOSITORY = {facts.repository!r}".encode())
-            files[f"custom_generate/{file.name}"] = named
+    files |= custom_generate_files()
     files[constants.REPOCARD_NAME] = render_card(facts, card).encode()
     return files
 

@@ -1,17 +1,29 @@
-"""The `custom_generate` that heads are pushed with: by folder, carried by a model's own repository, as an example."""
+"""The `custom_generate` of saved drafters: by folder, carried by a model's own repository, as an example."""
 
 from __future__ import annotations
 
+import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.tiny import prompts, tiny_head, tiny_target
+from peft import LoraConfig
+from support.tiny import (
+    prompts,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_target,
+    tiny_uno_drafter,
+)
 from transformers import AutoModelForCausalLM
 
-from hf_dart import TreeConfig, detach
+from hf_dart import TreeConfig, detach, load_once
 from hf_dart.hub import push
 
 FOLDER = Path(push.__file__).parent
@@ -38,7 +50,7 @@ def test_by_folder(positional: bool) -> None:
     assert head.last_stats.accepted > 0
     seeded(model, *ids, **inputs, **remote, tree_config=TreeConfig(nodes=1, lookup=0))
     assert head.last_stats.drafted == 0
-    with pytest.raises(ValueError, match="assistant=DartHead"):
+    with pytest.raises(ValueError, match=r"hub holds no config\.json of a DART head"):
         seeded(model, *ids, **inputs, **{**remote, "assistant": None})
 
 
@@ -56,6 +68,77 @@ def test_carried_by_the_models_own_repository(tmp_path: Path) -> None:
     assert carried.generate is own
     assert head.last_stats is not None
     assert head.last_stats.accepted > 0
+    with pytest.raises(ValueError, match="assistant=DartHead"):
+        seeded(carried, **inputs)
+
+
+FRESH = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM
+assert "hf_dart" not in sys.modules
+target, folders = AutoModelForCausalLM.from_pretrained("target", dtype=torch.float64), sys.argv[1:]
+options = {"do_sample": True, "top_k": 0, "max_new_tokens": 40, "return_dict_in_generate": True}
+def run(**remote):
+    torch.manual_seed(3)
+    output = target.generate(torch.tensor([[5, 6, 7, 8, 9]]), **options, **remote)
+    return output.sequences.tolist(), torch.get_rng_state().tolist(), output
+*stock, _ = run()
+for folder in folders:
+    *ours, output = run(custom_generate=folder, trust_remote_code=True)
+    print(json.dumps([ours == stock, output.draft_stats.tau]))
+"""
+
+
+def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    target.save_pretrained(tmp_path / "target")
+    head.save_pretrained(tmp_path / "head-1.5")
+    push.write_folder(tmp_path / "head-1.5", tmp_path / "dry", "someone/head", card=None)
+    head.add_adapter(LoraConfig(r=2))
+    head.save_pretrained(tmp_path / "adapter")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}
+    folders = ["./head-1.5/", str(tmp_path / "dry"), "adapter"]
+    command = [sys.executable, "-c", FRESH, *folders]
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.splitlines():
+        same, tau = json.loads(line)
+        assert same
+        assert tau > 1.3
+    assert len(done.stdout.splitlines()) == len(folders)
+
+
+@pytest.mark.parametrize("made", [tiny_head, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_uno_drafter])
+def test_a_folder_of_every_kind(made: Any, tmp_path: Path) -> None:
+    target = tiny_target("llama")
+    made(target).save_pretrained(tmp_path)
+    detach(target)
+    options = {**prompts([7, 4]), "return_dict_in_generate": True}
+    stock = seeded(target, **options)
+    ours = seeded(target, **options, custom_generate=str(tmp_path), trust_remote_code=True)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert ours.draft_stats.accepted > 0
+
+
+def test_folders_of_one_name_and_folders_that_are_saved_again(tmp_path: Path) -> None:
+    """transformers runs one copy of the code for all of them."""
+    target = tiny_target("llama")
+    first, second = tmp_path / "first" / "head", tmp_path / "second" / "head"
+    tiny_head(target, draft_length=2).save_pretrained(first)
+    tiny_head(target, draft_length=3).save_pretrained(second)
+    detach(target)
+
+    def drafts(folder: Path) -> int:
+        seeded(target, **prompts([7]), custom_generate=str(folder), trust_remote_code=True)
+        drafter = load_once(str(folder), target)
+        assert drafter.last_stats.rounds > 0
+        assert drafter is load_once(str(folder), target)
+        return drafter.draft_length
+
+    assert [drafts(first), drafts(second), drafts(first)] == [2, 3, 2]
+    tiny_head(target, draft_length=4).save_pretrained(first)
+    assert [drafts(first), drafts(second)] == [4, 3]
 
 
 @pytest.mark.parametrize("name", ["generate.py", "requirements.txt"])

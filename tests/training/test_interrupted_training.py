@@ -110,12 +110,12 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt"])
 def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path, file: str) -> None:
     trainer_of(tmp_path, max_steps=2).train()
-    saved = {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()}
+    saved = {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").rglob("*") if path.is_file()}
     trainer = trainer_of(tmp_path)
     size = (tmp_path / "checkpoint-2" / file).stat().st_size
     with largest_file(size - 1), pytest.raises(OSError, match=r"checkpoint-4 could not be written .* make room"):
         trainer.train(resume_from_checkpoint=True)
-    assert {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").iterdir()} == saved
+    assert {path: path.read_bytes() for path in (tmp_path / "checkpoint-2").rglob("*") if path.is_file()} == saved
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
 
     trainer = trainer_of(tmp_path)
