@@ -31,7 +31,7 @@ from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
 from hf_dart.target.beside import refuse_what_matters
 from hf_dart.target.devices import users_default
-from hf_dart.target.features import features_request, gather_features, merged_embeddings, stream_width
+from hf_dart.target.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
 from hf_dart.target.stock_steps import beside_text, cache_after, next_inputs, position_shift
@@ -148,7 +148,7 @@ class PrefillRecorder:
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
-        features = gather_features(outputs, self._feature_layers, ran, stream_width(self._target))
+        features = gather_features(outputs, self._feature_layers, ran, streams_of(self._target))
         self._feed(features, merged_embeddings(self._target, outputs, ran) if merged else None)
         return outputs
 
@@ -211,7 +211,7 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             ran = _run(request, rows, drafter_state)
         hidden_states = None
         if request.collects("output_hidden_states"):
-            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width)
+            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width, streams_of(request.model))
         verify = Verifier(
             request.model, ran.cache, ran.kinds, request.drafter.feature_layers, hidden_states is not None, ran.shift
         )

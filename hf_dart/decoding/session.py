@@ -20,7 +20,7 @@ from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker
-from hf_dart.target.features import row_axis, states_at
+from hf_dart.target.features import Streams, row_axis, states_at
 from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree
 
@@ -67,9 +67,9 @@ class Budget:
 class HiddenStates:
     """The hidden states that `output_hidden_states` asks for: of the prefill, then of one committed token at a time."""
 
-    def __init__(self, of_prefill: tuple[Tensor, ...], rows: int, positions: int) -> None:
+    def __init__(self, of_prefill: tuple[Tensor, ...], rows: int, positions: int, streams: Streams) -> None:
         self.steps = [of_prefill]
-        self._axes = [row_axis(layer, rows, positions) for layer in of_prefill]
+        self._axes = [row_axis(layer, rows, positions, streams) for layer in of_prefill]
 
     def add(self, states: Sequence[Tensor], path: Tensor) -> None:
         """Keep those of the nodes `path` [B, A] from `states` of a tree, [..., B, N, ..., H] of each layer."""

@@ -6,7 +6,7 @@ the last of L layers, after the final norm.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -57,36 +57,50 @@ def features_request(layers: list[int]) -> dict[str, Any]:
     return {"output_hidden_states": list(layers) if _TAKES_INDICES else True}
 
 
-def row_axis(states: Tensor, rows: int, positions: int) -> int:
-    """Which axis of hidden states [..., B, N, ..., H] is that of the rows; that of positions comes next.
+class Streams(NamedTuple):
+    """Where a target with several streams of hidden states has them.
 
-    Models with several streams of hidden states have their axis before both (Gemma 3n) or after them (HYV4).
+    Attributes:
+        width: of one stream, where the config says so; inner layers may give several of them in one (Qwen4).
+        lead: their axis comes before those of rows and positions (AltUp, arXiv 2301.13310: Gemma 3n), not after them
+            (HYV4). Sizes do not tell: there may be as many rows and positions as streams.
+    """
+
+    width: int | None = None
+    lead: bool = False
+
+
+_ONE = Streams()
+
+
+def streams_of(target: PreTrainedModel) -> Streams:
+    """Where a target has its streams of hidden states."""
+    text = target.config.get_text_config(decoder=True)
+    return Streams(getattr(text, "hidden_size", None), hasattr(text, "altup_num_inputs"))
+
+
+def row_axis(states: Tensor, rows: int, positions: int, streams: Streams) -> int:
+    """The axis of the rows in hidden states [..., B, N, ..., H]; that of positions comes next.
 
     Raises:
-        ValueError: no two axes are those.
+        ValueError: these are not rows and positions.
     """
-    shape = states.shape[:-1]
-    for axis in (0, *range(1, len(shape) - 1)):
-        if shape[axis : axis + 2] == (rows, positions):
-            return axis
+    axis = states.ndim - 3 if streams.lead else 0
+    if states.shape[axis : axis + 2] == (rows, positions):
+        return axis
     raise ValueError(
         f"This target's hidden states of {rows} x {positions} positions are shaped {list(states.shape)}, of which rows "
         "and positions are not told; call generate without assistant=."
     )
 
 
-def stream_width(target: PreTrainedModel) -> int | None:
-    """How wide a target's hidden state is, where it says so; inner layers may give several of them in one (Qwen4)."""
-    return getattr(target.config.get_text_config(decoder=True), "hidden_size", None)
-
-
-def gather_features(outputs: Any, layers: list[int], like: Tensor, width: int | None = None) -> Tensor:
+def gather_features(outputs: Any, layers: list[int], like: Tensor, streams: Streams = _ONE) -> Tensor:
     """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
     A model that keeps several streams of hidden states gives their mean.
 
     Args:
-        width: that of one stream (`stream_width`), if it is known.
+        streams: where the target has them (`streams_of`), if it has several.
 
     Raises:
         ValueError: the model's hidden states are shaped otherwise.
@@ -94,7 +108,7 @@ def gather_features(outputs: Any, layers: list[int], like: Tensor, width: int | 
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
     rows, positions = like.shape
-    states = [_one_stream(outputs.hidden_states[index], rows, positions, width) for index in layers]
+    states = [_one_stream(outputs.hidden_states[index], rows, positions, streams) for index in layers]
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
@@ -104,7 +118,7 @@ def merged_embeddings(target: PreTrainedModel, outputs: Any, ids: Tensor) -> Ten
     None where the first hidden states, which have to be among those of `outputs`, are no embeddings, not even of text:
     some models scale them, or add others.
     """
-    merged, embeddings = gather_features(outputs, [0], ids), target.get_input_embeddings()
+    merged, embeddings = gather_features(outputs, [0], ids, streams_of(target)), target.get_input_embeddings()
     known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
     same = merged.shape == known.shape and bool((merged == known).all(-1).any())
     return merged if same else None
@@ -121,10 +135,10 @@ def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
     return there.unsqueeze(1).movedim((0, 1), (axis, axis + 1))
 
 
-def _one_stream(states: Tensor, rows: int, positions: int, width: int | None) -> Tensor:
+def _one_stream(states: Tensor, rows: int, positions: int, streams: Streams) -> Tensor:
     """[B, N, H] of hidden states [..., B, N, ..., H], of which H may be several widths."""
-    axis = row_axis(states, rows, positions)
+    axis, width = row_axis(states, rows, positions, streams), streams.width
     if width is not None and states.shape[-1] > width and states.shape[-1] % width == 0:
         states = states.unflatten(-1, (-1, width))
-    streams = [dim for dim in range(states.ndim - 1) if dim not in (axis, axis + 1)]
-    return states.mean(streams) if streams else states
+    others = [dim for dim in range(states.ndim - 1) if dim not in (axis, axis + 1)]
+    return states.mean(others) if others else states

@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from hf_dart.cache.states import StatefulCache
 from hf_dart.target.attention import FLEX, TreeAttention, block_mask
 from hf_dart.target.devices import device_of, users_default
-from hf_dart.target.features import features_request, gather_features, stream_width
+from hf_dart.target.features import features_request, gather_features, streams_of
 from hf_dart.target.masks import MaskKind, maskless_kinds
 from hf_dart.target.mixers import mixers_of
 from hf_dart.target.positions import position_limit
@@ -70,7 +70,7 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
-        self._keep_hidden_states, self._width = keep_hidden_states, stream_width(target)
+        self._keep_hidden_states, self._streams = keep_hidden_states, streams_of(target)
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
@@ -170,7 +170,7 @@ class Verifier:
             )
         if keep:
             self.hidden_states = outputs.hidden_states
-        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, self._width)
+        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, self._streams)
 
     def _attending(self) -> AbstractContextManager[None]:
         """Within it, the target attends by what takes a tree's mask."""

@@ -153,8 +153,9 @@ def test_watermark_with_state(llama: tuple[Any, Any], size: int) -> None:
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, "gemma3n"])
-@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12]], ids=["1", "4"])
+@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12], [2, 2]], ids=["1", "4", "2 of 2"])
 def test_hidden_states(family: str, lengths: list[int]) -> None:
+    """Also where there are as many rows and positions as streams."""
     target = tiny_target(family)
     head = tiny_head(target)
     asked = {"return_dict_in_generate": True, "output_hidden_states": True, "eos_token_id": [3, 11, 19]}

@@ -46,7 +46,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config,
 from hf_dart.hub.kinds import CardTexts, bibtex
 from hf_dart.target.attention import for_trees
 from hf_dart.target.devices import as_dtype
-from hf_dart.target.features import features_request, gather_features, layer_count
+from hf_dart.target.features import features_request, gather_features, layer_count, streams_of
 from hf_dart.target.positions import position_limit
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.ngram.table import NgramTable
@@ -252,7 +252,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
                 use_cache=True,
                 **features_request(last),
             )
-        return gather_features(outputs, last, tokens)
+        return gather_features(outputs, last, tokens, streams_of(twin))
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
 from hf_dart.target.attention import for_trees
-from hf_dart.target.features import features_request, gather_features, merged_embeddings, stream_width
+from hf_dart.target.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
@@ -340,7 +340,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return self._features_of(output, ids), output.logits.to(self.drafter.device), read
 
     def _features_of(self, output: Any, ids: Tensor) -> Tensor:
-        features = gather_features(output, self.drafter.feature_layers, ids, stream_width(self.target))
+        features = gather_features(output, self.drafter.feature_layers, ids, streams_of(self.target))
         features = features.to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
             features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
