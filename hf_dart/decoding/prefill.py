@@ -20,7 +20,7 @@ from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
-from hf_dart.decoding.proposal import Verified
+from hf_dart.decoding.proposal import AT_ONCE, Verified, entries_of
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
@@ -40,8 +40,6 @@ from hf_dart.target.verify import Verifier
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512
-# Positions that a drafter takes in at once: its masks grow with them, times all positions before.
-_AT_ONCE = 2048
 # Each chunk of ids brings all embeddings in some releases of transformers, none in others.
 _NOT_THE_PROMPT = (
     "generate runs over other positions than the prompt's, as it does with input_ids, inputs_embeds and "
@@ -90,10 +88,10 @@ class PromptFeed:
         counts = ready - skipped
         entries = (torch.arange(int(counts.max())) + skipped[:, None]).clamp(max=ready - 1)
         next_tokens = self._prompt[:, slots] if embeddings is None else embeddings[:, -ready:]
-        for first in range(0, entries.shape[1], _AT_ONCE):
-            piece = entries[:, first : first + _AT_ONCE]
+        for first in range(0, entries.shape[1], AT_ONCE):
+            piece = entries[:, first : first + AT_ONCE]
             taken = (counts - first).clamp(0, piece.shape[1])
-            self._drafter.extend(self._state, _taken(features, piece), _taken(next_tokens, piece), taken)
+            self._drafter.extend(self._state, entries_of(features, piece), entries_of(next_tokens, piece), taken)
         self._next += ready
 
     def finish(self) -> Tensor:
@@ -105,12 +103,6 @@ class PromptFeed:
         if self._last is None or self._next + 1 != self._prompt.shape[1]:
             raise ValueError(_NOT_THE_PROMPT)
         return self._last
-
-
-def _taken(states: Tensor, entries: Tensor) -> Tensor:
-    """Of `states` [B, T, ...], the entries [B, A] of each row."""
-    rows = torch.arange(len(entries), device=states.device)[:, None]
-    return states[rows, entries.to(states.device)]
 
 
 class PrefillRecorder:
@@ -301,7 +293,7 @@ def _begun(request: Request, rows: Rows) -> DrafterState:
     first = torch.tensor([max(pad - known, 0) for pad in request.pads])
     counts = torch.tensor(last) - first + 1
     entries = (first[:, None] + torch.arange(int(counts.max()))).clamp(max=max(last))
-    request.drafter.read_first(state, _taken(request.prompt, entries), counts)
+    request.drafter.read_first(state, entries_of(request.prompt, entries), counts)
     return DrafterState(state, request.cached, request.pads)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import NamedTuple, Self
 
@@ -10,6 +10,9 @@ import torch
 from torch import Tensor
 
 from hf_dart.trees.vocabulary import columns_of
+
+AT_ONCE = 512
+"""Positions that a drafter takes in at once: its masks grow with them, times all positions before."""
 
 # A logit beside which all others vanish, in any float type.
 _CERTAIN = 1e4
@@ -31,6 +34,28 @@ class Verified(NamedTuple):
     features: Tensor
     next_tokens: Tensor
     counts: Tensor
+
+    def parts(self, size: int | None = None) -> Iterator[Verified]:
+        """The same positions in parts of `size` entries (`AT_ONCE` if left out), one after the other."""
+        size = size or AT_ONCE
+        for first in range(0, self.next_tokens.shape[1], size):
+            features, tokens = (part[:, first : first + size] for part in self[:2])
+            yield Verified(features, tokens, (self.counts - first).clamp(0, tokens.shape[1]))
+
+    def split(self) -> tuple[Verified, Verified]:
+        """What comes before the last `AT_ONCE` entries of each row, and those."""
+        features, tokens, counts = self
+        before = (counts - AT_ONCE).clamp(min=0)
+        width = int(before.max())
+        last = before[:, None] + torch.arange(tokens.shape[1] - width, device=before.device)
+        ahead = Verified(features[:, :width], tokens[:, :width], before)
+        return ahead, Verified(entries_of(features, last), entries_of(tokens, last), counts - before)
+
+
+def entries_of(states: Tensor, entries: Tensor) -> Tensor:
+    """Of `states` [B, T, ...], the entries [B, A] of each row."""
+    rows = torch.arange(len(entries), device=states.device)[:, None]
+    return states[rows, entries.to(states.device)]
 
 
 @dataclass(frozen=True)

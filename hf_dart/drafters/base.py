@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import speculative_generate
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.proposal import AT_ONCE, Proposal, Verified
 from hf_dart.decoding.proposer import Proposer, State
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
@@ -45,6 +45,14 @@ class Drafter(Proposer[State]):
             ValueError: something was asked for that could not equal stock's output.
         """
         return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
+
+    def read_ahead(self, state: State, seen: Verified) -> Verified:
+        """Take in all but the last positions of a long text, whose masks would be large; returns those."""
+        if seen.next_tokens.shape[1] <= AT_ONCE:
+            return seen
+        ahead, last = seen.split()
+        self.extend(state, *ahead)
+        return last
 
     def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
         """The drafter with a table of n-grams, or the one at that path; None leaves it as it is."""

@@ -15,7 +15,7 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.proposal import Proposal, Score
+from hf_dart.decoding.proposal import Proposal, Score, Verified
 from hf_dart.decoding.proposer import State
 from hf_dart.drafters.base import Drafter
 
@@ -88,7 +88,8 @@ class BeamDrafter(Drafter[State]):
         self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
     ) -> Proposal | None:
         """Take in verified positions and draft a beam: what is drafted on from are the tokens that `score` best."""
-        states = self.read_last(state, features, next_tokens, counts)  # [B, 1, H]
+        last = self.read_ahead(state, Verified(features, next_tokens, counts))
+        states = self.read_last(state, *last)  # [B, 1, H]
         if states is None:
             return None
         log_chances = self.log_chances(states)  # [B, 1, V]

@@ -23,8 +23,8 @@ from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel, MambaConfig,
 
 from hf_dart import DartCandidateGenerator, LanguageModelDrafter, TreeConfig, attach, load_drafter
 from hf_dart.cli import main
+from hf_dart.decoding import proposal
 from hf_dart.drafters.beams import BeamProposal
-from hf_dart.drafters.language_model import drafter as home
 
 EXACT = tally("float64, language models as drafters")
 STRANGERS = tally("float64, language models that know nothing of the target")
@@ -128,7 +128,7 @@ def test_turns_go_on_with_what_was_read(
     family: str, taken_up: list[bool], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And after a turn of stock's the model reads the cached text, too, piece by piece."""
-    monkeypatch.setattr(home, "_AT_ONCE", 5)
+    monkeypatch.setattr(proposal, "AT_ONCE", 5)
     target = tiny_target(family)
     drafter = LanguageModelDrafter(nearly(target, noise=0), target, beam=1)
     kind = lambda model: DynamicCache(config=model.config)  # noqa: E731

@@ -205,7 +205,7 @@ def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatc
     )
     states = [drafter.begin(3, 40) for _ in range(2)]
     for size, state in zip((2048, 5), states, strict=True):
-        monkeypatch.setattr(prefill, "_AT_ONCE", size)
+        monkeypatch.setattr(prefill, "AT_ONCE", size)
         with torch.no_grad():
             prefill.PromptFeed(drafter, state, prompt, pads)(features)
     assert widths == [22, 5, 5, 5, 5, 2]

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.dart.adaptable import AdaptableHead
@@ -213,12 +213,14 @@ class DartHead(AdaptableHead, DartModel):
         return 4 if self.config.inject_features else 2
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        self._run(state, self._real_inputs(features, next_tokens), counts.to(self.device))
-        state.advance(counts)
+        for part in Verified(features, next_tokens, counts).parts():
+            self._run(state, self._real_inputs(part.features, part.next_tokens), part.counts.to(self.device))
+            state.advance(part.counts)
 
     def propose(
         self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
+        features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, real = next_tokens.shape[:2]
         depth = depth or self.config.draft_length
         # Where a mask slot sees none after it, a shorter draft is the beginning of the longer one.

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
 from hf_dart.drafters.layers import rotation_at, take
@@ -119,13 +119,12 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         return self.config.share_embeddings
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        x = self.embed_text(next_tokens, features)
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
-        for start in range(0, x.shape[1], self.config.context_window):
-            part = x[:, start : start + self.config.context_window]
+        for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
+            x = self.embed_text(part.next_tokens, part.features)
             # Its keys and values are wanted, and no output; one entry's is little.
-            self._run(state, part, self._view(state, part.shape[1]), counts.new_zeros(len(x), 1).to(x.device))
-            state.advance((counts - start).clamp(0, part.shape[1]))
+            self._run(state, x, self._view(state, x.shape[1]), counts.new_zeros(len(x), 1).to(x.device))
+            state.advance(part.counts)
 
     def propose(
         self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
@@ -139,6 +138,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
                 f"unmasking is {self.unmasking!r} with {self.denoise_steps} denoise_steps; give 'confidence' or "
                 "'left_to_right', and 1 or more."
             )
+        features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, known = next_tokens.shape
         # Slots see each other in both directions: a shorter block is not the beginning of the trained one.
         block = max(depth or 0, self.draft_length)

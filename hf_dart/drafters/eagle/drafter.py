@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
+from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel, Memory
@@ -110,8 +111,9 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         return SlotState.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
 
     def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        self._read(state, features, next_tokens)
-        state.advance(counts)
+        for part in Verified(features, next_tokens, counts).parts():
+            self._read(state, part.features, part.next_tokens)
+            state.advance(part.counts)
 
     def read_last(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         read = self._read(state, features, next_tokens)

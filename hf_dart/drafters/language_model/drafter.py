@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hf_dart.decoding.api import attached
+from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.mtp.modules import module_count
 from hf_dart.drafters.registry import register
@@ -36,8 +37,6 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
 
-# Tokens of a cached prefix that are read at once: masks grow with them, times all tokens before.
-_AT_ONCE = 1024
 # What the config.json of a drafter has, whatever its model_type.
 _OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
 
@@ -160,13 +159,12 @@ class LanguageModelDrafter(StockDrafter):
         return SlotCacheState.begin(self._layers, batch_size, capacity + self.beam * self.draft_length)
 
     def read_first(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> None:
-        for start in range(0, tokens.shape[1], _AT_ONCE):
-            piece = tokens[:, start : start + _AT_ONCE]
-            self._read(state, piece, (counts - start).clamp(0, piece.shape[1]))
+        self.extend(state, tokens.new_empty(*tokens.shape[:2], 0), tokens, counts)
         state.first = counts.cpu()
 
     def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        self._read(state, next_tokens, counts)
+        for part in Verified(features, next_tokens, counts).parts():
+            self._read(state, part.next_tokens, part.counts)
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:

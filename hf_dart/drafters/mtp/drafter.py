@@ -17,6 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.api import attached
+from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.mtp.modules import has_unnamed_modules, module_count, read_module
 from hf_dart.drafters.registry import register
@@ -158,7 +159,8 @@ class MtpDrafter(StockDrafter):
         return SlotCacheState.begin(1, batch_size, capacity + self.beam * self.draft_length)
 
     def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        self._read(state, features, next_tokens, counts)
+        for part in Verified(features, next_tokens, counts).parts():
+            self._read(state, *part)
 
     @property
     def runs_in(self) -> tuple[torch.device, torch.dtype]:

@@ -1,0 +1,102 @@
+"""Drafters take in a long text in parts: the same draft, without masks that grow with its length squared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.modules import with_module
+from support.tiny import VOCABULARY, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from hf_dart import LanguageModelDrafter, MtpDrafter
+from hf_dart.decoding import proposal
+from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters import base
+
+PARTS = 8  # entries of one
+Make = Callable[[Path], Any]
+DRAFTERS: dict[str, Make] = {
+    "head": lambda _: tiny_head(tiny_target("llama")),
+    "head, windows": lambda _: tiny_head(tiny_target("llama"), num_layers=2, windows=[6, 0]),
+    "head, injected": lambda _: tiny_head(
+        tiny_target("llama"), num_layers=2, inject_features=True, block_attention="bidirectional", windows=[0, 11]
+    ),
+    "head, not shifted": lambda _: tiny_head(tiny_target("llama"), shift_logits=False),
+    "eagle": lambda _: tiny_eagle_drafter(tiny_target("llama")),
+    "eagle, windows": lambda _: tiny_eagle_drafter(tiny_target("llama"), num_layers=2, windows=[6, 0]),
+    "diffusion": lambda _: tiny_diffusion_drafter(tiny_target("llama")),
+    "language model": lambda _: LanguageModelDrafter(
+        tiny_target("gemma3", seed=1, max_position_embeddings=512), tiny_target("llama")
+    ),
+    "module": lambda folder: MtpDrafter.from_target(with_module("glm4_moe", folder)[0]),
+}
+
+
+class Largest(TorchDispatchMode):
+    """Notes the elements of the largest tensor that is made inside."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for one in made if isinstance(made, (tuple, list)) else [made]:
+            if isinstance(one, Tensor):
+                self.elements = max(self.elements, one.numel())
+        return made
+
+
+def text(drafter: Any, counts: list[int], seed: int) -> Verified:
+    """Random positions of rows, and nonsense behind those of a shorter one."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (len(counts), max(counts))
+    features = torch.randn(*shape, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)
+    return Verified(features, torch.randint(VOCABULARY, shape, generator=generator), torch.tensor(counts))
+
+
+def at_once(entries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (proposal, base):
+        monkeypatch.setattr(module, "AT_ONCE", entries)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("counts", [[[29], [1], [40]], [[29, 0, 13], [3, 20, 1], [40, 9, 2]]], ids=["one", "ragged"])
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_drafts_are_those_of_a_text_taken_in_at_once(
+    name: str, counts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also over what was taken in before, and where a draft is asked for with the last part of it."""
+    drafter = DRAFTERS[name](tmp_path)
+    first, second, last = (text(drafter, part, seed) for seed, part in enumerate(counts))
+    drafts = []
+    for entries in (1000, PARTS):
+        at_once(entries, monkeypatch)
+        state = drafter.begin(len(counts[0]), 10)
+        drafter.read_first(state, first.next_tokens[:, :1], torch.ones(len(counts[0]), dtype=torch.long))
+        drafter.extend(state, *first)
+        drafter.extend(state, *second)
+        drafts.append(drafter.propose(state, *last))
+    torch.testing.assert_close(drafts[0].logits, drafts[1].logits, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(drafts[0].hidden, drafts[1].hidden, rtol=1e-9, atol=1e-9)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_nothing_grows_with_the_square_of_the_text(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafter, length = DRAFTERS[name](tmp_path), 320
+    taken = text(drafter, [length], 0)
+    sizes = []
+    for entries in (1000, PARTS):
+        at_once(entries, monkeypatch)
+        for take_in in (drafter.extend, drafter.propose):
+            with Largest() as largest:
+                take_in(drafter.begin(1, length), *taken)
+            sizes.append(largest.elements)
+    assert max(sizes[2:]) < length**2 // 2
+    assert name == "diffusion" or min(sizes[:2]) >= length**2  # whose extend has parts of its own
