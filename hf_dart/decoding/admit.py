@@ -27,6 +27,7 @@ from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
 from hf_dart.target.mixers import own_states, takes_levels
 from hf_dart.target.positions import refuse_crossing
+from hf_dart.target.processes import alone, refuse_different_calls
 from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import check_verification
@@ -85,6 +86,7 @@ def admit(
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     most = total + max_length - width
     padded = mask is not None and not bool(mask.all())
+    refuse_different_calls(model, input_ids, generation_config, tree_config)
     check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
     input_ids = input_ids.long()  # as stock's are once a token is added
@@ -93,7 +95,8 @@ def admit(
     drafter.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
-    estimated = estimated_costs(tree_config, input_ids.device.type, levels)
+    # Several processes would measure different costs, and those that share a target would verify different trees.
+    estimated = estimated_costs(tree_config, input_ids.device.type, levels) if alone() else frozenset()
     tree_config = tree_config.for_levels(levels, input_ids.device.type)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
@@ -200,8 +203,7 @@ def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | 
 
 def _is_sharded(model: PreTrainedModel) -> bool:
     """Do processes hold parts of the model, so that stock would keep them in step?"""
-    alone = not torch.distributed.is_initialized() or torch.distributed.get_world_size() == 1
-    return not alone and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+    return not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 
 def _refuse_soft_prompts(model: PreTrainedModel) -> None:

@@ -17,6 +17,7 @@ from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
+from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
@@ -34,6 +35,7 @@ from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
+from hf_dart.target.processes import alone
 from hf_dart.target.stock_steps import beside_text, cache_after, next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
@@ -221,7 +223,8 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
-        experience = request.drafter.experience
+        # What one of several processes has learnt from a call that broke off in it alone, the others have not.
+        experience = request.drafter.experience if alone() else Experience()
         costs = RoundCosts(request.tree_config, rows.device.type, experience.timings, request.estimated)
         costs.begin(batch)
         grower = TreeGrower(

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.target_modules import TargetReader
 from hf_dart.drafters.vocabulary import LMHeadRows
-from hf_dart.target.devices import weight_of, where_it_runs
+from hf_dart.target.devices import rows_of, where_it_runs
 
 
 class DraftNetwork(TargetReader, PreTrainedModel):
@@ -70,8 +69,7 @@ class DraftNetwork(TargetReader, PreTrainedModel):
         if tokens.is_floating_point():
             embeddings = tokens
         elif self.reads_rows:
-            table = weight_of(self.shared.embeddings)
-            embeddings = F.embedding(tokens.to(table.device), table)
+            embeddings = rows_of(self.shared.embeddings, tokens)
         else:
             embeddings = self.shared.embed(tokens)
         return embeddings.to(device=self.device, dtype=self.dtype)

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.target.devices import where_it_runs
+from hf_dart.target.devices import has_rows, where_it_runs
 from hf_dart.trees.vocabulary import columns_of
 
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].
@@ -102,7 +102,7 @@ class LMHeadRows:
     def __call__(self, lm_head: nn.Module, hidden: Tensor, vocabulary: Tensor) -> Tensor:
         """Hidden states [..., H], in the LM head's dtype, to logits [..., M]."""
         weight: Any = lm_head.weight
-        if type(lm_head) is not nn.Linear or weight.is_meta:  # quantized, adapted or offloaded: rows mean nothing
+        if not has_rows(lm_head):
             return where_it_runs(lm_head, hidden)[..., vocabulary]
         if self._rows is not None and torch.compiler.is_compiling():  # as in `BigramSelector.lookup`
             return self._scores(hidden)

@@ -19,6 +19,7 @@ from hf_dart.target.devices import matmul_precision
 from hf_dart.target.identity import identity
 from hf_dart.target.mixers import takes_levels
 from hf_dart.target.positions import rotary_moves
+from hf_dart.target.processes import group_of
 from hf_dart.target.support import parts_of
 from hf_dart.target.verify import Verifier
 
@@ -36,6 +37,7 @@ def job_of(session: Session) -> Job | str:
         (session.hidden_states is not None, "it collects hidden states"),
         (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),
+        (group_of(target) is not None, "several processes hold the target together"),
         (any(hasattr(part, "_hf_hook") for part in target.modules()), "the target is offloaded by accelerate"),
         (_hooked(target), "the target has forward hooks, which a replayed round would not call"),
     ]

@@ -6,10 +6,11 @@ import functools
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -60,12 +61,32 @@ def device_of(module: Any) -> torch.device:
     return torch.device(_hook(module).execution_device)
 
 
+def is_part(weight: Any) -> bool:
+    """Is a weight one of which other processes hold the rest, as with tensor parallelism?"""
+    return hasattr(weight, "full_tensor")
+
+
 def weight_of(module: Any) -> Tensor:
-    """A module's weight; an offloaded one is read from where it is kept."""
+    """A module's weight; an offloaded one is read from where it is kept, parts are gathered from their processes."""
     weight = module.weight
+    if is_part(weight):
+        return weight.full_tensor()
     if not weight.is_meta or not hasattr(module, "_hf_hook"):
         return weight
     return _hook(module).weights_map["weight"]
+
+
+def has_rows(lm_head: Any) -> TypeGuard[nn.Linear]:
+    """Can rows of an LM head's weight be read? Not those of quantized, adapted, offloaded and parted ones."""
+    return type(lm_head) is nn.Linear and not lm_head.weight.is_meta and not is_part(lm_head.weight)
+
+
+def rows_of(embeddings: Any, tokens: Tensor) -> Tensor:
+    """Rows [..., E] of an embedding table, of token ids [...], without factors that some families put after it."""
+    if type(embeddings) is nn.Embedding:
+        return embeddings(tokens.to(device_of(embeddings)))
+    table = weight_of(embeddings)
+    return F.embedding(tokens.to(table.device), table)
 
 
 def _hook(module: Any) -> Any:

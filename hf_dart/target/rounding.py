@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.target.devices import device_of
+from hf_dart.target.processes import highest
 from hf_dart.target.stand_in import forward_before
 from hf_dart.target.support import parts_of
 
@@ -49,7 +50,8 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
         if found is None or beside is None:
             continue
         change = _share(found[:, :1] - beside[:, :1], found[:, :1])
-        if not change <= _OWN * max(_rounding(part, x), torch.finfo(x.dtype).eps):
+        change, allowed = highest(model, change, _OWN * max(_rounding(part, x), torch.finfo(x.dtype).eps))
+        if not change <= allowed:
             raise ValueError(
                 f"{type(model).__name__} rounds activations by the largest of all tokens that its "
                 f"{type(part).__name__} modules are given at once, so that the tokens of a tree would change each "

@@ -20,7 +20,7 @@ from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.network import DraftNetwork
-from hf_dart.target.devices import device_of
+from hf_dart.target.devices import device_of, has_rows
 
 
 class Entries(NamedTuple):
@@ -115,12 +115,11 @@ class DartModel(DraftNetwork):
     def draft_logits(self, hidden: Tensor) -> Tensor:
         """Hidden states of a draft [B, d, H] to logits [B, d, V or M], by `draft_rank` where there is one."""
         lm_head = self.lm_head or self.shared.lm_head
-        weight = lm_head.weight
-        if self.draft_rank is None or type(lm_head) is not nn.Linear or weight.is_meta:  # as in `LMHeadRows`
+        if self.draft_rank is None or not has_rows(lm_head):
             return self.logits(hidden)
         # An LM head of the head's own has rows of the draft vocabulary alone.
         vocabulary = self.draft_vocabulary if self.lm_head is None else None
-        return self._low_rank(lm_head, hidden.to(weight.dtype), vocabulary, self.draft_rank)
+        return self._low_rank(lm_head, hidden.to(lm_head.weight.dtype), vocabulary, self.draft_rank)
 
     # ---- the pass -----------------------------------------------------------------------------------
 

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from torch import Tensor
@@ -35,7 +34,7 @@ from hf_dart.hub.download import checkpoint_config, published_license, refuse_fi
 from hf_dart.interop.checkpoint import read_tensors, weight_shapes
 from hf_dart.interop.eagle3 import draft_tokens
 from hf_dart.interop.vllm import vocabulary_maps
-from hf_dart.target.devices import as_dtype, weight_of
+from hf_dart.target.devices import as_dtype, rows_of
 from hf_dart.target.features import layer_count
 from hf_dart.target.tokenizers import tokenizer_beside
 from hf_dart.trees.config import TreeConfig
@@ -169,8 +168,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
-        table = weight_of(self.shared.embeddings)
-        rows = F.embedding(tokens.to(table.device), table) * self.config.embedding_scale
+        rows = rows_of(self.shared.embeddings, tokens) * self.config.embedding_scale
         return rows.to(self.fc.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
