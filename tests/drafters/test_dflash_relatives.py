@@ -11,6 +11,7 @@ import torch
 from support.attacks import changed, damaged, seeds, survives
 from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, tally
+from support.eagle3 import reordered
 from support.guests import published
 from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
 from support.tiny import prompts, tiny_target
@@ -71,6 +72,22 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
             ])  # fmt: skip
             expected = added.log_softmax(-1) + torch.tensor(4.0).log()
             torch.testing.assert_close(table[0, depth, place].double(), expected, rtol=1e-5, atol=1e-5)
+
+
+PER_TOKEN = {
+    "speculators' DFlash2, some tokens": "candidate_selector.successor_codebook",
+    "speculators' DSpark": "markov_head.markov_w2.weight",
+}
+
+
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_draft_tokens_in_another_order(target: Any, tmp_path: Path, name: str) -> None:
+    files = {"ascending": dict, "mixed": lambda tensors: reordered(tensors, "lm_head.weight", PER_TOKEN[name])}
+    one, other = (
+        load_drafter(relative(tmp_path / order, target, name, change=change), target=target)
+        for order, change in files.items()
+    )
+    assert all(torch.equal(weight, one.state_dict()[key]) for key, weight in other.state_dict().items())
 
 
 QUICK = ("JetSpec", "DFlash2", "DSpark, gated", "speculators' DSpark")

@@ -12,7 +12,17 @@ import torch
 from safetensors.torch import load_file
 from support.cases import GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
-from support.eagle3 import JOINED, PEAGLE, VARIANTS, forward, variant
+from support.eagle3 import (
+    JOINED,
+    PEAGLE,
+    VARIANTS,
+    eagle3_config,
+    eagle3_tensors,
+    forward,
+    reordered,
+    save_eagle3,
+    variant,
+)
 from support.heads import drafts, peagle_head
 from support.letters import letters
 from support.tiny import prompts, tiny_target
@@ -67,6 +77,14 @@ def test_logits_are_the_published_ones(target: Any, tmp_path: Path, name: str) -
         ours = proposal.conditional[0, 0, place, columns].double()
         torch.testing.assert_close(ours, logits[1], rtol=0, atol=2e-6)
     torch.testing.assert_close(proposal.logits[0, 0, columns].double(), known[0][0], rtol=0, atol=2e-6)
+
+
+def test_draft_tokens_in_another_order(target: Any, tmp_path: Path) -> None:
+    config = eagle3_config(target, draft_vocab_size=20)
+    ascending = eagle3_tensors(config)
+    files = {"ascending": ascending, "mixed": reordered(ascending, "lm_head.weight")}
+    one, other = (load_drafter(save_eagle3(tmp_path / name, config, files[name]), target=target) for name in files)
+    assert all(torch.equal(weight, one.state_dict()[name]) for name, weight in other.state_dict().items())
 
 
 @torch.no_grad()

@@ -170,6 +170,13 @@ def eagle3_tensors(
     return tensors
 
 
+def reordered(tensors: dict[str, Tensor], *per_token: str) -> dict[str, Tensor]:
+    """The same checkpoint with its draft tokens, and the rows of the tensors `per_token`, in another order."""
+    order = torch.randperm(len(tensors["d2t"]), generator=torch.Generator().manual_seed(1))
+    tokens = (torch.arange(len(order)) + tensors["d2t"])[order]
+    return {**tensors, **{name: tensors[name][order] for name in per_token}, "d2t": tokens - torch.arange(len(order))}
+
+
 def save_eagle3(folder: Path, config: dict[str, Any], tensors: dict[str, Tensor], *, pickled: bool = False) -> str:
     """Write config.json and weights, as safetensors or as `pytorch_model.bin`."""
     folder.mkdir(parents=True, exist_ok=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ VARIANTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "speculators' DFlash": (SPECULATORS, "dflash", {**_SLIDING}),
     "speculators' DFlash, some tokens": (SPECULATORS, "dflash", {"draft_vocab_size": 20}),
     "speculators' DFlash2": (SPECULATORS, "dflash2", {**_SLIDING, **DFLASH2}),
+    "speculators' DFlash2, some tokens": (SPECULATORS, "dflash2", {**DFLASH2, "draft_vocab_size": 20}),
     "speculators' DSpark": (SPECULATORS, "dspark", {**_SLIDING, "markov_rank": 4, "draft_vocab_size": 20}),
 }  # fmt: skip
 """Format, kind, and changes of the config."""
@@ -83,7 +85,7 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
                 tensors[f"layers.{index}.{part}.kernel_projection.weight"] = random(rows, hidden)
         tensors["candidate_selector.hidden_projection.weight"] = random(rank, hidden)
         tensors["candidate_selector.predecessor_codebook"] = 3 * random(vocabulary, rank)
-        tensors["candidate_selector.successor_codebook"] = 3 * random(vocabulary, rank)
+        tensors["candidate_selector.successor_codebook"] = 3 * random(scored, rank)
     if kind == "dspark":
         rank = known["markov_rank"]
         tensors["markov_head.markov_w1.weight"] = 3 * random(vocabulary, rank)
@@ -101,10 +103,16 @@ def relative_tensors(config: dict[str, Any], name: str, seed: int = 0) -> dict[s
     return tensors
 
 
-def relative(folder: Path, target: Any, name: str, dtype: torch.dtype = torch.float64) -> str:
-    """A checkpoint of one of `VARIANTS`."""
+def relative(
+    folder: Path,
+    target: Any,
+    name: str,
+    dtype: torch.dtype = torch.float64,
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]] = dict,
+) -> str:
+    """A checkpoint of one of `VARIANTS`, with a `change` of its tensors."""
     config = relative_config(target, name)
-    tensors = relative_tensors(config, name)
+    tensors = change(relative_tensors(config, name))
     saved = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
     if VARIANTS[name][0] == SPECULATORS:
         layer = {field: config.pop(field) for field in _LAYER if field in config}
