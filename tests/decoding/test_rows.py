@@ -9,7 +9,7 @@ import torch
 from support.cases import replay
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_head, tiny_target
-from support.users import Criterion
+from support.users import TOKENIZER, Criterion
 from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import attach
@@ -72,3 +72,21 @@ def test_rows_that_run_on_are_not_taken_for_ended() -> None:
     assert ends[:, :-12].any(), "a row was to run on for a while"
     assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 5
+
+
+@pytest.mark.parametrize("misses", [[0.0, 1.0], [1.0, 0.0]], ids=["late row ahead", "early row ahead"])
+def test_rows_that_run_on_end_with_the_last(misses: list[float]) -> None:
+    """Without an end token a row that has met a stop string runs on to where the last row meets one, and no farther.
+
+    The row that stops late may be far ahead of the other one, or far behind it.
+    """
+    target = attach(tiny_target("llama"))
+    inputs, options = prompts([7, 7]), {"do_sample": False, "max_new_tokens": 40}
+    drafter = replay(target, inputs, misses=misses, **options)
+    words = {"stop_strings": TOKENIZER.batch_decode([[3], [4], [5], [6]]), "tokenizer": TOKENIZER}
+    stock, _ = assert_identical(target, drafter, inputs, **words, **options)
+    stops = torch.isin(stock.sequences[:, 7:], torch.tensor([3, 4, 5, 6])).long().argmax(-1).tolist()
+    assert stops == [26, 14]
+    assert stock.sequences.shape[1] == 7 + 27
+    assert drafter.last_stats is not None
+    assert drafter.last_stats.tau > 1.3

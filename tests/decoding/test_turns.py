@@ -138,6 +138,21 @@ def test_only_new_tokens_are_run(pair: tuple[Any, DartHead], monkeypatch: pytest
         assert len(read) == 1 + head.last_stats.rounds
 
 
+def test_a_draft_that_began_amid_the_text_goes_on(pair: tuple[Any, DartHead], taken_up: list[bool]) -> None:
+    """After a turn of stock's the head has not read the prefix; the turn after that finds what it has read since."""
+    target, head = pair
+    texts = []
+    for drafters in ((None, None, None), (None, head, head)):
+        cache, inputs = DynamicCache(config=target.config), prompts(RAGGED)
+        for seed, drafter in enumerate(drafters):
+            drafting = {} if drafter is None else {"assistant": drafter}
+            text = run(target, inputs, seed, past_key_values=cache, **MODES["sampled"], **drafting).sequences
+            inputs = behind(inputs, text)
+        texts.append(text)
+    assert torch.equal(*texts)
+    assert taken_up == [False, True]
+
+
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
 def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: list[int], taken_up: list[bool]) -> None:
     """With a mask over the whole text, `input_ids` may begin where the cache ends."""

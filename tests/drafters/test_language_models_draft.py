@@ -78,10 +78,14 @@ def said(model: Any, text: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt2"])
-def test_a_branch_is_what_the_model_says(family: str) -> None:
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [("llama", {}), ("gemma3", {}), ("gemma3", {"sliding_window": 2}), ("gpt2", {})],
+    ids=["full", "window", "window shorter than paths", "learned positions"],
+)
+def test_a_branch_is_what_the_model_says(family: str, config: dict[str, int]) -> None:
     """Caches, masks and positions of ragged rows against plain forwards over each path; some cross a window."""
-    target = tiny_target(family)
+    target = tiny_target(family, **config)
     drafter = LanguageModelDrafter(nearly(target), target, draft_length=4, beam=3)
     lengths = [WINDOW + 4, 3, WINDOW - 1]
     texts = [prompts([length], seed=length)["input_ids"][0] for length in lengths]

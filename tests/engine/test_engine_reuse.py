@@ -62,6 +62,24 @@ def test_calls_that_differ_in_one_thing(pair: tuple[Any, Any], changes: list[dic
     assert not any(torch.equal(*two) for two in pairwise(texts)), "it was to matter"
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_what_another_call_left_is_not_read() -> None:
+    """Not even through a mask: a text of which target and head make NaN stood in the slots of the next one."""
+    target = tiny_target("gpt2")
+    head = tiny_head(target)
+    made = engine(target, head, first_tier=64)
+    with torch.no_grad():
+        target.transformer.wpe.weight[30:] = torch.nan
+    assert_identical(target, head, prompts([4]), **GREEDY)
+    target.generate(**prompts([20]), assistant=head, **GREEDY)
+    (tier,) = made.tiers
+    assert tier is not None
+    held = [part.store.buffer(0) for part in (tier.cache, tier.draft)]
+    assert all(buffer.isnan().any() for buffer in held)
+    assert_identical(target, head, prompts([4]), **GREEDY)
+    assert not any(buffer.isnan().any() for buffer in held)
+
+
 @pytest.mark.parametrize("ignored", [(0, 7), (7, 0)])
 def test_two_penalties_are_not_one(pair: tuple[Any, Any], ignored: tuple[int, int]) -> None:
     """Each counts another part of the text; there is but one record of the tokens in it."""

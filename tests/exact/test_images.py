@@ -158,24 +158,28 @@ def test_turns_with_an_image_each(family: str, taken_up: list[bool]) -> None:  #
     assert taken_up == [False, True, True]
 
 
-def test_other_images_are_another_text(taken_up: list[bool]) -> None:  # noqa: F811
+@pytest.mark.parametrize("words", [False, True], ids=["at once", "after a turn of words"])
+def test_other_images_are_another_text(words: bool, taken_up: list[bool]) -> None:  # noqa: F811
     """The head starts over where the cache is not the one that it left: the tokens of both texts are the same."""
     target = seeing_target("llava")
     head, one, other = tiny_head(target), sights("llava"), sights("llava", seed=0, image=1)
     assert torch.equal(one["input_ids"], other["input_ids"])
     assert not torch.equal(one["pixel_values"], other["pixel_values"])
     cache = DynamicCache(config=target.config.get_text_config())
-    first = run(target, one, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS)
+    text = run(target, one, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
+    if words:
+        more = behind_sights("llava", one, text)
+        text = run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY, **WORDS).sequences
     # Stock reads the other one, up to where the head left its state.
-    inputs = {**other, "input_ids": first.sequences[:, :-1]}
+    inputs = {**other, "input_ids": text[:, :-1]}
     inputs["attention_mask"] = behind_sights("llava", one, inputs["input_ids"], more=0)["attention_mask"]
     cache.layers = target(**inputs, use_cache=True).past_key_values.layers
     more = {name: value for name, value in inputs.items() if name != "pixel_values"}
-    more["input_ids"] = first.sequences
+    more["input_ids"] = text
     more["attention_mask"] = torch.nn.functional.pad(inputs["attention_mask"], (0, 1), value=1)
-    assert cache.get_seq_length() == first.sequences.shape[1] - 1
+    assert cache.get_seq_length() == text.shape[1] - 1
     run(target, more, 0, past_key_values=cache, assistant=head, **GREEDY)
-    assert taken_up == [False, False]
+    assert taken_up == [False, *[True] * words, False]
 
 
 def test_positions_of_the_users_own_are_followed() -> None:
