@@ -13,6 +13,7 @@ import pytest
 import torch
 from support.cases import replay
 from support.compare import assert_identical, run
+from support.engines import engine
 from support.interruptions import (
     SAMPLED,
     Broken,
@@ -28,7 +29,7 @@ from support.turns import RAGGED
 from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from hf_dart import DartHead
+from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import prefill, session
 
 
@@ -167,3 +168,19 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
         assert heard[0] == heard[1] == heard[2]
     assert (snapshot(target), [weight.sum().item() for weight in head.parameters()]) == before
     assert_identical(target, head, inputs, **SAMPLED)
+
+
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
+def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
+    """Their tokens are all committed before the first of them is heard: the cache goes back to the one that failed."""
+    target, head = used("llama")
+    made = engine(target, head, first_tier=64, lag=1)
+    inputs, options = prompts(lengths), {**SAMPLED, "tree_config": TreeConfig(nodes=8, lookup=0)}
+    text = run(target, inputs, 0, **SAMPLED).sequences
+    for tokens in range(1, 5):
+        cache, listener = DynamicCache(config=target.config), FailingListener(tokens)
+        with pytest.raises(Broken):
+            run(target, inputs, 0, past_key_values=cache, streamer=listener, assistant=head, **options)
+        assert_goes_on(target, cache, inputs, text, tokens + 1, **options, assistant=head)
+    assert all(made.tiers)

@@ -10,6 +10,7 @@ import torch
 from support.compare import assert_identical, tally
 from support.engines import counting
 from support.engines import engine as uncaptured
+from support.families import PAD, needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
@@ -70,11 +71,26 @@ def test_ended_rows_leave(family: str, share: int, options: dict[str, Any]) -> N
     assert used[1] <= {1, 2, 4, 5}
 
 
-def test_what_seats_hold_is_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between tiers: each row's own features and counts, which the head has yet to take in; none of ended rows."""
-    unload, seats = Tier.unload, []
+@pytest.mark.parametrize("family", ["llama", pytest.param("lfm2", marks=needs_running_states)])
+def test_what_seats_hold_is_their_rows(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each row's own: into a tier its text, the tokens in it and its running states; out of it features and counts.
 
-    def watched(self: Tier, job: Any) -> None:
+    The head has yet to take in what comes out; of ended rows that is nothing.
+    """
+    load, unload, seats, right = Tier.load, Tier.unload, [], []
+
+    def loaded(self: Tier, job: Any) -> None:
+        load(self, job)
+        for seat, row in enumerate(self.seats):
+            text, seen = job.rows.tokens[row], self.state.seen[seat].nonzero().flatten().tolist()
+            right.append(int(self.state.roots[seat]) == text[-1])
+            right.append({*seen} - {PAD} == {*text} - {PAD})  # padding counts in older releases
+        held = self.cache.states.committed if self.cache.states is not None else {}
+        for slot, states in held.items():
+            right.append(torch.equal(states, job.cache.states.committed[slot][self.seats]))
+        seats.append(self.seats)
+
+    def unloaded(self: Tier, job: Any) -> None:
         unload(self, job)
         features, counts = job.session.seen.features, job.session.seen.counts
         held = dict(zip(self.seats, zip(self.state.features, self.state.counts.tolist(), strict=True), strict=True))
@@ -82,14 +98,15 @@ def test_what_seats_hold_is_their_rows(monkeypatch: pytest.MonkeyPatch) -> None:
             taken, wanted = held.get(row, (torch.zeros_like(features[row]), 0))
             assert count == wanted
             assert torch.equal(features[row, :count], taken[:count])
-        seats.append(self.seats)
 
-    monkeypatch.setattr(Tier, "unload", watched)
-    target = tiny_target("llama")
+    monkeypatch.setattr(Tier, "load", loaded)
+    monkeypatch.setattr(Tier, "unload", unloaded)
+    target = tiny_target(family)
     head = tiny_head(target)
     engine(target, head)
     for _ in range(2):
-        assert_identical(target, head, ROWS, tree_config=TREE, **GREEDY)
+        assert_identical(target, head, ROWS, tree_config=TREE, **GREEDY, repetition_penalty=1.2)
+    assert all(right)
     assert any(rows != [*range(len(rows))] for rows in seats)
 
 
