@@ -35,7 +35,6 @@ class DrafterRunner:
             generator, it moves nothing.
         keeps: positions are to be kept for the drafter even if it will not be asked in this call.
         pending: verified positions that it has not read, rounds having had no draft.
-        last: its last proposal.
     """
 
     drafter: Proposer[Any]
@@ -47,7 +46,6 @@ class DrafterRunner:
     aside: Callable[[], AbstractContextManager[None]]
     keeps: bool
     pending: list[Verified] = field(default_factory=list)
-    last: Proposal | None = None
 
     def propose(self, seen: Verified, level: str) -> Proposal | None:
         """The next draft; None if the round is to have none, or there is none.
@@ -65,11 +63,8 @@ class DrafterRunner:
         with self.aside():
             state = self.drafter_state.state
             proposal = self.propose_with(state, features, next_tokens, counts, self.depth, self.score)
-        if proposal is not None and self.last is not None and not counts.all():
-            proposal = proposal.where(counts > 0, self.last)  # rows that stood still keep their draft
         if proposal is not None:
             self._hold_ended_rows(proposal)
-        self.last = proposal
         return proposal
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:

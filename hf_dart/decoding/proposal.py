@@ -73,12 +73,6 @@ class Proposal:
     hidden: Tensor
     vocabulary: Tensor | None = None
 
-    def where(self, fresh: Tensor, older: Self) -> Self:
-        """This proposal for rows where `fresh` [B] holds, an `older` one for the others."""
-        chosen = fresh.to(self.logits.device)[:, None, None]
-        logits = torch.where(chosen, self.logits, older.logits)
-        return replace(self, logits=logits, hidden=torch.where(chosen, self.hidden, older.hidden))
-
     def within(self, vocab_size: int) -> Self:
         """This proposal for a target with V logits, where a drafter's own table has more or fewer padding rows."""
         rows = self.logits.shape[-1]

@@ -130,7 +130,8 @@ class Session:
             slowest = rows.slowest()
             self.noise.forget_before(slowest)
             ahead = zip(limits, rows.emitted, strict=True)
-            limits = [min(room, slowest + MAX_LEAD - emitted) for room, emitted in ahead]
+            # A row that is as far ahead as it may be, or came farther in captured rounds, goes on token by token.
+            limits = [min(room, max(1, slowest + MAX_LEAD - emitted)) for room, emitted in ahead]
         return limits
 
     def budget(self) -> Budget:

@@ -34,14 +34,6 @@ class BeamProposal(Proposal):
     branches: Tensor
     conditional: Tensor
 
-    def where(self, fresh: Tensor, older: Self) -> Self:
-        chosen = fresh.to(self.logits.device)[:, None, None]
-        return replace(
-            super().where(fresh, older),
-            branches=torch.where(chosen, self.branches, older.branches),
-            conditional=torch.where(chosen[..., None], self.conditional, older.conditional),
-        )
-
     def within(self, vocab_size: int) -> Self:
         return replace(super().within(vocab_size), conditional=self.conditional[..., :vocab_size])
 

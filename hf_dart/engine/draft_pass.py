@@ -49,15 +49,13 @@ class CapturedDraftPass:
     def __call__(self, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int) -> Proposal:
         """Take in no more than A verified positions, as `Drafter.propose` does, and draft `depth` tokens.
 
-        On a GPU the next launch writes its own in the same place, but for batches, whose rows may keep theirs.
+        On a GPU the next launch writes its own in the same place.
         """
         key = _width(next_tokens.shape[1]), depth
         if key not in self.sizes:
             self.sizes[key] = SizedPass(self._head, self.state, *key, features, self._capture)
         proposal = self.sizes[key](features, next_tokens, counts)
         self.state.lengths.add_(counts.to(self.state.lengths.device))
-        if len(counts) > 1:
-            proposal = Proposal(proposal.logits.clone(), proposal.hidden.clone(), proposal.vocabulary)
         return proposal
 
 

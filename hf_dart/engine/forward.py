@@ -229,7 +229,6 @@ class CapturedParts:
         own, other = self._job.session, self.session
         own.seen = other.seen
         own.drafter_runner.pending = other.drafter_runner.pending
-        own.drafter_runner.last = other.drafter_runner.last
 
     def _hand_back_cache(self) -> None:
         if self._holds:

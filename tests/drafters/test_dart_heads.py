@@ -104,18 +104,6 @@ def test_rows_are_independent(target: Any) -> None:
         torch.testing.assert_close(alone.logits[0], together.logits[row], **CLOSE)
 
 
-def test_older_drafts_stay_for_rows_that_stood_still(target: Any) -> None:
-    head = tiny_head(target)
-    features = torch.randn(2, 1, head.config.features_width, dtype=torch.float64)
-    with torch.no_grad():
-        older = head.propose(head.begin(2, 4), features, torch.tensor([[3], [4]]), torch.tensor([1, 1]))
-        newer = head.propose(head.begin(2, 4), features, torch.tensor([[5], [6]]), torch.tensor([1, 1]))
-    mixed = newer.where(torch.tensor([True, False]), older)
-    assert torch.equal(mixed.logits[0], newer.logits[0])
-    assert torch.equal(mixed.logits[1], older.logits[1])
-    assert torch.equal(mixed.hidden[1], older.hidden[1])
-
-
 # ---- files ------------------------------------------------------------------------------------------------
 
 

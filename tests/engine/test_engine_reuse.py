@@ -11,15 +11,17 @@ import torch
 from support.caches import prefill
 from support.cases import batch
 from support.compare import assert_identical
-from support.engines import counting, engine
+from support.engines import at_two_speeds, counting, engine
 from support.tiny import prompts, tiny_head, tiny_target
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding.noise import MAX_LEAD
+from hf_dart.decoding.session import Session
 from hf_dart.drafters.state import SlotState
 from hf_dart.engine import processing
+from hf_dart.engine.graphs import Launch
 from hf_dart.engine.loop import Reports
 from hf_dart.engine.state import Shape
 
@@ -108,6 +110,42 @@ def test_the_same_drafts_whatever_the_tiers(pair: tuple[Any, Any], options: dict
         # Rounds that were under way when the text ended change nothing.
         committed.append([counts for counts in head.last_stats.committed if counts != [0]])
     assert committed[0] == committed[1] == committed[2]
+
+
+AT_TWO_SPEEDS = {
+    "do_sample": True,
+    "top_k": 0,
+    "temperature": 0.1,
+    "max_new_tokens": 90,
+    "tree_config": TreeConfig.chain(7),
+}
+
+
+def test_rows_far_ahead_go_on_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Captured rounds let them come farther than eager rounds do, which go on where one could not be launched."""
+    target, head, inputs = at_two_speeds()
+    engine(target, head, first_tier=256)
+    launch, limits, launched, asked = Launch.__call__, Session.limits, [], []
+
+    def fails(self: Launch) -> None:
+        launched.append(None)
+        if len(launched) == 9:
+            raise RuntimeError("broken")
+        launch(self)
+
+    def watched(self: Session) -> list[int]:
+        found = limits(self)
+        if launched:
+            asked.append((found, list(self.rows.emitted)))
+        return found
+
+    monkeypatch.setattr(Launch, "__call__", fails)
+    monkeypatch.setattr(Session, "limits", watched)
+    with pytest.warns(UserWarning, match="it failed"):
+        assert_identical(target, head, inputs, **AT_TWO_SPEEDS)
+    leads = [emitted[0] - emitted[1] for _, emitted in asked]
+    assert max(leads) == leads[0] > MAX_LEAD
+    assert all(limit > 0 for those, emitted in asked for limit, done in zip(those, emitted, strict=True) if done < 90)
 
 
 def test_no_text_stands_where_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,14 @@ def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     return target, SimulatedHead.from_target(target, draft_length=7).aim(tau), inputs
 
 
+def at_two_speeds() -> tuple[Any, Any, dict[str, torch.Tensor]]:
+    """As `counting`, but the target goes on by two after tokens below 60: the second row is slow up to there."""
+    target, head, inputs = counting(8.0)
+    with torch.no_grad():
+        target.lm_head.weight[2:62] = target.get_input_embeddings().weight[:60]
+    return target, head, inputs
+
+
 def engine(target: Any, drafter: Any, **options: Any) -> Engine:
     """Rounds on fixed shapes, uncaptured, in small tiers; the caller's options come first."""
     return hf_dart.compile(target, drafter, **{"backend": None, "first_tier": 16, **options})
