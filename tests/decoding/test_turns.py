@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import run
-from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
+from support.families import needs_running_states
+from support.tiny import VOCABULARY, WINDOW, ReplayDrafter, ReplayState, prompts, tiny_head, tiny_target
 from support.turns import (
     CASES,
     KINDS,
@@ -24,11 +25,13 @@ from support.turns import (
     first_draft,
 )
 from support.turns import taken_up as taken_up
+from support.users import TOKENIZER
 from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
 from hf_dart.decoding.api import attach
+from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.state import SlotState
 from hf_dart.target.trial import check_verification
 
@@ -169,6 +172,35 @@ def test_only_the_new_tokens_are_passed(pair: tuple[Any, DartHead], lengths: lis
         texts.append(text)
     assert torch.equal(*texts)
     assert taken_up == [False, True, True]
+
+
+class RecordingDrafter(ReplayDrafter):
+    """Goes on with any state, and keeps how many positions of each row that has been given."""
+
+    def resume(self, state: ReplayState, pending: list[Verified], lengths: Tensor) -> bool:
+        for verified in pending:
+            self.extend(state, *verified)
+        self.taken = state.lengths.tolist()
+        return True
+
+
+@pytest.mark.parametrize("family", ["llama", pytest.param("lfm2", marks=needs_running_states)])
+def test_every_position_is_handed_over_once(family: str) -> None:
+    """Also of a row that ran on beyond the end of the text, whose running states are computed again from its prompt."""
+    target = attach(tiny_target(family))
+    inputs, options = prompts([7, 7]), {**MODES["sampled"], "max_new_tokens": 30}
+    drafter = RecordingDrafter(run(target, inputs, 0, **options).sequences, [0, 0], VOCABULARY, misses=[1.0, 0.0])
+    words = {"stop_strings": TOKENIZER.batch_decode([[41], [4]]), "tokenizer": TOKENIZER}
+    texts = []
+    for drafting in ({}, {"assistant": drafter}):
+        cache = DynamicCache(config=target.config)
+        texts.append(run(target, inputs, 0, past_key_values=cache, **options, **words, **drafting).sequences)
+    assert torch.equal(*texts)
+    assert drafter.last_stats is not None
+    slow, ahead = (1 + sum(counts) for counts in zip(*drafter.last_stats.committed, strict=True))
+    assert slow == texts[0].shape[1] - 7 < ahead
+    run(target, behind(inputs, texts[0]), 0, past_key_values=cache, assistant=drafter, **MODES["greedy"])
+    assert drafter.taken == [7 + slow - 1, 7 + ahead - 1]
 
 
 # ---- and does not where it does not fit -------------------------------------------------------------------

@@ -121,6 +121,25 @@ AT_TWO_SPEEDS = {
 }
 
 
+@pytest.mark.filterwarnings("error::UserWarning")
+@pytest.mark.parametrize("lag", [1, 2])
+def test_rows_that_wait_lose_nothing(lag: int) -> None:
+    """A row far ahead comes into another tier, whose first rounds have no more noise for it.
+
+    What it had accepted before is still taken in by the head, which has read all that the target has but for that.
+    """
+    target, head, inputs = at_two_speeds()
+    made = engine(target, head, first_tier=64, lag=lag)
+    assert_identical(target, head, inputs, **AT_TWO_SPEEDS)
+    ahead = [counts[0] for counts in head.last_stats.committed]
+    ahead = ahead[: -[count > 0 for count in reversed(ahead)].index(True)]  # up to the end of its text
+    assert ahead.count(0) == lag
+    assert ahead[-4:] == [8, 8, 8, 4]
+    tier = made.tiers[-1]
+    assert tier is not None
+    assert torch.equal(tier.draft.lengths + tier.state.counts, tier.cache.lengths)
+
+
 def test_rows_far_ahead_go_on_token_by_token(monkeypatch: pytest.MonkeyPatch) -> None:
     """Captured rounds let them come farther than eager rounds do, which go on where one could not be launched."""
     target, head, inputs = at_two_speeds()
