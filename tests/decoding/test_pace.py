@@ -155,6 +155,40 @@ def test_what_a_row_counts_for() -> None:
     assert shares([5, 6], [0, 0]) == [0.0, 0.0]
 
 
+def test_a_row_that_is_about_to_end_says_nothing_of_drafts() -> None:
+    """Its tree had no room for them; and the other's copy has not gone wrong yet."""
+    chances = []
+    for room in (1, 5):
+        pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu", DEPTH)
+        pace.choose([LOOP, NOTHING], [0.5, 0.5], [DEPTH, room - 1])
+        surplus = pace._course.surplus
+        assert surplus is not None
+        before = surplus.chances.copy()
+        pace.count("tree", [[7] * 3, [5]], [9, room], 6, DEPTH)
+        chances.append((surplus.chances == before).all())
+    assert chances == [True, False]
+
+
+def test_what_came_of_each_row_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokens of the round: none of rows that have ended, or stood still."""
+    target = tiny_target("llama")
+    head, inputs = tiny_head(target), prompts([7, 7, 7, 7])
+    came: list[list[int]] = [[], [], [], []]
+    count = Pace.count
+
+    def watched(self: Pace, level: str, tokens: list[list[int]], *more: Any) -> None:
+        for row, new in enumerate(tokens):
+            came[row] += new
+        count(self, level, tokens, *more)
+
+    monkeypatch.setattr(Pace, "count", watched)
+    options = {"do_sample": False, "max_new_tokens": 24, "eos_token_id": [*range(2, 8)], "pad_token_id": 0}
+    stock, _ = assert_identical(target, head, inputs, **options)
+    texts = [text[: len(tokens)] for text, tokens in zip(stock.sequences[:, 8:].tolist(), came, strict=True)]
+    assert came == texts
+    assert len({len(tokens) for tokens in came}) > 1, "some were to end early"
+
+
 def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
     config = TreeConfig(draft_cost=0.3, node_cost=0.0)
     assert not all(rounds(Pace(config, "cpu", DEPTH), 40, [1, 3], 4)), "the mean of both rows is 2"

@@ -41,6 +41,32 @@ def test_what_was_noted_of_rows_is_written_where_it_belongs() -> None:
     assert [rows.ids(row)[0, 4:].tolist() for row in range(3)] == [[5, 6], [7, 8, 9, 2], [3]]
 
 
+def test_rows_that_have_ended_hold_nobody_back() -> None:
+    """Neither what others may run ahead of the slowest nor what a streamer is shown."""
+    config = GenerationConfig(max_length=30)
+    config._pad_token_tensor = torch.tensor(0)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(30), EosTokenCriteria(3)])
+    rows = Rows(torch.ones(3, 4, dtype=torch.long), None, config, criteria, False)
+    for row, tokens in enumerate([[5, 3], [6] * 9, [7] * 12]):
+        assert [rows.append(row, token) for token in tokens] == [token != 3 for token in tokens]
+    assert (rows.slowest(), rows.common, rows.rooms) == (9, 9, [0, 17, 14])
+    assert [rows.append(row, 3) for row in (1, 2)] == [False, False]
+    assert (rows.steps, rows.common, rows.rooms) == (13, 13, [0, 0, 0])
+
+
+def test_a_row_ends_inside_a_path_that_is_accepted() -> None:
+    """By a string, which no tree knows of; what the path holds after it is none of the text."""
+    target, inputs = attach(tiny_target("llama")), prompts([7, 7, 7])
+    options: dict[str, Any] = {"do_sample": False, "max_new_tokens": 30, "eos_token_id": 1, "pad_token_id": 0}
+    drafter = replay(target, inputs, misses=[0.0, 0.0, 0.0], **options)
+    text = drafter.sequences
+    for row, place in ((0, 11), (2, 18)):
+        letter = TOKENIZER.decode(text[row, place])
+        stock, _ = assert_identical(target, drafter, inputs, stop_strings=[letter], tokenizer=TOKENIZER, **options)
+        ended = (stock.sequences[row] == 0).nonzero()[:1, 0]
+        assert len(ended), "it was to end before the others"
+
+
 def test_stocks_own_criteria_are_known_by_their_tokens() -> None:
     """The engine looks for them on the device; others are asked."""
     config = GenerationConfig(max_length=30)

@@ -265,6 +265,20 @@ def test_a_draft_that_does_not_fit_is_not_used(change: str, tail: bool, taken_up
     assert taken_up == [False, False]
 
 
+def test_a_draft_under_another_mask_is_not_used(taken_up: list[bool]) -> None:
+    """The padding of the first turn is text in the second: the tokens are the same, and what they say is not."""
+    target = attach(tiny_target(FULL))
+    head, lengths = tiny_head(target), [9, 4]
+    texts = []
+    for drafting in ({}, {"assistant": head}):
+        cache, inputs = DynamicCache(config=target.config), prompts(lengths)
+        text = run(target, inputs, 0, past_key_values=cache, **MODES["greedy"], **drafting).sequences
+        inputs = behind({"attention_mask": torch.ones(2, 9, dtype=torch.long)}, text)
+        texts.append(run(target, inputs, 1, past_key_values=cache, **MODES["greedy"], **drafting).sequences)
+    assert torch.equal(*texts)
+    assert taken_up == [False, False]
+
+
 @pytest.mark.parametrize("same", [True, False])
 @pytest.mark.parametrize("lengths", [[9], RAGGED])
 def test_a_cropped_cache(lengths: list[int], same: bool, taken_up: list[bool]) -> None:

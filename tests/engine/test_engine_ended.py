@@ -12,11 +12,15 @@ from support.engines import counting
 from support.engines import engine as uncaptured
 from support.families import PAD, needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
+from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 from hf_dart import TreeConfig
+from hf_dart.decoding.rows import Rows, Streaming
+from hf_dart.decoding.stats import DraftStats
 from hf_dart.engine import engine as module
 from hf_dart.engine.budget import batch_sizes
 from hf_dart.engine.engine import Engine
+from hf_dart.engine.loop import _take
 from hf_dart.engine.tier import Tier
 
 pytestmark = pytest.mark.filterwarnings("error::UserWarning")
@@ -165,6 +169,19 @@ def test_rounds_under_way_are_read_first(lag: int, monkeypatch: pytest.MonkeyPat
     for _ in range(2):
         target.generate(**inputs, assistant=head, tree_config=TreeConfig(nodes=8, lookup=0), **COUNTING)
     assert used == [2, 2, 1]
+
+
+def test_rows_that_wait_take_no_part_in_a_round() -> None:
+    """Nor do those that have ended: acceptance is counted over the others."""
+    config = GenerationConfig(max_length=30)
+    config._pad_token_tensor = torch.tensor(0)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(30), EosTokenCriteria(3)])
+    rows, stats = Rows(torch.ones(3, 4, dtype=torch.long), None, config, criteria, False), DraftStats()
+    for emitted in ([[5, 6, 7], [8], [9, 3]], [[], [5, 6], []]):
+        _take(emitted, rows, Streaming(None, rows), stats, 8)
+    assert rows.emitted == [3, 3, 2]
+    assert (stats.rounds, stats.row_rounds, stats.tokens, stats.drafted) == (2, 4, 8, 4 * 7)
+    assert stats.accepted_per_depth == [3, 1]
 
 
 def test_a_cache_that_is_handed_back_keeps_its_rows() -> None:

@@ -1,0 +1,67 @@
+"""Each row of a batch has the drafts that it would have by itself, whatever the other rows do meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
+
+import pytest
+import torch
+from support.compare import assert_identical
+from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
+
+from hf_dart import TreeConfig
+from hf_dart.decoding.drafter_runner import DrafterRunner
+from hf_dart.decoding.pace import CHAIN
+from hf_dart.decoding.proposal import Verified
+from hf_dart.decoding.turns import DrafterState
+
+ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+
+
+@pytest.mark.parametrize(
+    ("make", "lengths", "options"),
+    [
+        (tiny_head, [7, 7, 7], {}),
+        (tiny_head, [9, 3, 7], {"repetition_penalty": 1.2}),
+        (tiny_head, [9, 3, 7], {"prefill_chunk_size": 3}),
+        (tiny_eagle_drafter, [3, 9, 7], ENDS),
+    ],
+    ids=["of one length", "penalty", "chunks", "EAGLE"],
+)
+def test_as_much_is_accepted_as_alone(make: Callable[..., Any], lengths: list[int], options: dict[str, Any]) -> None:
+    """Round by round, by rows that accept differently much and end at different times."""
+    target = tiny_target("llama")
+    drafter, inputs = make(target), prompts(lengths, seed=1)
+    options = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=24, lookup=0), **options}
+    assert_identical(target, drafter, inputs, **options)
+    together = drafter.last_stats.committed
+    assert drafter.last_stats.tau > 1.3
+    for row, length in enumerate(lengths):
+        target.generate(inputs["input_ids"][row : row + 1, -length:], assistant=drafter, **options)
+        assert [counts[row] for counts in together if counts[row]] == [count for (count,) in drafter.last_stats.committed]
+
+
+def test_a_row_that_waits_keeps_its_draft() -> None:
+    """All of it, what comes after its branches included, while another row goes on."""
+    target = tiny_target("llama")
+    drafter = tiny_eagle_drafter(target)
+    state = DrafterState(drafter.begin(2, 40), 0, [0, 0])
+    rows: Any = type("Rows", (), {"in_step": False})
+    runner = DrafterRunner(
+        drafter, state, drafter.propose_ranked, 4, lambda _, scores: scores, rows, nullcontext, keeps=True
+    )
+    generator = torch.Generator().manual_seed(0)
+
+    def drafted(counts: list[int]) -> Any:
+        features = torch.randn(2, 5, drafter.config.features_width, generator=generator, dtype=torch.float64)
+        tokens = torch.randint(2, 48, (2, 5), generator=generator)
+        return runner.propose(Verified(features, tokens, torch.tensor(counts)), CHAIN)
+
+    with torch.no_grad():
+        first, second = drafted([5, 4]), drafted([2, 0])
+    for name in ("logits", "hidden", "branches", "conditional"):
+        before, after = getattr(first, name), getattr(second, name)
+        assert torch.equal(after[1], before[1]), name
+        assert not torch.equal(after[0], before[0]), name
