@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import generator_state
-from hf_dart.target.rounding import rounding_of
+from hf_dart.target.rounding import held_in, rounding_of
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
@@ -109,9 +109,9 @@ def differences(
     positions = [_first_difference(left, right) for left, right in zip(stock, other, strict=True)]
     if not any(position is not None for position in positions):
         return [None] * len(positions)
-    dtype = rounding_of(model)
     torch.manual_seed(seed)
     told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
+    dtype = max(rounding_of(model), held_in(torch.stack(told.logits)), key=lambda dtype: torch.finfo(dtype).eps)
     found: list[Difference | None] = []
     for row, position in enumerate(positions):
         if position is None:

@@ -74,9 +74,7 @@ def signature(job: Job) -> tuple[Any, ...]:
     What the head has made of its weights and of those that it borrows differs when they are written to, too.
     """
     target, head = job.model, job.drafter
-    device = target.device.type
-    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-    parts: list[Any] = [identity(target), autocast, *_precision()]
+    parts: list[Any] = [identity(target), *_precision()]
     parts += [*map(id, parts_of(target))]  # modules in place of others
     models: list[Any] = [target]
     if isinstance(head, DartHead):

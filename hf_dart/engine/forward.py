@@ -73,7 +73,7 @@ class Forward:
             logits, _ = self.sized(job, tree.size)(tree, self._whole.lengths - (~running).long())
             return logits, torch.ones_like(tree.tokens, dtype=torch.bool)
 
-        return difference(job, list(range(len(job.rows))), self.nodes, verify)
+        return difference(job, list(range(len(job.rows))), self.nodes, verify)[:2]
 
     @contextmanager
     def stand_in(self, job: Job) -> Iterator[CapturedParts]:

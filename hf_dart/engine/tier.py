@@ -151,7 +151,8 @@ class Tier:
             How far each is off, and how far it may be, as `trial.difference`.
         """
         self.load(job)
-        yield self._verifies(job)
+        error, allowed, dtype = self._verifies(job)
+        yield error, allowed
         roots = []
         for launch in (self.round.run_uncompiled, self.launch):
             self.load(job)
@@ -159,9 +160,9 @@ class Tier:
             roots.append(self.state.features[:, 0].clone())
         running = torch.tensor(job.rows.rooms, device=roots[0].device)[self.seats] > 0
         gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
-        yield float(gap.max()), allowance(roots[0])
+        yield float(gap.max()), allowance(roots[0], dtype)
 
-    def _verifies(self, job: HeadJob) -> tuple[float, float]:
+    def _verifies(self, job: HeadJob) -> tuple[float, float, torch.dtype]:
 
         def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
             size, tree = tree.size, tree.padded(self.shape.bucket)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.job import Job
+from hf_dart.target.rounding import held_in
 from hf_dart.target.trial import TRIAL_TREE
 from hf_dart.trees.tree import DraftTree
 
@@ -16,15 +17,19 @@ _DEPTH = 3  # of the trial's tree
 _TRIES = 3
 
 
-def allowance(values: Tensor) -> float:
-    """How far rounding may bring any of `values` of a forward."""
-    rounding = max(32 * torch.finfo(values.dtype).eps, 64 * torch.finfo(torch.float32).eps)
+def allowance(values: Tensor, dtype: torch.dtype | None = None) -> float:
+    """How far rounding may bring any of `values` of a forward.
+
+    Args:
+        dtype: in which it multiplies, where the values do not show that: autocast leaves sums in float32.
+    """
+    rounding = max(32 * torch.finfo(dtype or held_in(values)).eps, 64 * torch.finfo(torch.float32).eps)
     return rounding * float(values.abs().max())
 
 
 def difference(
     job: Job, seats: list[int], nodes: int, verify: Callable[[DraftTree, Tensor], tuple[Tensor, Tensor]]
-) -> tuple[float, float]:
+) -> tuple[float, float, torch.dtype]:
     """How far logits of fixed shapes are from the eager round's, of trees after what a call has committed.
 
     Args:
@@ -34,7 +39,7 @@ def difference(
         verify: of a tree and the rows [B] that run: logits [B, N, V], and which of the nodes [B, N] they are for.
 
     Returns:
-        The largest difference of a logit, and how much is allowed.
+        The largest difference of a logit, how much is allowed, and the dtype that logits are rounded to.
     """
     session = job.session
     limits = session.limits()
@@ -55,4 +60,4 @@ def difference(
         allowed = allowance(wanted)
         if error <= allowed:
             break
-    return error, allowed
+    return error, allowed, held_in(wanted)

@@ -100,6 +100,11 @@ def where_it_runs(module: Any, x: Tensor) -> Tensor:
     return module(x.to(device_of(module))).to(x.device)
 
 
+def autocast_dtype(device: torch.device) -> torch.dtype | None:
+    """The dtype in which autocast multiplies matrices on a device now; None outside it."""
+    return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
+
+
 def as_dtype(dtype: torch.dtype | str | None) -> Any:
     """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
 

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.target.attention import attention_of
+from hf_dart.target.devices import autocast_dtype, device_of
 from hf_dart.target.stand_in import forward_before
 from hf_dart.target.support import parts_of
 
 
-def identity(model: nn.Module) -> tuple[Any, ...]:
-    """The kinds of a target's modules, their code, hooks and modes, its attention, dtype and adapters.
+def identity(model: PreTrainedModel) -> tuple[Any, ...]:
+    """The kinds of a target's modules, their code, hooks and modes, its attention, dtype and adapters, and autocast.
 
     What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
     """
@@ -34,7 +34,8 @@ def identity(model: nn.Module) -> tuple[Any, ...]:
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
     modes, attention = tuple(part.training for part in parts), attention_of(model)
     code += [_code_of(interface().get(attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
-    return attention, getattr(model, "dtype", None), kinds, modes, tuple(code), adapters
+    multiplied = autocast_dtype(device_of(model.get_input_embeddings()))
+    return attention, model.dtype, multiplied, kinds, modes, tuple(code), adapters
 
 
 def _code_of(function: Any) -> Any:

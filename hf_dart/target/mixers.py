@@ -108,7 +108,8 @@ def _names_of(model: PreTrainedModel) -> _Found:
             own = tuple(slot for slot in slots if isinstance(slot, OwnState))
             code = type(module), bool(own), *((slot.kind, slot.number) for slot in lent)
             if code not in forms:
-                forms[code] = by_levels if own else form_of(module, lent, cache, *given[module])
+                with torch.autocast(tokens.device.type, enabled=False):  # its roundings would hide what differs
+                    forms[code] = by_levels if own else form_of(module, lent, cache, *given[module])
             found.append((name, lent + own, forms[code]))
     return found
 

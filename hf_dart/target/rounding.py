@@ -34,6 +34,15 @@ def rounding_of(model: PreTrainedModel) -> torch.dtype:
     return torch.bfloat16 if coarse else model.dtype
 
 
+def held_in(numbers: Tensor) -> torch.dtype:
+    """The coarsest dtype of which all `numbers` are, whatever dtype they are kept in.
+
+    Autocast multiplies in 16 bits, and accelerate's hands its results on in float32.
+    """
+    narrow = (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in narrow if torch.equal(numbers.to(dtype).to(numbers), numbers)), numbers.dtype)
+
+
 def refuse_shared_scales(model: PreTrainedModel) -> None:
     """Raise where the result of a token depends on the tokens beside it, by more than a module's own rounding.
 

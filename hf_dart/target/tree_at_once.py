@@ -15,7 +15,8 @@ are its own code. Where it hands a state to a function, the state is an object o
       (1 + beta_i [k_i k_j D_ij], j above i) u = beta_i (v_i - k_i D_i S),    o_i = q_i D_i S + sum_j q_i k_j D_ij u_j:
 
   one triangular solve, since parents come before their children. It runs in float32 (or wider, if the inputs are), as
-  the models' own. Decays of heads (Qwen3-Next, OLMo Hybrid) and of channels (Kimi Linear) are both taken.
+  the models' own, also under autocast. Decays of heads (Qwen3-Next, OLMo Hybrid) and of channels (Kimi Linear) are
+  both taken.
 
 [1] Yang, Wang, Zhang, Shen, Kim: Parallelizing Linear Transformers with the Delta Rule over Sequence Length (2024).
 [2] Yang, Kautz, Hatamizadeh: Gated Delta Networks (2024).
@@ -80,7 +81,8 @@ class _Rule(_NodeState):
     """The memory [B, H, K, V] of a gated delta rule."""
 
     def step(self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return self._tree(*args, **kwargs)
+        with torch.autocast(self._text.device.type, enabled=False):
+            return self._tree(*args, **kwargs)
 
     def _tree(
         self,
@@ -125,6 +127,10 @@ class _Rule(_NodeState):
         return out.transpose(1, 2).reshape(batch * nodes, 1, heads, -1).to(out_dtype), self._text
 
     def after(self, nodes: Tensor) -> Tensor:
+        with torch.autocast(self._text.device.type, enabled=False):
+            return self._after(nodes)
+
+    def _after(self, nodes: Tensor) -> Tensor:
         rows = torch.arange(len(nodes), device=nodes.device)
         seen, dtype = self._paths.ancestors[rows, nodes], self._key.dtype
         between = (seen[:, None] & ~self._paths.ancestors).to(dtype)  # [B, N, N], as those of the paths at this node

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from hf_dart import attach, detach
+from hf_dart.bench import exact
 from hf_dart.bench.pair import PACKAGED_HEAD, Pair
 from hf_dart.target.loading import PACKAGED_TARGET
 
@@ -167,3 +168,49 @@ def test_trl(names: dict[str, Any], tmp_path: Path) -> None:
     assert found == written()
     assert not drafted(names)
     assert len(found) == 8
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("trainer", ["GRPO", "RLOO"])
+def test_trl_at_its_defaults(names: dict[str, Any], tmp_path: Path, trainer: str) -> None:
+    """Weights in float32 under bfloat16 autocast: each rollout beside stock's own, near-ties of the target counted."""
+    pytest.importorskip("trl")
+    from datasets import Dataset
+
+    model, taus, near_ties = names["model"], [], 0
+    names["prompts"] = Dataset.from_dict({"prompt": PROMPTS})
+    names["tokenizer"].pad_token = names["tokenizer"].eos_token
+    small = {
+        "GRPO": trainer,
+        '"runs/policy"': repr(str(tmp_path)),
+        "max_steps=100": "max_steps=2, report_to='none', per_device_train_batch_size=4, num_generations=4, "
+        "learning_rate=1e-3, seed=1, use_cpu=not torch.cuda.is_available()",
+        "max_completion_length=256": "max_completion_length=24",
+    }
+    attached = model.generate
+
+    def both(**kwargs: Any) -> Any:
+        nonlocal near_ties
+        inputs = {name: kwargs.pop(name) for name in ("input_ids", "attention_mask")}
+        ours = exact.run(model, inputs, {**kwargs, "assistant": names["drafter"]}, seed=len(taus))
+        taus.append(ours.stats.tau)
+        stock = exact.run(model, inputs, {**kwargs, "assistant": None}, seed=len(taus) - 1)
+        found = exact.compare(model, inputs, {**kwargs, "assistant": None}, len(taus) - 1, stock, ours)
+        assert found.differences == 0
+        near_ties += found.near_ties
+        return ours.sequences
+
+    def generate(**kwargs: Any) -> Any:
+        model.generate = attached
+        try:
+            return both(**{name: value for name, value in kwargs.items() if value is not None})
+        finally:
+            model.generate = generate
+
+    model.generate = generate
+    reward = lambda completions, **known: [float(len(text)) for text in completions]  # noqa: E731
+    with torch.enable_grad():
+        run(snippet("TRL"), {**names, "reward": reward, "torch": torch}, **small)
+    print(f"{trainer}Trainer: tau {taus}, near-ties {near_ties}")
+    assert len(taus) == 2
+    assert min(taus) > 1
