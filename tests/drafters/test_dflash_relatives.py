@@ -14,6 +14,7 @@ from support.compare import assert_identical, tally
 from support.eagle3 import reordered
 from support.guests import published
 from support.relatives import VARIANTS, pair_score, relative, relative_config, relative_tensors
+from support.sentences import one_sentence
 from support.tiny import prompts, tiny_target
 
 from hf_dart import DFlashDrafter, TreeConfig
@@ -113,9 +114,7 @@ def test_saved_in_our_format_and_pushed(target: Any, tmp_path: Path, name: str) 
     assert isinstance(again, DFlashDrafter)
     assert all(torch.equal(weight, first.state_dict()[key]) for key, weight in again.state_dict().items())
     features, tokens = torch.randn(1, 6, 3 * 32, dtype=torch.float64), prompts([6])["input_ids"]
-    ours, theirs = (
-        one.propose(one.begin(1, 4), features, tokens, torch.tensor([6])).logits for one in (again, first)
-    )
+    ours, theirs = (one.propose(one.begin(1, 4), features, tokens, torch.tensor([6])).logits for one in (again, first))
     assert torch.equal(ours, theirs)
     assert main(["push", str(tmp_path / "ours"), "me/flash", "--dry-run", str(tmp_path / "pushed")]) == 0
     card = (tmp_path / "pushed" / "README.md").read_text()
@@ -139,6 +138,31 @@ def test_files_under_attack(target: Any, tmp_path: Path, name: str, part: range)
     for seed in part:
         (tmp_path / "model.safetensors").write_bytes(damaged(weights, seed))
         survives(lambda: load_drafter(folder, target=target))
+
+
+def test_a_last_layer_before_the_norm_is_refused(target: Any, tmp_path: Path) -> None:
+    """Speculators names it by the number of layers; a drafter in z-lab's format reads it after the norm."""
+    path = relative(tmp_path, target, "speculators' DFlash")
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["aux_hidden_state_layer_ids"] = [2, 4, target.config.num_hidden_layers]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="reads the last of 8 layers of its target before the final norm") as error:
+        load_drafter(path, target=target)
+    one_sentence(error)
+
+
+@pytest.mark.parametrize("named", ["speculators' kind", "its authors' architecture"])
+def test_xpress_is_refused_by_its_name(target: Any, tmp_path: Path, named: str) -> None:
+    path = relative(tmp_path, target, "speculators' DFlash" if named == "speculators' kind" else "JetSpec")
+    config = json.loads((tmp_path / "config.json").read_text())
+    if named == "speculators' kind":
+        config |= {"speculators_model_type": "xpress", "architectures": ["XPressSpeculator"]}
+    else:
+        config |= {"architectures": ["Qwen3XPressModel"]}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "xpress_rank": 4}))
+    with pytest.raises(ValueError, match=r"^This is an XPress drafter") as error:
+        load_drafter(path, target=target)
+    one_sentence(error)
 
 
 def test_the_runs_accepted_drafts() -> None:

@@ -187,6 +187,27 @@ def test_the_modules_of_mimo(folders: Any) -> None:
     assert torch.allclose(expected[:, 3:].float(), found, atol=1e-5)
 
 
+def test_a_head_of_speculators(folders: Any, tmp_path: Path) -> None:
+    """MiMo's names without the target's, and the embedding first: told by the config."""
+    target, folder, _ = folders("mimo")
+    width = target.config.hidden_size
+    files = {name.removeprefix("model."): one for name, one in load_file(folder / "model.safetensors").items()}
+    files = {name: one for name, one in files.items() if name.startswith("mtp_layers.0.")}
+    hidden, token = files["mtp_layers.0.input_proj.weight"].split(width, dim=1)
+    files["mtp_layers.0.input_proj.weight"] = torch.cat([token, hidden], dim=1)
+    save_file(files, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = {"architectures": ["MTPDraftModel"], "num_nextn_predict_layers": 1, "speculators_model_type": "mtp"}
+    config["transformer_layer_config"] = target.config.to_diff_dict()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs, mimos = load_drafter(str(tmp_path), target=target), load_drafter(str(folder), target=target)
+    ids = prompts([9])["input_ids"]
+    states = target(ids, output_hidden_states=True).hidden_states[-1][:, :8]
+    found = [one.read_last(one.begin(1, 4), states, ids[:, 1:], torch.tensor([8])) for one in (theirs, mimos)]
+    assert torch.allclose(*found)
+    # Of another target than a Qwen2, whose own config names no module.
+    assert_identical(target, theirs, batch(1, "sdpa"), **SAMPLED, tree_config=TreeConfig(nodes=16), into=EXACT)
+
+
 def test_the_modules_of_mimo_v2(folders: Any) -> None:
     """Told by its tensors alone: sliding attention with sinks, and a dense MLP."""
     target, folder, weights = folders("mimo_v2")

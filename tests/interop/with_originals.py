@@ -7,8 +7,8 @@ The first makes tiny random checkpoints in float32 and what hf_dart computes of 
 draft token after every beginning of a text, along the text itself. The second loads the same checkpoints as their own
 code does and prints, per checkpoint, the largest difference; it exits with 1 if one is above 1e-4. NAME is
 
-    speculators   `pip install speculators==0.9.0`: its EAGLE-3, P-EAGLE, DFlash, DFlash2 and DSpark, and P-EAGLE heads
-                  of ours as `hf-dart convert --to vllm` writes them
+    speculators   `pip install speculators==0.9.0`: its EAGLE-3, P-EAGLE, DFlash, DFlash2, DSpark and MTP, and P-EAGLE
+                  heads of ours as `hf-dart convert --to vllm` writes them
     dflash        `pip install dflash==0.1.0 torch transformers`: z-lab's DFlash and DFlash2
     jetspec       hao-ai-lab/JetSpec, whose clone is on PYTHONPATH, with torch and transformers: its draft head
     eagle         SafeAILab/EAGLE, whose clone is on PYTHONPATH; `pip install torch transformers`: its EAGLE-1, 2 and 3
@@ -50,6 +50,7 @@ def write(folder: Path) -> None:
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")
     write_relatives(folder, target)
+    write_mtp(folder / "mtp" / "Qwen3")
     tokens = prompts([16], vocabulary=40)["input_ids"]
     for name in (*VARIANTS, *PEAGLE, *WRITTEN, *JOINED):
         kind = "written" if name in WRITTEN else "peagle" if name in PEAGLE else "eagle3"
@@ -103,6 +104,54 @@ def write_relatives(folder: Path, target: Any) -> None:
             },
             place / "reference.safetensors",
         )
+
+
+def write_mtp(place: Path) -> None:
+    """A head that its code saves as `mtp_layers.0.*`, and the first token that it drafts after every text."""
+    from support.tiny import prompts, tiny_target
+
+    from hf_dart.drafters.registry import load_drafter
+
+    target = tiny_target("qwen3", dtype=torch.float32)
+    width, layer = target.config.hidden_size, target.model.layers[0].state_dict()
+    shapes = {name: tuple(one.shape) for name, one in layer.items()}
+    shapes |= dict.fromkeys((f"{part}_layernorm.weight" for part in ("hidden", "token", "final")), (width,))
+    shapes["input_proj.weight"] = (width, 2 * width)
+    generator = torch.Generator().manual_seed(0)
+    tensors = {f"mtp_layers.0.{name}": torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    place.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, place / "model.safetensors", metadata={"format": "pt"})
+    config = {
+        "architectures": ["MTPDraftModel"],
+        "num_nextn_predict_layers": 1,
+        "speculators_model_type": "mtp",
+        "speculators_version": "0.9.0",
+        "speculators_config": {
+            "algorithm": "mtp",
+            "default_proposal_method": "greedy",
+            "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 1}],
+            "verifier": {"architectures": ["Qwen3ForCausalLM"], "name_or_path": "someone/target"},
+        },
+        "transformer_layer_config": target.config.to_diff_dict(),
+    }
+    (place / "config.json").write_text(json.dumps(config, default=str))
+    drafter = load_drafter(str(place), target=target)
+    tokens = prompts([16], vocabulary=40)["input_ids"]
+    states = target(tokens, output_hidden_states=True).hidden_states[-1]
+    drafts = []
+    for text in range(1, tokens.shape[1] - 1):
+        last = (states[:, :text], tokens[:, 1 : text + 1], torch.tensor([text]))
+        drafts.append(drafter.log_chances(drafter.read_last(drafter.begin(1, 4), *last))[0])
+    save_file(
+        {
+            "features": states[0].contiguous(),
+            "tokens": tokens[0].clone(),
+            "embeddings": target.get_input_embeddings().weight.detach().clone(),
+            "lm_head": target.lm_head.weight.detach().clone(),
+            "logits": torch.stack(drafts),
+        },
+        place / "reference.safetensors",
+    )
 
 
 def pairs_after(drafter: Any, features: Tensor, tokens: Tensor, text: int) -> Tensor:
@@ -280,6 +329,13 @@ def speculators_relative(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     return logits[1:, first:]  # the first block has no text in front of it
 
 
+def speculators_mtp(folder: Path, reference: dict[str, Tensor]) -> Tensor:
+    model = speculators_model(folder, reference)
+    model.lm_head.load_state_dict({"weight": reference["lm_head"]})
+    logits, _, _ = model(reference["tokens"][None], reference["features"][None])
+    return logits[0][0][:, None]
+
+
 def zlab(folder: Path, reference: dict[str, Tensor]) -> Tensor:
     from dflash import model as code
     from transformers import Qwen3Config
@@ -351,6 +407,7 @@ ORIGINALS: dict[str, list[Original]] = {
         ("peagle", lambda name: True, speculators_peagle),
         ("written", lambda name: True, speculators_peagle),
         ("relatives", lambda name: name.startswith("speculators"), speculators_relative),
+        ("mtp", lambda name: True, speculators_mtp),
     ],
     "dflash": [("relatives", lambda name: name.startswith("DFlash"), zlab)],
     "jetspec": [("relatives", lambda name: name == "JetSpec", jetspec)],

@@ -41,6 +41,7 @@ class DFlashConfig:
         block_size: entries of a block: the last known token and block_size - 1 masked ones.
         mask_token_id: whose embedding masked entries have.
         feature_layers: of the target's `hidden_states`, in the order in which they are fused.
+        before_norm: the last of the target's `hidden_states` is meant as it is before the final norm.
         hidden_size: H, also the width of the target's hidden states, embeddings and LM head.
         num_target_layers, vocab_size: of the target; None where the format does not say.
         layers: per decoder layer, whether its block is causal, and how far it sees back: a query at q sees a key at k
@@ -76,6 +77,7 @@ class DFlashConfig:
     convolution: tuple[int, int] | None = None
     selector: tuple[str, int] | None = None
     draft_vocab_size: int | None = None
+    before_norm: bool = False
 
     @property
     def made_for(self) -> str:
@@ -103,6 +105,11 @@ class DFlashConfig:
         Raises:
             ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
         """
+        if _is_xpress(content):
+            raise ValueError(
+                "This is an XPress drafter, a DFlash drafter with a refiner of the whole block that hf_dart does not "
+                "read; give a DFlash, DFlash2 or DSpark drafter of this target."
+            )
         if "speculators_model_type" in content:
             return _read_speculators(Fields(content, _KIND))
         if content.get("model_type") == "muse_glimmer_assistant":
@@ -129,8 +136,15 @@ def _architecture(content: dict[str, Any]) -> str | None:
     return _ARCHITECTURES.get(architectures[0])
 
 
+def _is_xpress(content: dict[str, Any]) -> bool:
+    """Is it the config.json of an XPress drafter (arXiv 2608.02438), of speculators or of its authors?"""
+    return "xpress_rank" in content or "xpress" in str(content.get("speculators_model_type")).lower()
+
+
 def dflash_format(content: dict[str, Any]) -> str | None:
     """What a config.json describes, if it is that of a DFlash drafter or a relative, of whatever version."""
+    if _is_xpress(content):
+        return "an XPress drafter"
     kind = content.get("speculators_model_type")
     if isinstance(kind, str) and kind in _CALLED:
         return f"a {_CALLED[kind]} drafter in the format of speculators"
@@ -264,6 +278,7 @@ def _read_speculators(fields: Fields) -> DFlashConfig:
         block_size=fields.integer("block_size", 1 if relative["anchor_predicts"] else 2, _MOST_SLOTS),
         mask_token_id=fields.integer("mask_token_id", 0, _MANY),
         # Counted as `hidden_states`, the last of which is normed in transformers and not there.
+        before_norm=True,
         feature_layers=fields.integers("aux_hidden_state_layer_ids", 0, _MANY),
         hidden_size=backbone.hidden_size,
         backbone=backbone,

@@ -154,6 +154,11 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
                 f"This DFlash drafter reads layer {deepest} of its target and masks with token {mask}, and this target "
                 f"has {layers} layers and {rows} tokens; use the drafter that was published for it."
             )
+        if deepest == layers and self.config.before_norm:
+            raise ValueError(
+                f"This DFlash drafter reads the last of {layers} layers of its target before the final norm, which "
+                "transformers hands on after it alone; give a drafter that reads earlier layers."
+            )
         _check_mask_token(mask, tokenizer_beside(target) if tokenizer is None else tokenizer)
 
     @property

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hf_dart.decoding.api import attached
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
-from hf_dart.drafters.mtp.modules import has_unnamed_modules, module_count, read_module
+from hf_dart.drafters.mtp.modules import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
 from hf_dart.target.devices import device_of, users_default
@@ -30,6 +30,8 @@ from hf_dart.trees.ngram.table import NgramTable
 
 
 def _reads(content: dict[str, Any]) -> str | None:
+    if is_speculators(content):
+        return "a multi-token prediction head in the format of speculators"
     return "a target with a multi-token prediction module" if module_count(content) else None
 
 
@@ -113,7 +115,7 @@ class MtpDrafter(StockDrafter):
         beam: int = 4,
         **where: Any,
     ) -> Self:
-        """The module in a checkpoint of the target's, in the target's dtype.
+        """The module in a checkpoint of the target's, or a head of speculators, in the target's dtype.
 
         Args:
             path: a folder or a Hub repository.

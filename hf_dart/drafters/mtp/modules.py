@@ -5,6 +5,8 @@ same parts, and only their configs or names do not say so:
 
 - Qwen3-Next and Qwen3.5 (`mtp.*`): one layer of full attention.
 - MiMo (`model.mtp_layers.N.*`), which transformers runs as a Qwen2: the hidden state comes first in `input_proj`.
+- Heads of speculators (`mtp_layers.0.*`, a checkpoint of their own), for several families: called like MiMo's, but the
+  embedding comes first. Only the config tells them from MiMo's.
 - MiMo-V2 (`model.mtp.layers.N.*`): sliding attention and a dense MLP; the config names no module at all.
 """
 
@@ -21,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming
 from transformers.utils import cached_file
 
 from hf_dart.drafters.stock_modules import refused
-from hf_dart.hub.download import weight_files
+from hf_dart.hub.download import head_config, weight_files
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.attention import TreeAttention
@@ -52,15 +54,29 @@ def module_count(content: dict[str, Any]) -> int:
     return max((count for count in found if type(count) is int), default=0)
 
 
+def is_speculators(content: dict[str, Any]) -> bool:
+    """Does a config.json describe a head in the format of speculators, rather than a target?"""
+    return content.get("speculators_model_type") == "mtp"
+
+
 def has_unnamed_modules(names: Collection[str]) -> bool:
     """Do the names of a checkpoint's tensors tell of modules as MiMo-V2 has them?"""
     return any(_MIMO_V2.search(name) for name in names)
 
 
 class _WithModules:
-    """A target whose config says what `MtpModel` asks; all else is the target's own."""
+    """A target whose config says what `MtpModel` asks; all else is the target's own.
 
-    def __init__(self, target: PreTrainedModel, folder: str, names: Collection[str] = ()) -> None:
+    Args:
+        target: the causal LM.
+        folder: where the module lies.
+        names: of the tensors there.
+        embedding_first: modules that are called as MiMo's have the embedding first in `input_proj`.
+    """
+
+    def __init__(
+        self, target: PreTrainedModel, folder: str, names: Collection[str] = (), embedding_first: bool = False
+    ) -> None:
         self._target = target
         self.config = copy.deepcopy(target.config)
         self.config.name_or_path = folder
@@ -79,7 +95,7 @@ class _WithModules:
             known, ours = [], [r"(^|\.)mtp_layers\.[0]\.", r"(^|\.)mtp\.layers\.[0]\."]
             renamed = [WeightRenaming(source_patterns=one, target_patterns=other) for one, other in _RENAMED.items()]
             self._weight_conversions = [*renamed, *(getattr(target, "_weight_conversions", None) or ())]
-            text.mtp_hidden_states_first = first
+            text.mtp_hidden_states_first = first and not embedding_first
         self._keys_to_ignore_on_load_unexpected = [*known, *ours]
         text._attn_implementation = TreeAttention(target).name  # its drafts are trees, too
         # The first module drafts all tokens.
@@ -99,7 +115,7 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     """transformers' `MtpModel` of one layer, with the weights that a checkpoint has for it.
 
     Args:
-        path: a folder or Hub repository: the target's.
+        path: a folder or Hub repository: the target's, or that of a head of speculators.
         where: revision, token, ...
 
     Raises:
@@ -112,7 +128,8 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
     folder = _folder(path, **where)
     missing = f"{path} holds no weights (model.safetensors); give the checkpoint of the target."
     shapes = weight_shapes(weight_files(path, missing, **where), path)  # all headers, before anything is read
-    view = _WithModules(target, folder, shapes)
+    content, _ = head_config(path, **where)
+    view = _WithModules(target, folder, shapes, is_speculators(content))
     remedy = "many checkpoints are published without theirs, so give one that has it, of this target"
     with refused(f"The multi-token prediction module in {path}", remedy):
         module = MtpModel.from_pretrained(view, device_map={"": device_of(lm_head_of(target))})
