@@ -37,6 +37,8 @@ _MOST_LAYERS = 8
 _HOSTS = ("llama", "qwen2", "qwen3", "mixtral")
 JOINED = "an EAGLE-1 or EAGLE-2 head"
 """What such a checkpoint is called; its config.json does not say it."""
+# The levels of a tree as SafeAILab's code grows it by default: its depth=7 counts those below the first one.
+_LEVELS = 8
 _SPECULATORS = {"eagle3": "EAGLE-3", "peagle": "P-EAGLE"}
 _TAPS = "eagle_aux_hidden_state_layer_ids"
 # Said by training code about itself, and of no matter to the forward pass.
@@ -226,7 +228,7 @@ def read_published(
         "qk_norm": f"{first}.self_attn.q_norm.weight" in stored,
         "windows": _windows(layer, layers),
     }
-    described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": 7}
+    described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": _LEVELS}
     if is_peagle(content):
         described["mask_token_id"] = fields.integer("mask_token_id", 0, vocab_size - 1)
     fields.finish((*HARMLESS, *_REMARKS))

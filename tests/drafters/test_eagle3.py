@@ -114,7 +114,7 @@ def test_peagle_heads_are_dart_heads(target: Any, tmp_path: Path, name: str) -> 
 
 
 def test_a_head_of_ours_in_the_original_format(target: Any, tmp_path: Path) -> None:
-    head = EagleDrafter.from_target(target, initializer_range=0.3, draft_length=7)
+    head = EagleDrafter.from_target(target, initializer_range=0.3, draft_length=8)
     assert "d2t" in (written := write(head, tmp_path / "a"))
     assert "midlayer.hidden_norm.weight" in written
     again = load_drafter(str(tmp_path / "a"), target=target)
@@ -130,6 +130,12 @@ def test_a_head_of_ours_in_the_original_format(target: Any, tmp_path: Path) -> N
 def write(head: EagleDrafter, folder: Path) -> dict[str, torch.Tensor]:
     write_eagle3(head, folder)
     return load_file(folder / "model.safetensors")
+
+
+def test_as_many_levels_as_in_the_original_code(target: Any, tmp_path: Path) -> None:
+    """`EaModel` takes depth=7 by default, draws a first level before them, and says so in no file."""
+    for name in ("original", "EAGLE-1"):
+        assert load_drafter(variant(tmp_path / name, target, name), target=target).draft_length == 8
 
 
 def test_what_we_write_for_vllm_is_read_back(target: Any, tmp_path: Path) -> None:
@@ -191,9 +197,7 @@ def test_saved_in_our_format_it_is_the_same_head(target: Any, tmp_path: Path, na
     state, features = first.state_dict(), torch.randn(1, 6, first.config.features_width, dtype=torch.float64)
     assert all(torch.equal(weight, state[key]) for key, weight in again.state_dict().items())
     tokens = prompts([6])["input_ids"]
-    ours, theirs = (
-        one.propose(one.begin(1, 4), features, tokens, torch.tensor([6])).logits for one in (again, first)
-    )
+    ours, theirs = (one.propose(one.begin(1, 4), features, tokens, torch.tensor([6])).logits for one in (again, first))
     assert torch.equal(ours, theirs)
 
 
