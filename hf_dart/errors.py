@@ -78,6 +78,25 @@ def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise
 
 
+def refuse_unknown(given: Iterable[str], known: Iterable[str], what: str, kind: type[Exception] = TypeError) -> None:
+    """Raise an error of this `kind` for the first name that is not known; `what` begins its message ("X has no")."""
+    known = set(known)
+    for name in given:
+        if name not in known:
+            raise kind(f"{what} {name!r:.100}; {did_you_mean(name, known, otherwise='leave it out.')}")
+
+
+def annotated(kind: type) -> set[str]:
+    """Names of the fields that a class and its bases declare."""
+    return {name for one in kind.__mro__ for name in vars(one).get("__annotations__", ())}
+
+
+def head_inside(path: str | Path) -> str:
+    """A remedy, if the head that is meant lies in a folder's `final`, where `hf-dart train` writes it; else empty."""
+    final = Path(path, "final")
+    return f"did you mean {str(final)!r}, the head that was trained there?" if (final / "config.json").is_file() else ""
+
+
 def missing_folder(path: str | Path) -> bool:
     """Can this only be the path of a folder, as it is no id of the Hub, and is there no such folder?"""
     name = str(path)

@@ -16,9 +16,9 @@ from typing import Any
 
 from tqdm import tqdm
 
-from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.target.loading import DTYPES, PACKAGED_PAIRS, quantization_config
+from hf_dart.target.loading import DTYPES, PACKAGED_PAIRS, load_tokenizer, quantization_config
 from hf_dart.view.layout import laid_out
 
 
@@ -121,7 +121,10 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
     if trained and arguments.head is None and arguments.target not in (None, *PACKAGED_PAIRS):
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     options = loading_options(arguments)
-    pair = load_pair(arguments.target, arguments.head, arguments.dtype, arguments.device_map, **options)
+    target = target_of(arguments.head) if arguments.target is None and arguments.head else arguments.target
+    if vars(arguments).get("chat") and not load_tokenizer(target).chat_template:  # before the model, which takes longer
+        raise UserError("This target's tokenizer has no chat template; leave --chat out.")
+    pair = load_pair(target, arguments.head, arguments.dtype, arguments.device_map, **options)
     if arguments.ngram is not None:
         from hf_dart.trees.ngram import NgramTable
 

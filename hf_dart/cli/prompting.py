@@ -31,8 +31,10 @@ def read_prompt(arguments: argparse.Namespace) -> str:
     """The prompt, from standard input if so wished.
 
     Raises:
-        UserError: it is no text.
+        UserError: it is no text, or --chat is missing.
     """
+    if arguments.thinking is not None and not arguments.chat:
+        raise UserError("--thinking is for chat templates; add --chat.")
     with as_user_error(UnicodeDecodeError, about="Standard input is no UTF-8 text"):
         prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
     return check_text(prompt, "The prompt")
@@ -42,12 +44,10 @@ def encode_prompt(arguments: argparse.Namespace, prompt: str, pair: Any) -> dict
     """`input_ids` and `attention_mask` [1, P] on the target's device.
 
     Raises:
-        UserError: there is nothing in it, or no chat template that takes it.
+        UserError: there is nothing in it, or the chat template does not take it.
     """
     if arguments.chat:
         prompt = _in_template(prompt, pair, arguments.thinking)
-    elif arguments.thinking is not None:
-        raise UserError("--thinking is for chat templates; add --chat.")
     encoded = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=not arguments.chat)
     if encoded["input_ids"].shape[1] == 0:
         raise UserError("The prompt is empty; give some text.")
@@ -58,8 +58,6 @@ def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
     """`prompt` as a user's message, up to where the assistant begins to write."""
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
-    if not pair.tokenizer.chat_template:
-        raise UserError("This target's tokenizer has no chat template; leave --chat out.")
     if thinking is None and isinstance(pair.head, PretrainedDrafter):
         thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]

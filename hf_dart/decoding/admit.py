@@ -57,7 +57,7 @@ def admit(
     drafter: Proposer[Any],
     tree_config: TreeConfig | None,
     refine: int | None,
-    trace: bool,
+    trace: bool | None,
     synced_gpus: bool,
     model_kwargs: dict[str, Any],
 ) -> Request:
@@ -69,8 +69,13 @@ def admit(
         synced_gpus: as stock was told.
 
     Raises:
+        TypeError: an argument is of another type.
         ValueError: something was asked for that could not equal stock's output.
     """
+    if not isinstance(tree_config, TreeConfig | None):
+        raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")
+    if not isinstance(trace, bool | None):
+        raise TypeError(f"trace is {trace!r:.100}; give True or False.")
     tree_config = tree_config or drafter.tree_config
     if refine is not None:
         tree_config = replace(tree_config, refine=refine)
@@ -128,7 +133,7 @@ def admit(
         own_states=own_states(model, stock),
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
-        traced=trace,
+        traced=bool(trace),
         estimated=estimated,
     )
 

@@ -7,10 +7,11 @@ import inspect
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import (
     GenerationMixin,
     LogitsProcessorList,
@@ -55,14 +56,14 @@ def attach(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
         The model.
 
     Raises:
-        TypeError: `drafter` is no drafter of ours.
+        TypeError: `model` is no model, or `drafter` no drafter of ours.
         ValueError: the model cannot verify trees, or the drafter was made for another one.
     """
     target = unwrapped(model)
     if isinstance(vars(target).get("generate"), AttachedGenerate):
         forget(target)
     if drafter is not None:
-        _refuse_other(drafter)
+        _refuse_other(drafter, target)
         drafter.check_target(target)
     return attached(model, drafter)
 
@@ -102,7 +103,12 @@ def detach(model: PreTrainedModel) -> Any:
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own."""
+    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
+
+    Raises:
+        TypeError: it is no model, or a drafter.
+    """
+    _refuse_no_target(model)
     while True:
         inner = getattr(model, "_orig_mod", None)
         if inner is None and hasattr(model, "get_base_model"):
@@ -110,6 +116,16 @@ def unwrapped(model: Any) -> Any:
         if inner is None or inner is model:
             return model
         model = inner
+
+
+def _refuse_no_target(model: Any) -> None:
+    if isinstance(model, Proposer):
+        raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The target is a model of transformers, not {model!r:.100}; load it with "
+            "AutoModelForCausalLM.from_pretrained, and give that."
+        )
 
 
 class AttachedGenerate:
@@ -126,12 +142,14 @@ class AttachedGenerate:
         self._reasons: set[str] = set()  # why calls ran without drafts, each told once
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        others = ("assistant_model", "custom_generate")
-        if self.default is not None and "assistant" not in kwargs and all(kwargs.get(name) is None for name in others):
+        unnamed = "assistant" not in kwargs and kwargs.get("custom_generate") is None
+        if self.default is not None and unnamed and kwargs.get("assistant_model") is None:
             try:
                 return _drafted(self.model, args, {"assistant": self.default, **kwargs}, optional=True)
             except UndraftedError as reason:
                 self._tell(str(reason))
+        elif unnamed and (shaping := [name for name in _KEYWORDS[1:] if kwargs.get(name)]):
+            raise ValueError(f"{shaping[0]}= shapes drafts, and this call has no drafter; give assistant=drafter.")
         if self.own is None or kwargs.get("assistant") is not None:
             return generate(self.model, *args, **kwargs)
         if kwargs.get("custom_generate") is None:
@@ -189,7 +207,7 @@ def generate(
         What `model.generate` returns; with `return_dict_in_generate=True` also the statistics, as `draft_stats`.
 
     Raises:
-        TypeError: `assistant` is no drafter of ours.
+        TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], or `trace` no truth value.
         ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
     if isinstance(kwargs.get("assistant_model"), Proposer):
@@ -213,7 +231,7 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     """
     assistant = kwargs["assistant"]
     tree_config, refine, trace = (kwargs.get(name) for name in _KEYWORDS[1:])
-    _refuse_other(assistant)
+    _refuse_other(assistant, model)
     stock = type(model).generate
     kwargs = _by_name(stock, args, _stocks(kwargs))
     # What stock keeps from a callable. It shows the prompt to a streamer before anything can be refused, so that is
@@ -234,7 +252,7 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         assistant=assistant,
         tree_config=tree_config,
         refine=refine,
-        trace=bool(trace),
+        trace=trace,
         streamer=streamer,
         synced_gpus=bool(synced_gpus),
         optional=optional,
@@ -242,7 +260,12 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
     return stock(model, **{**kwargs, "custom_generate": decode})
 
 
-def _refuse_other(drafter: Any) -> None:
+def _refuse_other(drafter: Any, target: Any) -> None:
+    if isinstance(drafter, (str, PathLike)):
+        path = str(drafter)
+        raise TypeError(f"assistant= takes a drafter, not a path; give load_drafter({path!r}, target=model).")
+    if drafter is target:
+        raise TypeError("assistant= is the target itself, which cannot be its own draft; give a smaller drafter.")
     if not isinstance(drafter, Proposer):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; wrap a small language "
@@ -301,7 +324,7 @@ def speculative_generate(
     assistant: Proposer[Any],
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
-    trace: bool = False,
+    trace: bool | None = None,
     synced_gpus: bool = False,
     streamer: Any = None,
     optional: bool = False,

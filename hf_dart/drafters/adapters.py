@@ -107,6 +107,10 @@ def apply_lora(head: PretrainedDrafter, arguments: LoraArguments) -> PretrainedD
 
 def add(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
+    if not isinstance(config, PeftConfig):
+        raise TypeError(
+            f"add_adapter takes a config of PEFT, not {config!r:.100}; give peft.LoraConfig(r=16), for example."
+        )
     copied = head.config.copied_layer is not None
     base, revision = (None, None) if copied else _base_of(head)
     if name in peft_configs(head):

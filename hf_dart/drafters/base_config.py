@@ -9,7 +9,8 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.errors import check_fields, check_types
+from hf_dart.decoding.api import unwrapped
+from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.custom_code import write_custom_generate
 from hf_dart.hub.download import cached_commit
 from hf_dart.target.features import default_feature_layers, layer_count, lm_head_of
@@ -102,8 +103,8 @@ class DrafterConfig(PreTrainedConfig):
         layers, last = self.feature_layers, self.target_num_layers
         if layers and not 0 <= layers[0] <= layers[-1] <= last:
             raise ValueError(
-                f"feature_layers {layers} do not lie in 0..{last}, the hidden_states of the target; count from 0 (the "
-                "embeddings) and use no negative index."
+                f"feature_layers has {layers[0] if layers[0] < 0 else layers[-1]}, and the target's hidden_states go "
+                f"from 0 (the embeddings) to {last}; name some of these."
             )
         if self.num_attention_heads % self.num_key_value_heads:
             raise ValueError(
@@ -146,8 +147,11 @@ class DrafterConfig(PreTrainedConfig):
         """The config of a drafter for `target` (a causal LM), read off it; any field can be overridden.
 
         Raises:
+            TypeError: a field is unknown, or `target` is no model.
             ValueError: the target has no token embeddings or no LM head to share.
         """
+        refuse_unknown(overrides, annotated(cls), f"{cls.__name__} has no field")
+        unwrapped(target)
         text = target.config.get_text_config(decoder=True)
         embeddings, lm_head = target.get_input_embeddings(), lm_head_of(target)
         if embeddings is None or lm_head is None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.network import DraftNetwork
-from hf_dart.drafters.registry import registered
+from hf_dart.drafters.registry import check_options, registered
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.errors import hub_errors
@@ -107,6 +107,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
             The drafter in eval mode, for `generate(..., assistant=...)`.
 
         Raises:
+            TypeError: an option is unknown, or `target` is no model.
             ValueError: drafter, target and table do not fit together, or the files are not those of a drafter; the
                 message says what differs.
             OSError: there are no such files, or the Hub does not give them.
@@ -118,6 +119,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         if "config" not in kwargs:
             # transformers would fill in for a missing config.json with the defaults.
             content, commit = head_config(path, **{name: kwargs[name] for name in HUB_OPTIONS if name in kwargs})
+            check_options(cls, content, {**kwargs, "target": target})
             if commit is not None:
                 kwargs["revision"] = commit  # the weights that go with it, whatever is pushed meanwhile
             if content.get("model_type") != cls.config_class.model_type:

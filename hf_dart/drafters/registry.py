@@ -6,8 +6,9 @@ class as a name of `hf_dart`. The kinds of this package are found by their folde
 
 from __future__ import annotations
 
+import inspect
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache, partial
 from importlib import import_module
@@ -19,12 +20,19 @@ from weakref import WeakKeyDictionary
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.decoding.api import AttachedGenerate, attach, detach
+from hf_dart.decoding.api import AttachedGenerate, attach, detach, unwrapped
+from hf_dart.errors import annotated, refuse_unknown
 from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
 from hf_dart.hub.kinds import KINDS, CardTexts, Kind
 
 Names = Callable[[], Collection[str]]
 Class = TypeVar("Class", bound=type[Any])
+# What their `from_pretrained` takes and does not name.
+_OF_TRANSFORMERS = (
+    "allow_all_kernels", "attn_implementation", "device_map", "dtype", "experts_implementation", "gguf_file",
+    "kernel_config", "key_mapping", "max_memory", "offload_buffers", "offload_folder", "proxies",
+    "quantization_config", "trust_remote_code", "use_kernels", "variant",
+)  # fmt: skip
 _LOGGER = logging.getLogger(__name__)
 
 
@@ -116,6 +124,27 @@ def trainers() -> dict[str, tuple[Any, str]]:
     return {name: (kind.drafter, trainer) for kind in found for name, trainer in kind.trainers.items()}
 
 
+def check_options(kind: Any, content: Mapping[str, Any], options: Mapping[str, Any], *others: str) -> None:
+    """Raise for what is no option of `kind.from_pretrained`: its own, transformers', or a field of the config.
+
+    Args:
+        kind: a class of drafters.
+        content: of the config.json.
+        options: as given.
+        others: names of further options.
+
+    Raises:
+        TypeError: one is unknown, or `target` is no model.
+    """
+    makers = (one.from_pretrained for one in kind.__mro__ if "from_pretrained" in vars(one))
+    named = {name for make in makers for name in inspect.signature(make).parameters}
+    fields = annotated(getattr(kind, "config_class", None) or object)
+    known = {*named, *fields, *content, *HUB_OPTIONS, *_OF_TRANSFORMERS, *others}
+    refuse_unknown(options, known, "Loading a drafter takes no option")
+    if options.get("target") is not None:
+        unwrapped(options["target"])
+
+
 def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     """Load the drafter in a folder or Hub repository, of whichever kind and format its config.json says.
 
@@ -131,6 +160,7 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
 
     Raises:
         OSError: there are no such files, or the Hub does not give them.
+        TypeError: an option is unknown, or `target` is no model.
         ValueError: drafter and target do not fit together, or the files are not those of a drafter.
     """
     if default and options.get("target") is None:
@@ -141,6 +171,7 @@ def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
     named = ((kind, found) for kind in kinds.values() if (found := kind.reads_named(content, names)))
     told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
     kind, found = next(chain(named, told), (kinds["dart"], None))
+    check_options(kind.drafter, content, options, "default")
     drafter = kind.drafter.from_pretrained(path, **options)
     _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
     if default:

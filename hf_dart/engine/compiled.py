@@ -50,9 +50,9 @@ def compile(
         ValueError: the drafter is not for this target, or an option is out of range.
         TypeError: it is none of ours.
     """
+    target = unwrapped(model)
     if not isinstance(drafter, Drafter):
         raise TypeError(f"compile takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}.")
-    target = unwrapped(model)
     drafter.check_target(target)
     drafter.engine = Engine(target, EngineConfig(**options), progress or _LOGGER.info)
     return drafter.engine

@@ -11,7 +11,7 @@ from huggingface_hub.errors import HFValidationError
 from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
-from hf_dart.errors import missing_folder
+from hf_dart.errors import head_inside, missing_folder
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import read_json, weight_shapes
 
@@ -111,6 +111,8 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
     with hub_errors(path, token=where.get("token"), revision=where.get("revision")):
         found = cached_file(path, "config.json", **where)
     if found is None:
+        if inside := head_inside(path):
+            raise ValueError(f"The folder {path} holds no config.json; {inside}")
         return {}, None
     # The cache keeps a file in snapshots/COMMIT/SUBFOLDER.
     parts = [] if Path(path).is_dir() else Path(found).parts

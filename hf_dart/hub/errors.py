@@ -48,6 +48,8 @@ def _sentence(error: BaseException, repository: str, token: str | bool | None, r
     while known is not None:
         if isinstance(known, GatedRepoError):
             return f"{repository!r} is gated; ask for access on {constants.ENDPOINT}/{repository}, then log in."
+        if isinstance(known, (RepositoryNotFoundError, LocalEntryNotFoundError)) and "/" not in repository:
+            return f"There is no folder {repository!r}, and an id of the Hub names its user; give USER/{repository}."
         if isinstance(known, RepositoryNotFoundError):
             if isinstance(token, str) or (token is not False and get_token()):
                 return f"The Hub shows this token no repository {repository!r}; check the name, or take another token."

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import UserError, missing_folder, sentence
+from hf_dart.errors import UserError, head_inside, missing_folder, sentence
 
 PACKAGED = "packaged"
 _PACKAGE = Path(__file__).parents[1]
@@ -108,6 +108,7 @@ def check_path(what: str, path: str) -> None:
     folder = Path(path)
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise UserError(f"The folder {path!r} holds no config.json; give the folder that the {what} was saved to.")
+            remedy = head_inside(folder) or f"give the folder that the {what} was saved to."
+            raise UserError(f"The folder {path!r} holds no config.json; {remedy}")
     elif missing_folder(path) or folder.exists():
         raise UserError(f"There is no folder {path!r}; give the {what} as a folder or a Hub id.")

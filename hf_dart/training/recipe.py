@@ -109,6 +109,8 @@ def drafter_of(flags: Sequence[str]) -> str:
 
 
 def _read(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"There is no recipe {str(file)!r}; name a YAML or JSON file, or give its options as flags.")
     try:
         # JSON is YAML, but YAML says worse what is wrong with it.
         text = file.read_text(encoding="utf8")

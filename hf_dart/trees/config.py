@@ -5,9 +5,9 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
-from hf_dart.errors import check_types
+from hf_dart.errors import check_types, refuse_unknown
 from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, LEVEL_COST, NODE_COST, RoundCost, VerifyCost, checked_points
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -73,6 +73,10 @@ class TreeConfig:
     scores: str = "survival"
     refine: int = 0
     shared_noise: bool = True
+
+    def __new__(cls, *values: Any, **named: Any) -> Self:
+        refuse_unknown(named, [one.name for one in fields(cls)], "TreeConfig has no field")
+        return super().__new__(cls)
 
     def __post_init__(self) -> None:
         check_types(self, TreeConfig, "TreeConfig.")
@@ -150,8 +154,8 @@ def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:
         ValueError: they do not make a `TreeConfig`.
     """
     known = [one.name for one in fields(TreeConfig)]
-    if unknown := sorted(saved.keys() - set(known) - _RETIRED):
-        raise ValueError(f"tree has the field {unknown[0]!r}; TreeConfig has {', '.join(known)}.")
+    given = sorted(saved.keys() - _RETIRED)
+    refuse_unknown(given, known, "tree has to hold fields of TreeConfig, which has no", ValueError)
     if saved.get("calibrate"):
         warnings.warn(
             "This drafter's tree was saved with calibrate=True, which is no longer there: its scores are used as they "

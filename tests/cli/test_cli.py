@@ -152,7 +152,10 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--target", HEAD, "--head", HEAD], "Cannot load the target"),
         (["generate", "x", "--device-map", "nowhere"], "Cannot load the target"),
         (["generate", "", "--max-new-tokens", "4"], "prompt is empty"),
-        (["generate", "x", "--chat"], "no chat template"),
+        (["generate", "x", "--chat", "--device-map", "nowhere"], "no chat template"),  # before the model is loaded
+        (["view", "x", "--chat", "--device-map", "nowhere"], "no chat template"),
+        (["generate", "x", "--head", "nobody"], "an id of the Hub names its user; give USER/nobody."),
+        (["train", "nothing.yaml"], "There is no recipe 'nothing.yaml'; name a YAML or JSON file"),
         (["generate", "x", "--no-thinking"], "add --chat"),
         (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "leave one out"),
         (["bench", "--text", "./nowhere.py"], "Cannot read"),

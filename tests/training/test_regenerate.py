@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart import DartHead, attach
 from hf_dart.cli import main
+from hf_dart.errors import UserError
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.regenerate.regenerate import RegenerateSettings, Shard, begin, open_sources, plan, regenerate
@@ -179,6 +181,23 @@ def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
     part.write_text("")
     with pytest.raises(ValueError, match=r"has lost its end; remove it and part-00000-of-00001.progress"):
         Shard(out)
+
+
+def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path) -> None:
+    sources = sources_of(tmp_path, text_file(tmp_path))
+    whole = run(tmp_path / "whole", sources, small_writer(), rows=8)
+    out, before = run(tmp_path / "out", sources, small_writer(), rows=4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    room = next(out.glob("*.jsonl")).stat().st_size + 100  # where the system breaks the next batch off
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"Cannot write .*jsonl \(File too large\); its 4 rows so far .* goes on"):
+            run(out, sources, small_writer(), rows=8)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert records_in(out) == records_in(whole)[:4]
+    assert not list(out.glob("*.progress.*"))
+    run(out, sources, small_writer(), rows=8)
+    assert records_in(out) == records_in(whole)
 
 
 def test_text_without_a_note_of_what_is_whole_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -435,6 +454,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "x"], "give --server"),
         (["--target", "./missing"], "There is no folder './missing'"),
         (["--text-field", "body"], "has no field 'body', only 'text'"),
+        (["--length", "8"], "prefix is 4 to 8 tokens, of rows of length 8; give two numbers from 1 to 7, the smaller"),
     ):
         assert main([*words, *wrong]) == 2
         assert said in capsys.readouterr().err

@@ -149,6 +149,7 @@ class AdaptableHead(PretrainedDrafter):
             seed: of its initial weights; the global generators are not moved.
 
         Raises:
+            TypeError: `adapter_config` is none of PEFT's.
             ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
                 are named.
         """

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_dart.decoding.api import attached
+from hf_dart.decoding.api import attached, unwrapped
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.mtp.modules import module_count
@@ -37,6 +37,7 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
 
+_ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
 # What the config.json of a drafter has, whatever its model_type.
 _OF_DRAFTERS = {"draft_vocab_size", "draft_length", "dflash_config", "speculators_model_type", "block_size"}
 
@@ -74,6 +75,8 @@ class LanguageModelDrafter(StockDrafter):
         beam: int = 4,
         tree_config: TreeConfig | None = None,
     ) -> None:
+        if unwrapped(model) is unwrapped(target):
+            raise ValueError(_ITSELF)
         super().__init__(draft_length, beam, tree_config)
         self.model = model.eval()
         self._layers, self._kinds = attention_kinds(model)
@@ -123,6 +126,8 @@ class LanguageModelDrafter(StockDrafter):
             raise ValueError(f"{path} is a language model, which drafts for another one; pass target=model.")
         if kwargs.pop("trust_remote_code", False):
             raise ValueError("Code of a repository is not run to draft; leave trust_remote_code= out.")
+        if Path(path).resolve() == Path(target.config.name_or_path).resolve() and dtype is None and not kwargs:
+            raise ValueError(_ITSELF)  # other revisions of it, or quantised ones, may draft
         where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         weight_shapes(weight_files(path, f"{path} holds no weights; fetch the language model again.", **where), path)
         options = {"dtype": as_dtype(dtype) or target.dtype, "use_safetensors": True, "output_loading_info": True}

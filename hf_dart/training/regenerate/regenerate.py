@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.errors import check_fields
+from hf_dart.errors import UserError, check_fields
 from hf_dart.training.data.chat import Message
 from hf_dart.training.data.documents import group_files
 from hf_dart.training.data.encoding import Encoder
@@ -60,8 +60,8 @@ class RegenerateSettings:
         check_fields(self, least={"length": 1, "new_tokens": 1, "batch_size": 1})
         if not 1 <= self.prefix[0] <= self.prefix[1] < self.length:
             raise ValueError(
-                f"prefix is {self.prefix[0]} to {self.prefix[1]}; give two numbers from 1 to below the length, "
-                f"{self.length}, the smaller one first."
+                f"prefix is {self.prefix[0]} to {self.prefix[1]} tokens, of rows of length {self.length}; give two "
+                f"numbers from 1 to {self.length - 1}, the smaller one first, or a greater length."
             )
         if not self.mixture:
             raise ValueError("mixture is empty; give at least one way to write.")
@@ -228,20 +228,34 @@ class Shard:
             os.truncate(self.path, self._bytes)  # of a batch that was interrupted
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Write a batch; it counts when all of it is on the disk."""
+        """Write a batch; it counts when all of it is on the disk.
+
+        Raises:
+            UserError: the disk is full, or else refuses it; the batches before it are all that the file then holds.
+        """
         lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-        if not self.batches:
-            self._note()  # so that a first batch that is interrupted is known as one
-        with self.path.open("ab") as file:
-            file.write(lines)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            if not self.batches:
+                self._note(0, 0)  # so that a first batch that is interrupted is known as one
+            with self.path.open("ab") as file:
+                file.write(lines)
+                file.flush()
+                os.fsync(file.fileno())
+            self._note(self.batches + 1, self._bytes + len(lines))
+        except OSError as error:
+            self.path.touch()
+            os.truncate(self.path, self._bytes)
+            with self.path.open("rb") as file:
+                rows = sum(1 for _ in file)
+            raise UserError(
+                f"Cannot write {self.path} ({error.strerror}); its {rows} rows so far are whole: make room, and the "
+                "same command goes on after them."
+            ) from error
         self.batches += 1
         self._bytes += len(lines)
-        self._note()
 
-    def _note(self) -> None:
-        _replace(self._progress, {"batches": self.batches, "bytes": self._bytes})
+    def _note(self, batches: int, size: int) -> None:
+        _replace(self._progress, {"batches": batches, "bytes": size})
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
@@ -286,12 +300,16 @@ def _object(file: Path) -> dict[str, Any]:
 def _replace(file: Path, content: dict[str, Any]) -> None:
     """Write a small JSON file, wholly or not at all."""
     new = file.with_name(f"{file.name}.{os.getpid()}")
-    with new.open("w", encoding="utf8") as stream:
-        json.dump(content, stream, indent=2)
-        stream.write("\n")
-        stream.flush()
-        os.fsync(stream.fileno())
-    os.replace(new, file)
+    try:
+        with new.open("w", encoding="utf8") as stream:
+            json.dump(content, stream, indent=2)
+            stream.write("\n")
+            stream.flush()
+            os.fsync(stream.fileno())
+        os.replace(new, file)
+    except OSError:
+        new.unlink(missing_ok=True)
+        raise
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
@@ -348,6 +366,7 @@ def regenerate(
 
     Raises:
         ValueError, ConnectionError: as for the writer.
+        UserError: the disk is full; the batches so far are kept.
     """
     shard = Shard(folder, rank, processes)
     batches = None if rows is None else -(-rows // settings.batch_size)

@@ -1,0 +1,144 @@
+"""Mistakes of those who call: one sentence that names the remedy, and nothing is lost by them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+from support.compare import assert_identical
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
+
+import hf_dart
+from hf_dart import DartHead, LanguageModelDrafter, TreeConfig, attach, detach, load_drafter
+
+GREEDY = {**prompts([7]), "do_sample": False, "max_new_tokens": 8}
+
+Call = Callable[[Any, Any, Any], Any]  # with a target, its head, and the folder of a run that trained it
+
+MISTAKES: dict[str, tuple[Call, str]] = {
+    "a tree as a dict": (
+        lambda model, head, run: model.generate(**GREEDY, assistant=head, tree_config={"nodes": 8}),
+        r"tree_config= takes a TreeConfig, not \{'nodes': 8\}; give TreeConfig\(nodes=8\)",
+    ),
+    "a tree as a dict, by default": (
+        lambda model, head, run: attach(model, head).generate(**GREEDY, tree_config={}),
+        r"tree_config= takes a TreeConfig, not \{\}",
+    ),
+    "a tree as a dict, by custom_generate": (
+        lambda model, head, run: model.generate(**GREEDY, custom_generate=head.generate, tree_config={"nodes": 8}),
+        "takes a TreeConfig",
+    ),
+    "no field of trees": (
+        lambda model, head, run: cast(Any, TreeConfig)(nods=8),
+        "no field 'nods'; did you mean 'nodes'?",
+    ),
+    "a trace that is a word": (
+        lambda model, head, run: model.generate(**GREEDY, assistant=head, trace="yes"),
+        "trace is 'yes'; give True or False",
+    ),
+    "a tree without a drafter": (
+        lambda model, head, run: model.generate(**GREEDY, tree_config=TreeConfig(nodes=8)),
+        "tree_config= shapes drafts, and this call has no drafter; give assistant=drafter",
+    ),
+    "a trace without a drafter": (
+        lambda model, head, run: model.generate(**GREEDY, refine=0, trace=True),
+        "trace= shapes drafts, and this call has no drafter",
+    ),
+    "a path as the drafter": (
+        lambda model, head, run: model.generate(**GREEDY, assistant=run),
+        r"assistant= takes a drafter, not a path; give load_drafter\('.*', target=model\)",
+    ),
+    "a path as the default drafter": (
+        lambda model, head, run: attach(model, cast(Any, Path(run))),
+        "give load_drafter",
+    ),
+    "the target as its own drafter": (
+        lambda model, head, run: model.generate(**GREEDY, assistant=model),
+        "is the target itself, .*; give a smaller drafter",
+    ),
+    "the target as its own draft model": (
+        lambda model, head, run: LanguageModelDrafter(model, model),
+        "target cannot be its own draft, .*; give a smaller model",
+    ),
+    "no target": (lambda model, head, run: attach(None, head), "target is a model of transformers, not None; load it"),
+    "no target to detach": (lambda model, head, run: detach(None), "target is a model of transformers, not None"),
+    "swapped": (
+        lambda model, head, run: attach(head, model),
+        "DartHead is a drafter and no target; give the target first, then the drafter",
+    ),
+    "compiled, swapped": (lambda model, head, run: hf_dart.compile(head, model), "give the target first"),
+    "a name as the target": (
+        lambda model, head, run: load_drafter(f"{run}/final", target="target"),
+        "target is a model of transformers, not 'target'; load it with AutoModelForCausalLM",
+    ),
+    "a name as the target of a class": (
+        lambda model, head, run: DartHead.from_pretrained(f"{run}/final", target="target"),
+        "not 'target'; load it",
+    ),
+    "a name as the target of a new head": (lambda model, head, run: DartHead.from_target("target"), "not 'target'"),
+    "no option of loading": (
+        lambda model, head, run: load_drafter(f"{run}/final", target=model, defualt=True),
+        "no option 'defualt'; did you mean 'default'?",
+    ),
+    "no option of a class": (
+        lambda model, head, run: DartHead.from_pretrained(f"{run}/final", target=model, default=True),
+        "no option 'default'; leave it out|did you mean",
+    ),
+    "no field of a head": (
+        lambda model, head, run: DartHead.from_target(model, draft_lenght=5),
+        "DartConfig has no field 'draft_lenght'; did you mean 'draft_length'?",
+    ),
+    "many layers": (
+        lambda model, head, run: DartHead.from_target(model, feature_layers=list(range(100_000))),
+        r"feature_layers has 99999, and the target's hidden_states go from 0 \(the embeddings\) to 2",
+    ),
+    "a run in place of its head": (
+        lambda model, head, run: load_drafter(run, target=model),
+        r"holds no config.json; did you mean '.*final', the head that was trained there?",
+    ),
+    "a repository without a user": (
+        lambda model, head, run: load_drafter("dart-head", target=model),
+        "no folder 'dart-head', and an id of the Hub names its user; give USER/dart-head",
+    ),
+    "an adapter as a dict": (
+        lambda model, head, run: head.add_adapter({"r": 4}),
+        r"takes a config of PEFT, not \{'r': 4\}; give peft.LoraConfig\(r=16\)",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return tiny_target("llama")
+
+
+@pytest.mark.parametrize("name", MISTAKES)
+def test_one_sentence_and_nothing_is_lost(target: Any, tmp_path: Path, name: str) -> None:
+    head = tiny_head(target)
+    head.save_pretrained(tmp_path / "final")
+    call, words = MISTAKES[name]
+    state = torch.get_rng_state()
+    with pytest.raises((TypeError, ValueError, OSError), match=words) as error:
+        call(target, head, str(tmp_path))
+    said = str(error.value)
+    assert "\n" not in said
+    assert said.endswith((".", "?"))
+    assert len(said) < 300
+    assert torch.equal(torch.get_rng_state(), state)
+    detach(target)  # a default drafter
+    attach(target)
+    assert not head.adapted
+    assert_identical(target, head, prompts([7]), do_sample=False, max_new_tokens=16)
+
+
+def test_a_target_is_no_draft_of_itself_wherever_it_lies(target: Any, tmp_path: Path) -> None:
+    target.save_pretrained(tmp_path / "target")
+    other = type(target).from_pretrained(tmp_path / "target")
+    with pytest.raises(ValueError, match="cannot be its own draft"):
+        load_drafter(str(tmp_path / "target"), target=other)
+    shutil.copytree(tmp_path / "target", tmp_path / "another")
+    assert load_drafter(str(tmp_path / "another"), target=other).model.config.vocab_size == VOCABULARY
