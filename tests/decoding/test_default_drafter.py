@@ -92,7 +92,7 @@ def test_errors_are_stocks(target: Any, head: DartHead) -> None:
     with pytest.raises(TypeError, match="hand a hf_dart drafter to assistant="):
         target.generate(**INPUTS, max_new_tokens=4, assistant_model=head)
     with pytest.raises(TypeError, match="DartHead"):
-        attach(target, "head")  # type: ignore[arg-type]
+        attach(target, 3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("use_cache", [True, False])

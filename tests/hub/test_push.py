@@ -131,9 +131,10 @@ def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monke
     DartHead.from_pretrained("alice/head", target=target)
     DartHead.from_pretrained("alice/head", target=target, local_files_only=True)
     assert not alice.requests
-    for name in ("alice/other", "head"):
-        with pytest.raises(OSError, match=r"cannot be reached and .* is not on this machine as a whole"):
-            DartHead.from_pretrained(name, target=target)
+    with pytest.raises(OSError, match=r"cannot be reached and .* is not on this machine as a whole"):
+        DartHead.from_pretrained("alice/other", target=target)
+    with pytest.raises(OSError, match="an id of the Hub names its user; give USER/head"):
+        DartHead.from_pretrained("head", target=target)
 
 
 def test_branches_subfolders_and_pull_requests(alice: Hub, head: DartHead, target: Any, tmp_path: Path) -> None:

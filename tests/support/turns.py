@@ -62,7 +62,7 @@ def two_turns(
     cache, inputs = make(target), prompts(lengths)
     done = []
     for seed, drafter in enumerate(drafting):
-        options = {**mode, "assistant": drafter} if drafter is not None else mode
+        options = {**mode, "assistant": drafter} if drafter is not None or "tree_config" in mode else mode
         done.append(run(target, inputs, seed, past_key_values=cache, **options))
         inputs = behind(inputs, done[-1].sequences)
     return cache, done[0], done[1]
