@@ -24,6 +24,7 @@ from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.target.devices import as_dtype, host_by_default
+from hf_dart.target.loading import without_bars
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
@@ -135,7 +136,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         shapes = weight_shapes(weight_files(path, missing, **place), path)
         where = {name: kwargs.get(name) for name in ("token", "revision")}
         try:
-            with torch.random.fork_rng(devices=[]), hub_errors(path, **where):
+            with torch.random.fork_rng(devices=[]), hub_errors(path, **where), without_bars():
                 config = kwargs["config"] if "config" in kwargs else cls.config_class.from_dict(content)
                 wrong = cls._misfits(config, shapes)
                 if wrong is not None:

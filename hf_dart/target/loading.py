@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,26 @@ PACKAGED_PAIRS = {PACKAGED: _PACKAGE / "demo_pair", "packaged-deep": _PACKAGE / 
 """What `--target` and `--head` call those that come with the package, and the folders of both; the first is default."""
 PACKAGED_TARGET = PACKAGED_PAIRS[PACKAGED] / "target"
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
+
+
+_QUICK = 2**28
+"""Bytes of weights that are read in less than a second."""
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """transformers shows no progress bars inside: for files that are read in less than a second."""
+    from huggingface_hub.utils import are_progress_bars_disabled
+    from transformers.utils import logging
+
+    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # of which nothing is changed
+        yield
+        return
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.enable_progress_bar()
 
 
 def target_path(target: str | None) -> str:
@@ -79,8 +101,10 @@ def load_target(
     if device_map is not None:
         options["device_map"] = device_map
     revision = {"revision": options["revision"]} if "revision" in options and tokenizer is None else {}
+    weights = sum(file.stat().st_size for file in Path(path).glob("*.safetensors"))
     try:
-        model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
+        with without_bars() if 0 < weights < _QUICK else nullcontext():
+            model = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, **options)
     except Exception as error:  # whatever transformers, safetensors and tokenizers raise of damaged files
         raise UserError(f"Cannot load the target {path!r}: {sentence(error)}") from error
     return model, read_tokenizer(tokenizer or path, **revision)

@@ -12,11 +12,13 @@ from peft import LoraConfig
 from support.guests import ZLAB, dflash_config, dflash_tensors, save
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
+from transformers import AutoTokenizer
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
 from hf_dart.drafters.dart.export import write_original
+from hf_dart.target.loading import PACKAGED_TARGET, load_target
 from hf_dart.trees.ngram.build import build
 
 
@@ -80,3 +82,15 @@ def test_a_published_dflash_drafter(tmp_path: Path) -> None:
         assert next(drafter.parameters()).dtype == found
     pair = Pair(target, tiny_head(target), None, "target", "head")
     assert "hf_dart, published" in methods(pair, TreeConfig(), (), drafters=[drafter])
+
+
+def test_no_bar_for_what_is_read_at_once(tmp_path: Path, target: Any, capfd: pytest.CaptureFixture[str]) -> None:
+    plain(target, tmp_path / "head")
+    target.save_pretrained(tmp_path / "target")
+    AutoTokenizer.from_pretrained(PACKAGED_TARGET).save_pretrained(tmp_path / "target")
+    capfd.readouterr()
+    DartHead.from_pretrained(str(tmp_path / "head"), target=target)
+    load_target(str(tmp_path / "target"))
+    assert capfd.readouterr().err == ""
+    type(target).from_pretrained(tmp_path / "target")
+    assert "Loading weights" in capfd.readouterr().err  # a user's own calls show what they always do
