@@ -13,9 +13,11 @@ ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "troubleshooting.md"
 MARKERS = "<!-- messages -->\n", "<!-- /messages -->\n"
 
-# A heading for each room, in the order of the page, and the modules that belong elsewhere than their room says.
+# Errors of the house: a user meets none of them.
+_UNTOLD = {"AttributeError", "NotImplementedError", "argparse.ArgumentTypeError"}
+# A heading for each room, in the order of the page.
 ROOMS = {
-    "Calls of generate": ("decoding", "cache", "errors.py", "view"),
+    "Calls of generate": ("decoding", "errors.py", "view"),
     "Targets": ("target",),
     "Drafters, heads and adapters": ("drafters",),
     "Compiled rounds": ("engine",),
@@ -29,12 +31,20 @@ ROOMS = {
 
 
 def messages(source: str) -> Iterator[str]:
-    """The texts of the errors that a module raises, what is filled in shown as …, in the order of the code."""
+    """The errors that a module raises, hands back or warns of, with … for what is filled in; whole sentences alone.
+
+    What is shorter is put into another sentence, or never meets a user.
+    """
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
-            text = template(node.exc.args[0])
-            if text is not None and any(letter.isalpha() for letter in text):
-                yield text
+        said = None
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and ast.unparse(node.exc.func) not in _UNTOLD:
+            said = template(node.exc.args[0]) if node.exc.args else None
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+            said = template(node.args[0])
+        elif isinstance(node, ast.Return) and node.value is not None and source.startswith('"""What the Hub'):
+            said = template(node.value)
+        if said is not None and said.rstrip("…").endswith((".", "?", "; ", ": ")) and said.count(" ") > 2:
+            yield said
 
 
 def template(node: ast.expr) -> str | None:
@@ -57,5 +67,27 @@ def by_room() -> dict[str, list[str]]:
     return found
 
 
+def listed() -> str:
+    """The list as Markdown."""
+    parts = [f"### {heading}\n\n" + "".join(map(_line, texts)) for heading, texts in by_room().items()]
+    return "\n" + "\n".join(parts) + "\n"
+
+
+def with_list(page: str) -> str:
+    """The page with the list as it is now between its markers."""
+    before, _, rest = page.partition(MARKERS[0])
+    return before + MARKERS[0] + listed() + MARKERS[1] + rest.partition(MARKERS[1])[2]
+
+
+def _line(text: str) -> str:
+    for sign in "\\*<|":  # of Markdown
+        text = text.replace(sign, f"\\{sign}")
+    return f"- {text}\n"
+
+
 def _modules(place: Path) -> list[Path]:
     return [place] if place.is_file() else sorted(place.rglob("*.py"))
+
+
+if __name__ == "__main__":
+    PAGE.write_text(with_list(PAGE.read_text(encoding="utf8")), encoding="utf8")
