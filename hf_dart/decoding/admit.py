@@ -27,7 +27,7 @@ from hf_dart.decoding.rows import length_limit
 from hf_dart.target.masks import layer_windows
 from hf_dart.target.mixers import own_states, takes_levels
 from hf_dart.target.positions import refuse_crossing
-from hf_dart.target.processes import alone, refuse_different_calls
+from hf_dart.target.processes import alone, is_shared, refuse_different_calls
 from hf_dart.target.stock_steps import beside_text, cache_name
 from hf_dart.target.support import drops_out, refuse_cache
 from hf_dart.target.trial import check_verification
@@ -100,8 +100,8 @@ def admit(
     drafter.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
-    # Several processes would measure different costs, and those that share a target would verify different trees.
-    estimated = estimated_costs(tree_config, input_ids.device.type, levels) if alone() else frozenset()
+    # Processes that share a target would measure different costs, and verify different trees.
+    estimated = frozenset() if is_shared(model) else estimated_costs(tree_config, input_ids.device.type, levels)
     tree_config = tree_config.for_levels(levels, input_ids.device.type)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))

@@ -35,7 +35,7 @@ from hf_dart.target.devices import users_default
 from hf_dart.target.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.target.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.target.positions import refuse_shifted
-from hf_dart.target.processes import alone
+from hf_dart.target.processes import is_shared
 from hf_dart.target.stock_steps import beside_text, cache_after, next_inputs, position_shift
 from hf_dart.target.support import refuse_cache, refuse_compressed
 from hf_dart.target.verify import Verifier
@@ -223,8 +223,8 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
-        # What one of several processes has learnt from a call that broke off in it alone, the others have not.
-        experience = request.drafter.experience if alone() else Experience()
+        # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
+        experience = Experience() if is_shared(request.model) else request.drafter.experience
         costs = RoundCosts(request.tree_config, rows.device.type, experience.timings, request.estimated)
         costs.begin(batch)
         grower = TreeGrower(

@@ -62,7 +62,7 @@ def device_of(module: Any) -> torch.device:
 
 
 def is_part(weight: Any) -> bool:
-    """Is a weight one of which other processes hold the rest, as with tensor parallelism?"""
+    """Whether other processes hold the rest of a weight, as with tensor parallelism."""
     return hasattr(weight, "full_tensor")
 
 

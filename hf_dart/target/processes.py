@@ -18,7 +18,7 @@ from hf_dart.trees.config import TreeConfig
 
 
 def alone() -> bool:
-    """Is this the only process?"""
+    """Whether this is the only process."""
     return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
 
 
@@ -29,6 +29,11 @@ def group_of(model: nn.Module) -> Any:
     weights: Iterator[Any] = model.parameters()
     mesh = next((weight.device_mesh for weight in weights if is_part(weight)), None)
     return None if mesh is None else mesh.get_group("tp" if mesh.ndim > 1 else None)
+
+
+def is_shared(model: Any) -> bool:
+    """Whether several processes hold parts of a model, as its weights or the plan that it was loaded by tell."""
+    return not alone() and (getattr(model, "_device_mesh", None) is not None or group_of(model) is not None)
 
 
 def highest(model: Any, *numbers: float) -> list[float]:
