@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.target.devices import generator_state
-from hf_dart.target.rounding import held_in, rounding_of
+from hf_dart.target.rounding import narrow_dtype, rounding_of
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
@@ -111,7 +111,8 @@ def differences(
         return [None] * len(positions)
     torch.manual_seed(seed)
     told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    dtype = max(rounding_of(model), held_in(torch.stack(told.logits)), key=lambda dtype: torch.finfo(dtype).eps)
+    narrow = narrow_dtype(torch.stack(told.logits)) or model.dtype
+    dtype = max(rounding_of(model), narrow, key=lambda dtype: torch.finfo(dtype).eps)
     found: list[Difference | None] = []
     for row, position in enumerate(positions):
         if position is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.job import Job
-from hf_dart.target.rounding import held_in
+from hf_dart.target.rounding import narrow_dtype
 from hf_dart.target.trial import TRIAL_TREE
 from hf_dart.trees.tree import DraftTree
 
@@ -23,7 +23,8 @@ def allowance(values: Tensor, dtype: torch.dtype | None = None) -> float:
     Args:
         dtype: in which it multiplies, where the values do not show that: autocast leaves sums in float32.
     """
-    rounding = max(32 * torch.finfo(dtype or held_in(values)).eps, 64 * torch.finfo(torch.float32).eps)
+    dtype = dtype or narrow_dtype(values) or values.dtype
+    rounding = max(32 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
     return rounding * float(values.abs().max())
 
 
@@ -60,4 +61,4 @@ def difference(
         allowed = allowance(wanted)
         if error <= allowed:
             break
-    return error, allowed, held_in(wanted)
+    return error, allowed, narrow_dtype(wanted) or wanted.dtype

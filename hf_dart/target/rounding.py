@@ -34,13 +34,13 @@ def rounding_of(model: PreTrainedModel) -> torch.dtype:
     return torch.bfloat16 if coarse else model.dtype
 
 
-def held_in(numbers: Tensor) -> torch.dtype:
-    """The coarsest dtype of which all `numbers` are, whatever dtype they are kept in.
+def narrow_dtype(numbers: Tensor) -> torch.dtype | None:
+    """The dtype of 16 bits of which all `numbers` are, whatever dtype they are kept in; None if there is none.
 
     Autocast multiplies in 16 bits, and accelerate's hands its results on in float32.
     """
     narrow = (torch.bfloat16, torch.float16)
-    return next((dtype for dtype in narrow if torch.equal(numbers.to(dtype).to(numbers), numbers)), numbers.dtype)
+    return next((dtype for dtype in narrow if torch.equal(numbers.to(dtype).to(numbers), numbers)), None)
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:

@@ -41,7 +41,7 @@ from hf_dart.target.masks import layer_windows, mask_kinds
 from hf_dart.target.mixers import own_states
 from hf_dart.target.positions import position_limit
 from hf_dart.target.processes import highest
-from hf_dart.target.rounding import held_in, refuse_shared_scales, rounding_of
+from hf_dart.target.rounding import narrow_dtype, refuse_shared_scales, rounding_of
 from hf_dart.target.stock_steps import StockSteps, cache_name
 from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
 from hf_dart.target.untouched import as_before
@@ -421,11 +421,11 @@ class _Trial:
 
     def _coarsest(self, logits: Tensor) -> float:
         """The relative rounding of what the target computes in: weights do not tell it under autocast, or quantised."""
-        return max(self._eps, torch.finfo(held_in(logits)).eps, *self._eps_of_values)
+        return max(self._eps, _eps(logits), *self._eps_of_values)
 
     @cached_property
     def _eps_of_values(self) -> list[float]:
-        return [torch.finfo(held_in(layer.values)).eps for layer in attention_layers(self.short)]
+        return [_eps(layer.values) for layer in attention_layers(self.short)]
 
     def _feeds_otherwise(self, length: int, tokens: Tensor, allowed: float) -> bool:
         """Is plain text another one when it is fed at once?"""
@@ -440,6 +440,10 @@ class _Trial:
 
 def _holds_anything(cache: DynamicCache) -> bool:
     return bool(states_of(cache)) or any(layer.is_initialized for layer in attention_layers(cache))
+
+
+def _eps(numbers: Tensor) -> float:
+    return torch.finfo(narrow_dtype(numbers) or numbers.dtype).eps
 
 
 def _difference(left: Tensor, right: Tensor) -> float:

@@ -80,13 +80,15 @@ def test_readme_is_short() -> None:
 
 def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {}
-    first, by_default = blocks(ROOT / "docs" / "use.md")
+    first, by_default, mixed = blocks(ROOT / "docs" / "use.md")
     run(first, names, tmp_path)
     assert float(capsys.readouterr().out) > 1
     names["head"].last_stats = None
     run(by_default, names, tmp_path)
     assert names["head"].last_stats.rounds > 0
     assert "generate" not in vars(names["model"])
+    run(mixed, {**names, "model": hf_dart.attach(names["model"])}, tmp_path)
+    assert names["head"].last_stats.tau > 1
 
 
 def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:

@@ -210,7 +210,8 @@ def test_trl_at_its_defaults(names: dict[str, Any], tmp_path: Path, trainer: str
     model.generate = generate
     reward = lambda completions, **known: [float(len(text)) for text in completions]  # noqa: E731
     with torch.enable_grad():
-        run(snippet("TRL"), {**names, "reward": reward, "torch": torch}, **small)
+        run(snippet("TRL"), made := {**names, "reward": reward, "torch": torch}, **small)
+    assert made["args"].bf16
     print(f"{trainer}Trainer: tau {taus}, near-ties {near_ties}")
     assert len(taus) == 2
     assert min(taus) > 1
