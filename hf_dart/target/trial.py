@@ -7,7 +7,8 @@ is that long, which costs what a few decoding steps on it cost, whatever the win
 start from copies of the same cache, so the comparison is as sharp as on a real text; and because one entry
 among thousands would drown in rounding, the entries at the edge of each window are enlarged.
 
-One row, a batch and a padded batch are three facts: each is shown when it is first needed.
+One row, a batch and a padded batch are three facts: each is shown when it is first needed, by the first call of its
+kind. What stock's own steps differ by is measured once for all three.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ _STATES = 64
 _Case = tuple[Any, ...]
 # Models, and up to how many slots each was found right in this process, as it was then.
 _passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
+# What their stock steps were found to differ by (`_Trial.noise`), as they were then.
+_noise: WeakKeyDictionary[Any, dict[_Case, float]] = WeakKeyDictionary()
 
 
 class _RefusalError(ValueError):
@@ -120,6 +123,7 @@ def _unmoved(model: PreTrainedModel) -> Iterator[None]:
 def forget(model: PreTrainedModel) -> None:
     """Try the model again when that is next asked for."""
     _passed.pop(model, None)
+    _noise.pop(model, None)
 
 
 @host_by_default
@@ -153,11 +157,14 @@ def check_verification(
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if not highest(model, slots > passed.get(case, 0))[0]:  # one process alone may have a hook, which is tried in all
         return
-    with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
-        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
-        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
+    known = _noise.setdefault(model, {})
+    noise = known.get(case[:-1])
+    if noise is None:
+        with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
+            ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
+            StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
     with as_before(model):
-        trial = _Trial(model, list(pads))
+        trial = _Trial(model, list(pads), noise)
         longest = max(table, text or 0) - len(TRIAL_TREE)
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
         for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
@@ -166,8 +173,10 @@ def check_verification(
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     if len(passed) >= _STATES:
         passed.clear()
-    case = (*identity(model), pads)  # of unpacked weights
-    passed[case] = max(slots, min(ahead, default=sys.maxsize))
+        known.clear()
+    now = identity(model)  # of unpacked weights
+    passed[*now, pads] = max(slots, min(ahead, default=sys.maxsize))
+    known[now] = trial.noise
 
 
 def _empty_cache(model: PreTrainedModel) -> DynamicCache:
@@ -179,15 +188,18 @@ class _Trial:
 
     Args:
         pads: left padding of each row.
+        noise: as below, where an earlier trial has found it.
 
     Attributes:
+        noise: what logits of stock's steps differ by in a batch of equal rows, or where the target attends as trees
+            are verified; a share of the largest. The rows are the first one, which is that of every trial.
         short: a stock cache that holds 12 random tokens per row.
         marks: lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
             Those of the cache's layers and all that the config names, as some models slide without telling the
             cache.
     """
 
-    def __init__(self, model: PreTrainedModel, pads: list[int]) -> None:
+    def __init__(self, model: PreTrainedModel, pads: list[int], noise: float | None = None) -> None:
         self._model, self._pads = model, pads
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
@@ -213,11 +225,13 @@ class _Trial:
         refuse_compressed(self.short, _PROMPT)
         with _explained(model, "a token tree"):
             self._own = {slot: slot.read() for slot in own_states(model, short)}
-        with _explained(model, self._described("plain text")):
-            self._noise = self._noise_of_batches()
         self._attention = TreeAttention(model)
-        if self._attention.differs:
-            self._noise = max(self._noise, self._noise_of_attention())
+        if noise is None:
+            with _explained(model, self._described("plain text")):
+                noise = self._noise_of_batches()
+            if self._attention.differs:
+                noise = max(noise, self._noise_of_attention())
+        self.noise = noise
 
     def run(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are, packed or by the target's own SDPA."""
@@ -266,7 +280,10 @@ class _Trial:
     def marks(self) -> set[int]:
         text = self._model.config.get_text_config(decoder=True).to_dict()
         named = [
-            value for name, value in text.items() if any(part in name for part in ("window", "chunk", "floor_scale"))
+            value
+            for name, value in text.items()
+            if any(part in name for part in ("window", "chunk", "floor_scale"))
+            and not any(part in name for part in ("layers", "pattern"))  # numbers of layers, such as Qwen3's 28
         ]
         windows = [window_of(layer) for layer in self.short.layers]
         numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
@@ -354,7 +371,7 @@ class _Trial:
             largest = max(largest, *(float(text.abs().max()) for _, text in pairs))
         # Some families compute parts in fp32 whatever their dtype.
         least = max(_ULPS * self._coarsest(logits), 64 * torch.finfo(torch.float32).eps)
-        return error, (8 * self._noise + least) * largest
+        return error, (8 * self.noise + least) * largest
 
     def _trees(
         self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None

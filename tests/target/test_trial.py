@@ -21,6 +21,7 @@ from hf_dart import LookupDrafter, attach
 from hf_dart.target import trial as probe
 from hf_dart.target.masks import MaskKind
 from hf_dart.target.positions import forgets_text
+from hf_dart.target.stock_steps import StockSteps
 from hf_dart.target.trial import check_verification, forget
 
 GREEDY = {"do_sample": False}
@@ -167,6 +168,38 @@ def test_long_windows_are_tried_by_the_call_that_reaches_them(monkeypatch: pytes
     head = tiny_head(target)
     assert_identical(target, head, prompts([7]), **GREEDY, max_length=140)
     assert set(built) == {12, 97, 105}
+
+
+def test_numbers_of_layers_are_no_windows(monkeypatch: pytest.MonkeyPatch) -> None:
+    built: list[int] = []
+    run = probe._Trial.run
+    monkeypatch.setattr(probe._Trial, "run", lambda self, length: (built.append(length), run(self, length)))
+    target = tiny_target("qwen3")
+    assert target.config.max_window_layers == 28
+    check_verification(target)
+    assert built == [12]
+
+
+@torch.no_grad()
+def test_a_batch_measures_nothing_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the first row's steps differ by was found before, and the first call of a batch waits for its trial."""
+    steps: list[int] = []
+    run = StockSteps._run
+    monkeypatch.setattr(StockSteps, "_run", lambda self, inputs: (steps.append(1), run(self, inputs))[1])
+    target = tiny_target("llama")
+
+    def forwards(**rows: Any) -> int:
+        steps.clear()
+        check_verification(target, 60, **rows)
+        return len(steps)
+
+    assert forwards() == 20
+    assert forwards(rows=8, padded=True) == forwards(rows=8) == 13
+    assert forwards(rows=3, padded=True) == 0
+    forget(target)
+    assert forwards(rows=8, padded=True) == 20
+    noises = [probe._Trial(target, list(pads)).noise for pads in (probe._ONE, probe._LEVEL, probe._PADDED)]
+    assert noises[0] == noises[1] == noises[2]
 
 
 def test_attention_scales_that_follow_slots_are_refused_where_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
