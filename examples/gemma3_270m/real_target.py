@@ -15,6 +15,7 @@ import os
 import re
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from importlib.resources import files
 from importlib.util import find_spec
 from itertools import islice
@@ -24,7 +25,7 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench import report, speed
+from hf_dart.bench import audit, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import progress_bar, say, show
 from hf_dart.view.tables import OURS, STOCK, as_table
@@ -182,6 +183,10 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     say(f"{kind}: {len(cut)} prompts of up to {max(map(len, cut))} tokens")
     with progress_bar() as advance:
         found = speed.measure(pair, cut, settings, {OURS: {"assistant": pair.head}}, advance, modes)
+    if not all(one.identical for one in found):
+        batch = cut if cut[1:] else cut * 2
+        about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
+        print(audit.as_table({**about, **audit.audit(pair, batch, settings)}))
     return report.results(found, text=kind, dtype="float32", prompt_tokens=max(map(len, cut)))
 
 
@@ -207,11 +212,7 @@ def main() -> int:
     show(as_table(content, phases=False))
     if given.json:
         given.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-    same = all(one["identical"] for one in found if one["method"] != STOCK)
-    if not same:
-        audit = f"hf-dart audit --target {given.model} --dtype float32"
-        print(f"Not the same text: `{audit}` shows how far stock differs from stock.")
-    return 0 if same else 1
+    return 0 if all(one["identical"] for one in found if one["method"] != STOCK) else 1
 
 
 if __name__ == "__main__":
