@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import shlex
+import shutil
+from glob import glob
 from pathlib import Path
 from typing import Any
 
 import pytest
 from peft import LoraConfig
 from support import tiny
+from support.chats import chat_tokenizer
+from support.modules import with_module
 from support.sights import seeing_target, sights
 from transformers import AutoModelForCausalLM, AutoTokenizer, BatchFeature
 
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.bench.pair import PACKAGED_HEAD
+from hf_dart.cli import main, parser
 from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
+from hf_dart.training.recipe import read_recipe
 from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.trees.ngram.build import build
 
@@ -38,7 +45,8 @@ def run(code: str, names: dict[str, Any], folder: Path) -> None:
         '"z-lab/Qwen3-4B-DFlash-b16"': repr(str(PACKAGED_HEAD)),
         '"someone/dart-qwen3-8b"': repr(str(PACKAGED_HEAD)),
         '"someone/diffusion-qwen3-8b"': repr(str(folder / "diffusion")),
-        '"Qwen/Qwen3-0.6B"': repr(str(PACKAGED_TARGET)),
+        '"Qwen/Qwen3-0.6B"': repr(str(folder / "small")),
+        '"yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"': repr(str(PACKAGED_HEAD)),
         '"runs/': f'"{folder}/',
         '"all.ngram"': repr(str(folder / "all.ngram")),
         '"answers.jsonl"': repr(str(folder / "answers.jsonl")),
@@ -57,7 +65,7 @@ def names() -> dict[str, Any]:
     model = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET, dtype="float32")
     tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
     inputs = tokenizer("import os", return_tensors="pt")
-    return {"model": model, "tokenizer": tokenizer, "inputs": inputs, "DartHead": DartHead}
+    return {"model": model, "tokenizer": tokenizer, "inputs": inputs, "DartHead": DartHead, "hf_dart": hf_dart}
 
 
 def test_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -72,6 +80,92 @@ def test_readme(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch:
     for code in others:
         run(code, names, tmp_path)
     assert names["drafter"].last_stats.rounds > 0
+
+
+# ---- shell commands ------------------------------------------------------------------------------------------
+
+# Beginnings of those that do not run here, and why; the rest run, with the names and sizes of `tiny_command`.
+NOT_RUN = {
+    "python3 -m venv": "make an environment: .ci/run does",
+    "pip install": "needs a package index: .ci/run does",
+    "vllm serve": "needs vLLM and a GPU",
+    "python tests/interop/with_originals.py": "needs other projects' code",
+    "hf-dart train": "tests/training and test_training run recipes; their options are read here",
+    "hf-dart generate --head runs/head/final": "uses what training left",
+    "hf-dart convert runs/head/final": "likewise: tests/interop/test_vllm.py converts",
+    "hf-dart generate --target Qwen/Qwen3-8B --head runs/uno/final": "likewise: tests/drafters/test_uno.py drafts",
+    "hf-dart bench": "takes minutes: tests/bench runs it; its options are read here",
+    "hf-dart drafts": "likewise",
+    "hf-dart audit": "likewise",
+    "hf-dart serve": "goes on until it is stopped: tests/tools/test_serve.py",
+    "hf-dart ngram build code.ngram --dataset": "needs the Hub; its options are read here",
+    "hf-dart push": "needs the Hub: tests/hub/test_push.py has one; its options are read here",
+}
+
+
+def commands(page: Path) -> list[str]:
+    """The lines of a page's shell blocks."""
+    found = re.findall(r"^```sh\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE)
+    return [line for block in found for line in block.splitlines() if line]
+
+
+LINES = [(page.name, line) for page in PAGES if page.name != "CONTRIBUTING.md" for line in commands(page)]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all that the commands name."""
+    folder = tmp_path_factory.mktemp("commands")
+    shutil.copytree(PACKAGED_TARGET, folder / "target")
+    chat_tokenizer().save_pretrained(folder / "target")
+    (folder / "src").mkdir()
+    for name in ("a", "b"):
+        (folder / "src" / f"{name}.py").write_text("import os\nimport sys\n" * 20)
+    (folder / "prompts.jsonl").write_text('{"text": "import os, sys, re, json, math, time, random, string"}\n' * 4)
+    for name in ("all", "machine-1", "machine-2"):
+        build(["import os\nimport sys\n"] * 8, folder / f"{name}.ngram", tokenizer=chat_tokenizer())
+    return folder
+
+
+def tiny_command(line: str, place: Path) -> list[str]:
+    """The words of a command, with the packaged pair, and a chat template, in place of what is on the Hub."""
+    words = shlex.split(line, comments=True)[1:]
+    heads = ("someone/dart-qwen3-8b", "z-lab/Qwen3-4B-DFlash-b16", "fvliang/qwen8b-dart")
+    stands_for = {"Qwen/Qwen3-8B": str(place / "target"), "Qwen/Qwen3-4B": str(place / "target")}
+    stands_for |= dict.fromkeys(heads, str(PACKAGED_HEAD)) | {"someone/prompts": "prompts.jsonl", "FILES": "src/a.py"}
+    words = [one for word in words for one in (sorted(glob(word)) or [stands_for.get(word, word)])]
+    if words[0] in ("generate", "view"):
+        words += ["--max-new-tokens", "8", "--dtype", "float32"]
+    if words[0] == "regenerate":
+        words += ["--length", "24", "--prefix", "4", "8", "--rows", "4", "--batch-size", "4"]
+    return words
+
+
+@pytest.mark.parametrize(("page", "line"), LINES, ids=[f"{page}-{line[:50]}" for page, line in LINES])
+def test_commands(page: str, line: str, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    if not line.startswith("hf-dart "):
+        assert line.startswith(tuple(NOT_RUN)), f"{page}: {line}"
+    elif not line.startswith(tuple(NOT_RUN)):
+        assert main(tiny_command(line, place)) == 0
+    elif not line.startswith("hf-dart train"):
+        parser().parse_args(tiny_command(line, place))
+    elif "..." not in line:
+        words = line.replace("examples/", f"{ROOT}/examples/").partition(" # ")[0]
+        read_recipe(shlex.split(words)[2:])
+
+
+def test_commands_that_do_not_run_are_still_there() -> None:
+    lines = [line for _, line in LINES]
+    assert [start for start in NOT_RUN if not any(line.startswith(start) for line in lines)] == []
+
+
+def test_recipes(tmp_path: Path) -> None:
+    (recipe,) = re.findall(
+        r"^```yaml\n(.*?)^```$", (ROOT / "docs" / "training.md").read_text(), re.DOTALL | re.MULTILINE
+    )
+    (tmp_path / "recipe.yaml").write_text(recipe.replace("bf16: true", "bf16: false\nuse_cpu: true"))
+    assert read_recipe([str(tmp_path / "recipe.yaml")]).training.max_steps == 20000
 
 
 def test_readme_is_short() -> None:
@@ -93,18 +187,28 @@ def test_use(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_drafters(names: dict[str, Any], tmp_path: Path) -> None:
     tiny.tiny_diffusion_drafter(names["model"]).save_pretrained(tmp_path / "diffusion")
+    shutil.copytree(PACKAGED_TARGET, tmp_path / "small")
     hf_dart.detach(names["model"])
     given = {**names["inputs"], "max_new_tokens": 64}
     stock = names["model"].generate(**given)
     *others, own = blocks(ROOT / "docs" / "drafters.md")
     assert others
     for code in others:
-        run(code, names, tmp_path)
-        assert names.pop("drafter").last_stats.rounds > 0
+        # The packaged target has no module of its own.
+        has = {"model": with_module("glm4_moe", tmp_path / "glm")[0], "inputs": tiny.prompts([7])}
+        made = {**names, **(has if "MtpDrafter" in code else {})}
+        run(code, made, tmp_path)
+        assert made["drafter"].last_stats.rounds > 0
     run(own, names, tmp_path)
     drafter = names["BigramDrafter"](names["text"])
     assert names["model"].generate(**given, assistant=drafter).equal(stock)
     assert drafter.last_stats.accepted > 0
+
+
+def test_what_is_no_code_has_gaps() -> None:
+    for page in PAGES:
+        for block in re.findall(r"^```text\n(.*?)^```$", page.read_text(encoding="utf8"), re.DOTALL | re.MULTILINE):
+            assert "..." in block or page.name == "CONTRIBUTING.md", f"{page.name}: {block}"
 
 
 def test_ngram_table(names: dict[str, Any], tmp_path: Path) -> None:
