@@ -86,8 +86,9 @@ def assert_identical_up_to_near_ties(
     model: Any, drafter: Any, inputs: dict[str, Any], *, seed: int = 0, into: Tally, label: str, **options: Any
 ) -> None:
     """For fp32: where a row differs first, stock's own two best tokens must lie within `NEAR_TIE`."""
+    drafting = {name: options.pop(name) for name in ("tree_config", "refine") if name in options}
     stock = run(model, inputs, seed, **options)
-    ours = run(model, inputs, seed, assistant=drafter, **options)
+    ours = run(model, inputs, seed, assistant=drafter, **drafting, **options)
     into.add(drafter.last_stats)
     start = inputs["input_ids"].shape[1]
     split = first_difference(stock.sequences, ours.sequences)
