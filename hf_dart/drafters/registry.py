@@ -29,9 +29,10 @@ Names = Callable[[], Collection[str]]
 Class = TypeVar("Class", bound=type[Any])
 # What their `from_pretrained` takes and does not name.
 _OF_TRANSFORMERS = (
-    "allow_all_kernels", "attn_implementation", "device_map", "dtype", "experts_implementation", "gguf_file",
-    "kernel_config", "key_mapping", "max_memory", "offload_buffers", "offload_folder", "proxies",
-    "quantization_config", "trust_remote_code", "use_kernels", "variant",
+    "allow_all_kernels", "attn_implementation", "device_map", "device_mesh", "distributed_config", "dtype",
+    "experts_implementation", "gguf_file", "kernel_config", "key_mapping", "max_memory", "offload_buffers",
+    "offload_folder", "proxies", "quantization_config", "tp_plan", "tp_size", "trust_remote_code", "use_kernels",
+    "variant",
 )  # fmt: skip
 _LOGGER = logging.getLogger(__name__)
 
@@ -136,7 +137,7 @@ def check_options(kind: Any, content: Mapping[str, Any], options: Mapping[str, A
     Raises:
         TypeError: one is unknown, or `target` is no model.
     """
-    makers = (one.from_pretrained for one in kind.__mro__ if "from_pretrained" in vars(one))
+    makers = (one.from_pretrained for one in (*kind.__mro__, PreTrainedModel) if "from_pretrained" in vars(one))
     named = {name for make in makers for name in inspect.signature(make).parameters}
     fields = annotated(getattr(kind, "config_class", None) or object)
     known = {*named, *fields, *content, *HUB_OPTIONS, *_OF_TRANSFORMERS, *others}
