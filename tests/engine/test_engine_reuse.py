@@ -82,20 +82,6 @@ def test_what_another_call_left_is_not_read() -> None:
     assert not any(buffer.isnan().any() for buffer in held)
 
 
-@pytest.mark.filterwarnings("ignore:Of this call")
-@pytest.mark.parametrize("processors", [{}, {"no_repeat_ngram_size": 9}], ids=["rounds", "forwards"])
-def test_calls_whose_rows_stand_elsewhere(pair: tuple[Any, Any], processors: dict[str, int]) -> None:
-    """Positions of the user's own, in one row or the other: what was captured for one call serves the next."""
-    target, head = pair
-    made, inputs = engine(target, head, first_tier=64), prompts([7, 7])
-    texts = []
-    for steps in ([1, 3], [3, 1]):
-        given = {**inputs, "position_ids": torch.arange(7) * torch.tensor(steps)[:, None]}
-        texts.append(assert_identical(target, head, given, **{**GREEDY, **processors})[0].sequences)
-    assert not torch.equal(*texts), "it was to matter"
-    assert len([*made.tiers, *made.forwards]) == 1
-
-
 @pytest.mark.parametrize("ignored", [(0, 7), (7, 0)])
 def test_two_penalties_are_not_one(pair: tuple[Any, Any], ignored: tuple[int, int]) -> None:
     """Each counts another part of the text; there is but one record of the tokens in it."""

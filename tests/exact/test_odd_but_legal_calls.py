@@ -224,12 +224,3 @@ def test_positions_of_the_users_own(first: list[int]) -> None:
     given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
     stock, _ = assert_identical(target, tiny_head(target), given, do_sample=False, max_new_tokens=12)
     assert not torch.equal(stock.sequences, run(target, inputs, 0, do_sample=False, max_new_tokens=12).sequences)
-
-
-def test_positions_of_the_users_own_in_one_row() -> None:
-    """The other ones count their tokens."""
-    target, inputs = tiny_target("llama"), prompts([7, 7, 7])
-    given = {**inputs, "position_ids": torch.arange(7) * torch.tensor([[1], [1], [3]])}
-    stock, _ = assert_identical(target, tiny_head(target), given, do_sample=False, max_new_tokens=12)
-    plain = run(target, inputs, 0, do_sample=False, max_new_tokens=12).sequences
-    assert (stock.sequences == plain).all(1).tolist() == [True, True, False]
