@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any
 
 import pytest
-import torch
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.drafter_runner import DrafterRunner
-from hf_dart.decoding.pace import CHAIN
-from hf_dart.decoding.proposal import Verified
-from hf_dart.decoding.turns import DrafterState
 
 ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
 
@@ -41,27 +35,3 @@ def test_as_much_is_accepted_as_alone(make: Callable[..., Any], lengths: list[in
         target.generate(inputs["input_ids"][row : row + 1, -length:], assistant=drafter, **options)
         alone = [count for (count,) in drafter.last_stats.committed]
         assert [counts[row] for counts in together if counts[row]] == alone
-
-
-def test_a_row_that_waits_keeps_its_draft() -> None:
-    """All of it, what comes after its branches included, while another row goes on."""
-    target = tiny_target("llama")
-    drafter = tiny_eagle_drafter(target)
-    state = DrafterState(drafter.begin(2, 40), 0, [0, 0])
-    rows: Any = type("Rows", (), {"in_step": False})
-    runner = DrafterRunner(
-        drafter, state, drafter.propose_ranked, 4, lambda _, scores: scores, rows, nullcontext, keeps=True
-    )
-    generator = torch.Generator().manual_seed(0)
-
-    def drafted(counts: list[int]) -> Any:
-        features = torch.randn(2, 5, drafter.config.features_width, generator=generator, dtype=torch.float64)
-        tokens = torch.randint(2, 48, (2, 5), generator=generator)
-        return runner.propose(Verified(features, tokens, torch.tensor(counts)), CHAIN)
-
-    with torch.no_grad():
-        first, second = drafted([5, 4]), drafted([2, 0])
-    for name in ("logits", "hidden", "branches", "conditional"):
-        before, after = getattr(first, name), getattr(second, name)
-        assert torch.equal(after[1], before[1]), name
-        assert not torch.equal(after[0], before[0]), name
