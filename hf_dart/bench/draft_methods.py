@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from copy import copy
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from hf_dart.bench.profile import Profile
-from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK, Verdict, headline, markdown
 
@@ -32,10 +30,6 @@ class DraftMethod:
             module = getattr(self.drafter, part, None)
             if module is not None and used:
                 size += sum(weight.nbytes for weight in module.parameters())
-        if isinstance(self.drafter, DartHead) and self.drafter.draft_rank is not None:
-            lm_head, config = self.drafter.lm_head or self.drafter.shared.lm_head, self.drafter.config
-            rows = config.draft_vocab_size or config.vocab_size
-            size += self.drafter.draft_rank * (rows + config.hidden_size) * lm_head.weight.element_size()
         return {"tree": asdict(self.tree), "bytes": size}
 
 
@@ -90,18 +84,6 @@ def of_others(heads: Mapping[str, Any], nodes: int) -> dict[str, DraftMethod]:
         for name, way in draft_methods(head, nodes).items()
         if name == "marginal tree" or " x" in name or name in ("+ selector", "+ Markov selector")
     }
-
-
-def of_ranks(head: Any, ranks: Sequence[int], nodes: int) -> dict[str, DraftMethod]:
-    """The marginal tree of drafts that LM heads of low rank score (`DartHead.reduce_rank`).
-
-    Raises:
-        ValueError: a rank is out of range, or the drafter is no DART head.
-    """
-    if ranks and not isinstance(head, DartHead):
-        raise ValueError(f"Ranks are those of a DART head's LM head; this is a {type(head).__name__}.")
-    tree = TreeConfig(nodes=nodes, lookup=0, selector=False, ngram_weight=0)
-    return {f"marginal tree, rank {rank}": DraftMethod(copy(head).reduce_rank(rank), tree) for rank in ranks}
 
 
 def as_table(report: dict[str, Any]) -> str:

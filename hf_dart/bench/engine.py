@@ -75,7 +75,6 @@ class Settings:
         other_taus: such that the captured round is measured at, too.
         nodes: of the tree.
         draft_length: of the head.
-        draft_rank: of the LM head that scores drafts (`DartHead.reduce_rank`); None is the target's.
         batch, prompt_tokens, new_tokens: of each call.
         repeats: how often each method is timed.
         backend: of `torch.compile`; None compiles nothing of ours.
@@ -94,7 +93,6 @@ class Settings:
     other_taus: tuple[float, ...] = (3.0, 7.0)
     nodes: int = 64
     draft_length: int = 8
-    draft_rank: int | None = None
     batch: int = 1
     prompt_tokens: int = 128
     new_tokens: int = 256
@@ -118,9 +116,6 @@ class Settings:
         longest = min(self.draft_length + 1, self.nodes)
         if not 1 <= self.tau <= longest:
             raise ValueError(f"--tau is {self.tau:g}; give 1 to {longest}, the longest path of the tree.")
-        width = SHAPES[self.shape][0]
-        if self.draft_rank is not None and self.draft_rank > width:
-            raise ValueError(f"--draft-rank is {self.draft_rank}; give 1 to {width}, the width of the LM head.")
         known = {one.name for one in fields(EngineConfig)} - {"backend"}
         if unknown := self.engine.keys() - known:
             raise ValueError(f"--engine names {min(unknown)!r}; give some of {', '.join(sorted(known))}.")
@@ -219,7 +214,6 @@ class _Bench:
         progress(f"building {settings.shape} in {settings.dtype} on {settings.device}")
         target = self._target = build_target(settings.shape, getattr(torch, settings.dtype), self._device)
         head = self._head = SimulatedHead.from_target(target, draft_length=settings.draft_length).aim(settings.tau)
-        head.reduce_rank(settings.draft_rank)
         first = torch.arange(settings.batch)[:, None] * 7 + torch.arange(settings.prompt_tokens)
         self._inputs = {"input_ids": (first % target.config.vocab_size).to(self._device)}
         self._inputs["attention_mask"] = torch.ones_like(self._inputs["input_ids"])
@@ -495,7 +489,6 @@ def _results(settings: Settings, measured: list[Measurement], report: dict[str, 
 def as_table(report: dict[str, Any]) -> str:
     """Two Markdown tables of what `measure` gives, what they were measured on above them."""
     settings = report["settings"]
-    scored = "" if settings["draft_rank"] is None else f"drafts scored at rank {settings['draft_rank']}, "
     switches = "".join(f"{name} {value}, " for name, value in settings["engine"].items())
     rows = [
         [
@@ -514,7 +507,7 @@ def as_table(report: dict[str, Any]) -> str:
         f"{settings['shape']} with random weights and a head of simulated acceptance, {settings['dtype']}, "
         f"{report['hardware']}; " + ", ".join(f"{name} {number}" for name, number in report["versions"].items()),
         f"batch {settings['batch']}, {settings['prompt_tokens']} + {settings['new_tokens']} tokens, tree of "
-        f"{settings['nodes']} nodes, {scored}{switches}backend {settings['backend']}; medians of up to "
+        f"{settings['nodes']} nodes, {switches}backend {settings['backend']}; medians of up to "
         f"{settings['repeats']} interleaved repeats; memory runs at "
         f"{report['bandwidth_bytes_per_second'] / 1e9:.0f} GB/s, a forward reads "
         f"{report['forward_bytes'] / 1e9:.3f} GB",

@@ -44,9 +44,6 @@ def add(commands: Any) -> None:
         "--others", nargs="+", default=(), metavar="HEAD", help="other heads of the target: their selectors and editors"
     )
     parser.add_argument(
-        "--ranks", type=sizes, default=(), metavar="RANKS", help="such as 64,128: of LM heads that score drafts"
-    )
-    parser.add_argument(
         "--modes", nargs="+", default=("greedy", "sampled, T=1"), metavar="MODE", help="of those of hf-dart bench"
     )
     parser.add_argument("--profile", action="store_true", help="measure costs first, for the trees sized by them")
@@ -71,8 +68,6 @@ def _run(arguments: argparse.Namespace) -> int:
     costs = profile.measure(pair, progress=say) if arguments.profile else None
     ways = draft_methods.draft_methods(pair.head, arguments.nodes, costs)
     ways |= draft_methods.of_others(others, arguments.nodes)
-    with as_user_error(ValueError):
-        ways |= draft_methods.of_ranks(pair.head, arguments.ranks, arguments.nodes)
     methods = {name: way.options for name, way in ways.items()}
     modes = {mode: speed.MODES[mode] for mode in arguments.modes}
     with progress_bar() as advance:

@@ -12,7 +12,6 @@ from hf_dart.errors import as_user_error
 _NUMBERS = {
     "nodes": "of the tree (default: 64, on a CPU 16)",
     "draft-length": "of the head (default: 8)",
-    "draft-rank": "of the LM head that scores drafts (default: the target's own)",
     "batch": "default: 1",
     "prompt-tokens": "default: 128, on a CPU 64",
     "new-tokens": "default: 256, on a CPU 32",
@@ -37,7 +36,7 @@ def add(commands: Any) -> None:
         nargs="+",
         type=_option,
         metavar="NAME=VALUE",
-        help="other options of hf_dart.compile, such as fuse=true tree_attention=triton",
+        help="other options of hf_dart.compile, such as lag=1 first_tier=1024",
     )
     parser.add_argument(
         "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, on a CPU float32"
@@ -74,7 +73,7 @@ def _option(text: str) -> tuple[str, Any]:
     """A name and its value, as JSON where it is that."""
     name, equals, value = text.partition("=")
     if not (name and equals and value):
-        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as fuse=true")
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as lag=1")
     try:
         return name, json.loads(value)
     except ValueError:

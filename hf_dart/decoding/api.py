@@ -27,7 +27,6 @@ from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
 from hf_dart.target.devices import host_by_default, users_default
-from hf_dart.target.fused import separate
 from hf_dart.target.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
@@ -84,8 +83,6 @@ def attached(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> An
 def detach(model: PreTrainedModel) -> Any:
     """Undo `attach`: `generate` of this model is what it was, without `assistant=` and without a default drafter.
 
-    Weights that `hf_dart.compile(..., fuse=True)` has moved into one storage get their own again.
-
     Args:
         model: a causal LM, or a wrapper of one by PEFT or `torch.compile`; one that is not attached stays as it is.
 
@@ -98,7 +95,6 @@ def detach(model: PreTrainedModel) -> Any:
         own = own.own
     if own is not None:
         target.generate = own
-    separate(target)
     return model
 
 

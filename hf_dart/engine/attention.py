@@ -14,12 +14,7 @@ from torch import Tensor
 
 from hf_dart.cache.states import StatefulCache
 from hf_dart.engine.cache import FixedCache
-from hf_dart.engine.flex_attention import FlexMask
-from hf_dart.engine.kernels import Kernels
-from hf_dart.target.fused import fused
-from hf_dart.target.masks import MaskKind
 from hf_dart.target.packed import MASKS, NODES, for_groups
-from hf_dart.target.stand_in import standing_in
 from hf_dart.target.tree_forward import tree_forwards
 from hf_dart.target.verify import Verifier
 from hf_dart.trees.tree import DraftTree
@@ -32,31 +27,21 @@ class PackedVerifier(Verifier):
         like: of a call; its rows' shifts of positions are to be filled in (`load`).
         cache: where the committed tokens of B rows are.
         hands_down: does the target hand arguments that it does not know down to its attention?
-        kernels: what it computes by.
     """
 
-    def __init__(self, like: Verifier, cache: FixedCache, hands_down: bool, kernels: Kernels) -> None:
+    def __init__(self, like: Verifier, cache: FixedCache, hands_down: bool) -> None:
         shift = like.shift
         if shift is not None:
             with torch.inference_mode(False):  # as all that a round reads
                 size = (*shift.shape[:-1], len(cache.lengths))
                 shift = torch.zeros(size, dtype=shift.dtype, device=cache.lengths.device)
         super().__init__(like.target, cache, like.kinds, like.feature_layers, shift=shift)
-        self._hands_down, self._kernels = hands_down, kernels
-        self._done: Tensor | None = None
-        if kernels.tree_attention == "triton":
-            from hf_dart.engine.tree_attention import counters  # Triton may not be installed
-
-            with torch.inference_mode(False):
-                self._done = counters(cache.lengths.device)
+        self._hands_down = hands_down
 
     @contextmanager
     def packed(self) -> Iterator[None]:
         """Within it the target computes as rounds do, in this thread; what runs this is inside of it."""
-        forwards = [(forward.attention, forward) for forward in self._kernels.heads]
-        forwards += [(forward.layer, forward) for forward in self._kernels.layers]
-        mixing = tree_forwards(self.mixers)
-        with self.attention.packed(), fused(self._kernels.linears), standing_in(forwards), mixing:
+        with self.attention.packed(), tree_forwards(self.mixers):
             yield
 
     def _attending(self) -> AbstractContextManager[None]:
@@ -77,20 +62,9 @@ class PackedVerifier(Verifier):
     ) -> dict[str, Any]:
         if not self._hands_down:
             return {}
-        pairs: list[tuple[Tensor, Any]] = []
+        heads = self.target.config.get_text_config(decoder=True).num_attention_heads
+        pairs: list[tuple[Tensor, Tensor]] = []
         for kind in self.kinds:
             mask = masks[kind.name] if isinstance(masks, dict) else masks
-            pairs.append((mask, self._attends(kind, mask, tree, positions)))
+            pairs.append((mask, for_groups(mask, heads // self.cache.cache.layers[kind.layer].keys.shape[1])))
         return {MASKS: pairs} if computed is None else {MASKS: pairs, NODES: computed}
-
-    def _attends(self, kind: MaskKind, mask: Tensor, tree: DraftTree, positions: Tensor) -> Any:
-        """What attends under a mask [B, 1, N, T + N]: a kernel, or the mask as groups of heads need it."""
-        if self._done is not None:
-            from hf_dart.engine.tree_attention import TreeMask
-
-            slots = mask.shape[-1] - tree.size
-            return TreeMask.of(kind, tree.ancestors, positions, self.cache.lengths, slots, self._done)
-        if self._kernels.tree_attention == "flex":
-            return FlexMask.of(mask)
-        heads = self.target.config.get_text_config(decoder=True).num_attention_heads
-        return for_groups(mask, heads // self.cache.cache.layers[kind.layer].keys.shape[1])

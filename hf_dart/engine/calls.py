@@ -79,7 +79,7 @@ def signature(job: Job) -> tuple[Any, ...]:
     models: list[Any] = [target]
     if isinstance(head, DartHead):
         models.append(head)
-        parts += [id(head.draft_vocabulary), head.draft_rank, id(head.ngram)]
+        parts += [id(head.draft_vocabulary), id(head.ngram)]
         made_of = [*head.parameters(), head.shared.embeddings.weight, head.shared.lm_head.weight]
         parts += [state_of(weight) for weight in made_of]
     for model in models:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 
 
 @dataclass(frozen=True)
@@ -21,14 +20,6 @@ class EngineConfig:
             for targets that do not attend by SDPA.
         lag: rounds that run ahead of what the host has read; None is 1 on a GPU, and 0 on a CPU, where nothing runs
             meanwhile.
-        fuse: multiply by the weights of q, k and v, and of gate and up, at once. They move into one storage for that,
-            of which the parameters are views (`hf_dart.target.fused`), until `detach`.
-        fused_heads: norm and rotate queries and keys, and write keys and values, by a Triton kernel of our own, in
-            attentions of Llama's form (`hf_dart.engine.heads`); with `tree_attention="triton"` only.
-        fused_layers: multiply, with the norms and additions around the products, by a Triton kernel of our own, in
-            layers of Llama's form (`hf_dart.engine.layers`); with `fuse` and `fused_heads` only.
-        tree_attention: "triton" attends by a Triton kernel of our own, for targets that attend by SDPA
-            (`hf_dart.engine.tree_attention`), and "flex" by PyTorch's FlexAttention; None by SDPA.
 
     Raises:
         ValueError: a field is out of range.
@@ -39,10 +30,6 @@ class EngineConfig:
     first_tier: int = 512
     share: int = 2
     lag: int | None = None
-    fuse: bool = False
-    fused_heads: bool = False
-    fused_layers: bool = False
-    tree_attention: str | None = None
 
     def __post_init__(self) -> None:
         if self.mode is not None and self.backend != "inductor":
@@ -55,11 +42,3 @@ class EngineConfig:
             raise ValueError(f"share is {self.share}; give 1 or more.")
         if self.lag not in (None, 0, 1, 2):
             raise ValueError(f"lag is {self.lag}; give 0, 1 or 2 rounds, or leave it out.")
-        if self.tree_attention not in (None, "triton", "flex"):
-            raise ValueError(f"tree_attention is {self.tree_attention!r}; give 'triton', 'flex' or None.")
-        if self.tree_attention == "triton" and find_spec("triton") is None:
-            raise ValueError("tree_attention='triton' needs Triton, which is not installed: pip install triton.")
-        if self.fused_heads and self.tree_attention != "triton":
-            raise ValueError("fused_heads writes for the kernel of tree_attention='triton'; set both, or neither.")
-        if self.fused_layers and not (self.fuse and self.fused_heads):
-            raise ValueError("fused_layers multiplies what fuse joins and fused_heads attends to; set all three.")

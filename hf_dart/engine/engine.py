@@ -21,13 +21,11 @@ from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.forward import Forward
 from hf_dart.engine.graphs import Capture, Pool, memory_pool
 from hf_dart.engine.job import HeadJob, Job
-from hf_dart.engine.kernels import Kernels
 from hf_dart.engine.loop import run
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
-from hf_dart.target.fused import FusedLinears, fuse
 from hf_dart.target.packed import PACKED
 
 _WORTH_A_MOVE = 64
@@ -87,7 +85,6 @@ class Engine:
         kept = bool(self._tiers or self._forwards)
         self._clear()
         self._hands_down = True  # does the target hand arguments down to our attention, as far as is known?
-        self._kernels = Kernels()
         if kept:
             gc.collect()  # rounds refer to themselves, by what was compiled of them
 
@@ -111,7 +108,7 @@ class Engine:
     def _capture(self, job: Job) -> Capture:
         self._pool = self._pool or memory_pool(job.model.device)
         backend = Backend(self.config.backend, self.config.mode)
-        return Capture(backend, self._pool, self._memory, self._hands_down, self._kernels)
+        return Capture(backend, self._pool, self._memory, self._hands_down)
 
     def run(self, session: Session) -> None:
         """Bring a prefilled session to its end, or as far as rounds can be captured; eager rounds go on from there."""
@@ -122,12 +119,10 @@ class Engine:
             if isinstance(job, str):
                 self._warn(f"This call runs the eager round, not the captured one: {job}.")
                 return
-            linears = tuple(fuse(job.model)) if self.config.fuse else ()
             made_for = signature(job)
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._kernels = self._asked_for(job.model, linears)
                 self._hands_down = job.verify.attention.packs or job.verify.attention.name == PACKED
             whole = head_job(job)
             if isinstance(whole, str):
@@ -137,23 +132,6 @@ class Engine:
                 self._run_rounds(whole)
         finally:
             self._busy.release()
-
-    def _asked_for(self, target: PreTrainedModel, linears: tuple[FusedLinears, ...]) -> Kernels:
-        """What the target computes by, as far as it computes the same by that."""
-        found = Kernels(linears, tree_attention=self.config.tree_attention)
-        if self.config.fused_heads:
-            from hf_dart.engine import heads  # Triton may not be installed
-
-            found = found._replace(heads=heads.forwards_of(target))
-            if not found.heads:
-                self._warn(f"fused_heads is left out: no attention of {type(target).__name__} computes the same by it.")
-        if self.config.fused_layers:
-            from hf_dart.engine import layers
-
-            found = found._replace(layers=layers.forwards_of(target, found.heads, linears))
-            if not found.layers:
-                self._warn(f"fused_layers is left out: no layer of {type(target).__name__} computes the same by it.")
-        return found
 
     def _run_rounds(self, job: HeadJob) -> None:
         """Captured rounds, tier after tier."""
@@ -246,14 +224,7 @@ class Engine:
         return tier
 
     def _goes_without(self, reason: str) -> bool:
-        """Is there anything that rounds can do without from here on, as it may be the reason that they do not work?
-
-        First kernels of ours; then what attention is told, as the target may not hand it down.
-        """
-        if self._kernels != Kernels():
-            self._warn(f"Captured rounds go on without the kernels that were asked for: {reason}.")
-            self._kernels, self._pool = Kernels(), None
-            return True
+        """Go on without arguments for attention, which the target may not hand down; False if that was done before."""
         if self._hands_down:
             self._progress(f"hf_dart: rows of a batch do not share their nodes, nor layers their masks: {reason}")
             self._hands_down, self._pool = False, None

@@ -99,7 +99,7 @@ class Forward:
         if size not in self.sizes:
             with torch.inference_mode(False), torch.no_grad():
                 cache = self._whole.for_nodes(job.cache, size)
-                verifier = PackedVerifier(job.verify, cache, self._capture.hands_down, self._capture.kernels)
+                verifier = PackedVerifier(job.verify, cache, self._capture.hands_down)
                 verifier.load(job.verify, range(len(job.rows)))
                 self.sizes[size] = SizedForward(verifier, cache, size, self._capture)
         return self.sizes[size]

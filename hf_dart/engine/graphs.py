@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hf_dart.engine.compiling import Backend
-from hf_dart.engine.kernels import Kernels
 from hf_dart.engine.memory import Memory
 
 _WARM_UPS = 3
@@ -34,14 +33,13 @@ class Capture(NamedTuple):
         backend: that compiles them.
         pool: of graphs.
         memory: for keys, values and noise.
-        hands_down, kernels: of `attention.PackedVerifier`.
+        hands_down: of `attention.PackedVerifier`.
     """
 
     backend: Backend
     pool: Pool | None
     memory: Memory
     hands_down: bool
-    kernels: Kernels
 
 
 class Launch:

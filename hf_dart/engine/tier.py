@@ -35,7 +35,7 @@ class Tier:
     """
 
     def __init__(self, shape: Shape, job: HeadJob, capture: Capture) -> None:
-        backend, pool, memory, hands_down, kernels = capture
+        backend, pool, memory, hands_down = capture
         features = job.session.seen.features
         device = features.device
         self.shape, self.seats = shape, list(range(shape.batch))
@@ -44,7 +44,7 @@ class Tier:
             self.cache = FixedCache(job.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
             self.draft = FixedDraftCache.of(job.draft_state, shape.batch, shape.draft_slots, memory)
             self.state = State.empty(shape, features, memory)
-        verifier = self._verifier = PackedVerifier(job.verify, self.cache, hands_down, kernels)
+        verifier = self._verifier = PackedVerifier(job.verify, self.cache, hands_down)
         self._supplied = 0  # positions whose noise was handed on
         self._places: Tensor | None = None  # of the seats in blocks of noise; None where all rows have one
         processors = FixedProcessors(job.session.request.processors, shape.vocab_size, device)

@@ -9,7 +9,7 @@ makes no plan for each number of keys (`masked_attention`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -27,11 +27,7 @@ NODES = "hf_dart_nodes"
 """The argument that targets hand down to it when nodes of several rows are run as one (`engine.budget`)."""
 
 MASKS = "hf_dart_masks"
-"""The argument that targets hand down to it with pairs of a mask and what attends under it: itself as groups of queries
-need it, or a kernel."""
-
-Attend = Callable[[Tensor, Tensor, Tensor, float | None], Tensor]
-"""A kernel: of query [B, H, N, D], key [B, H / g, S, D], value [B, H / g, S, D'] and scaling, [B, N, H, D']."""
+"""The argument that targets hand down to it with pairs of a mask and the same mask `for_groups`, made once a round."""
 
 
 def attend_in_groups(
@@ -84,30 +80,17 @@ def packed_attention(
     if nodes is not None:
         return _of_shared_trees(query, key, value, attention_mask, for_all, nodes, scaling), None
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    alone = groups == 1 and not query.is_cuda and (for_all is None or isinstance(for_all, Tensor))
-    if alone or not shared_mask or dropout or kwargs.get("position_bias") is not None:
+    if (groups == 1 and not query.is_cuda) or not shared_mask or dropout or kwargs.get("position_bias") is not None:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
         )
     assert for_all is not None
-    return _attended(query, key, value, for_all, scaling), None
+    return attend_in_groups(query, key, value, for_all, scaling).transpose(1, 2).contiguous(), None
 
 
-def _made_before(
-    mask: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor | Attend]], groups: int
-) -> Tensor | Attend | None:
-    """What attends under a layer's mask, if it was made for all layers; else the mask as it is."""
-    for own, made in pairs:
-        if own is mask and (not isinstance(made, Tensor) or made.shape[2] == groups * own.shape[2]):
-            return made
-    return mask
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, by: Tensor | Attend, scaling: float | None) -> Tensor:
-    """[B, N, H, D'], by a kernel or under a mask; arguments as `Attend` takes them."""
-    if isinstance(by, Tensor):
-        return attend_in_groups(query, key, value, by, scaling).transpose(1, 2).contiguous()
-    return by(query, key, value, scaling)
+def _made_before(mask: Tensor | None, pairs: Sequence[tuple[Tensor, Tensor]], groups: int) -> Tensor | None:
+    """The layer's mask for groups, if it was made for all layers; else the mask as it is."""
+    return next((made for own, made in pairs if own is mask and made.shape[2] == groups * own.shape[2]), mask)
 
 
 def _of_shared_trees(
@@ -115,7 +98,7 @@ def _of_shared_trees(
     key: Tensor,  # [B, H / g, S, D]
     value: Tensor,  # [B, H / g, S, D']
     mask: Tensor | None,  # [B, 1, N, S]
-    for_all: Tensor | Attend | None,  # the same, or for groups, or what attends under it
+    for_all: Tensor | None,  # the same, or for groups
     nodes: Tensor,  # [M] of B N
     scaling: float | None,
 ) -> Tensor:  # [1, M, H, D']
@@ -125,8 +108,8 @@ def _of_shared_trees(
     batch, size = mask.shape[0], mask.shape[2]
     heads, width = query.shape[1], query.shape[3]
     trees = query.new_zeros(batch * size, heads, width).index_copy(0, nodes, query[0].transpose(0, 1))
-    mixed = _attended(trees.view(batch, size, heads, width).transpose(1, 2), key, value, for_all, scaling)
-    return mixed.flatten(0, 1)[nodes][None]
+    mixed = attend_in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, for_all, scaling)
+    return mixed.transpose(1, 2).flatten(0, 1)[nodes][None]
 
 
 AttentionInterface.register(PACKED, packed_attention)

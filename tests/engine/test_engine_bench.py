@@ -24,7 +24,7 @@ _TINY = ["bench", "engine", "--shape", "tiny", "--dtype", "float32", "--device",
 _TINY += ["--repeats", "1", "--draft-length", "4"]
 
 
-WORDS = "--tau 3.5 --nodes 8 --batch 2 --prompt-tokens 12 --new-tokens 30 --draft-rank 16"
+WORDS = "--tau 3.5 --nodes 8 --batch 2 --prompt-tokens 12 --new-tokens 30"
 
 
 @pytest.fixture
@@ -42,16 +42,16 @@ def test_switches(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatc
     """Fields of `EngineConfig` by name: they are those of the engine, and are told in table and JSON."""
     monkeypatch.setattr(engine, "_SIZES", {"cpu": (1, 4)})
     file, words = tmp_path / "engine.json", "--nodes 8 --tau 2 --prompt-tokens 12 --new-tokens 8"
-    switches = ["--engine", "fuse=true", "tree_attention=flex", "first_tier=64"]
+    switches = ["--engine", "share=1", "first_tier=64"]
     assert main([*_TINY, *words.split(), *switches, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    wanted = {"fuse": True, "tree_attention": "flex", "first_tier": 64}
+    wanted = {"share": 1, "first_tier": 64}
     assert report["settings"]["engine"] == wanted
     assert {name: report["engine"][name] for name in wanted} == wanted
-    assert "fuse True, tree_attention flex, first_tier 64, backend None" in capsys.readouterr().out
+    assert "share 1, first_tier 64, backend None" in capsys.readouterr().out
     for given, told in (
-        ("fuse", "'fuse' is not NAME=VALUE"),
-        ("fused=1", "--engine names 'fused'; give some of first_tier, fuse,"),
+        ("share", "'share' is not NAME=VALUE"),
+        ("shares=1", "--engine names 'shares'; give some of first_tier, lag,"),
         ("backend=none", "--engine names 'backend'; give some of"),
         ("lag=7", "lag is 7; give 0, 1 or 2"),
     ):
@@ -184,7 +184,6 @@ def test_what_a_forward_reads() -> None:
         ("--shape gpt5", "give one of qwen3-0.6b"),
         ("--tau 6", "--tau is 6; give 1 to 5"),
         ("--new-tokens 1", "--new-tokens is 1"),
-        ("--draft-rank 65", "--draft-rank is 65; give 1 to 64"),
     ],
 )
 def test_mistakes(words: str, sentence: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -242,11 +242,11 @@ def test_rows_that_share_their_nodes() -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_copies_ngrams_and_low_rank(tmp_path: Path) -> None:
+def test_copies_and_ngrams(tmp_path: Path) -> None:
     """All that a draft may ask for, in one graph that nothing is read back from."""
     target, head, made = on_gpu("llama", None, selector_rank=4)
     head.ngram = random_table(tmp_path / "words.ngram")
-    head.reduce_rank(3).tree_config = TreeConfig(nodes=16, lookup=24)
+    head.tree_config = TreeConfig(nodes=16, lookup=24)
     for size in (1, 4):
         for options in (GREEDY, {**GREEDY, "do_sample": True, "top_k": 0}):
             # Prompts of one length: left padding in the middle of a text would be a hole.

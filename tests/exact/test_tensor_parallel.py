@@ -102,11 +102,11 @@ def what_one_alone_has_learnt_is_not_used(target: Any, head: Any, inputs: dict[s
 
 
 def parts_of_weights_are_not_read_as_wholes(target: Any, head: Any, inputs: dict[str, Any]) -> None:
-    head.reduce_vocabulary(range(3000)).reduce_rank(64).reads_rows = True
+    head.reduce_vocabulary(range(3000)).reads_rows = True
     hf_dart.compile(target, head)
     with pytest.warns(UserWarning, match="several processes"):
         exact(target, head, inputs, **SAMPLED)
-    head.reduce_vocabulary(None).reduce_rank(None).engine = None
+    head.reduce_vocabulary(None).engine = None
 
 
 class Breaks:

@@ -19,7 +19,6 @@ from hf_dart.drafters.dart.adaptable import AdaptableHead
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.editor import Editor
-from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
@@ -244,7 +243,7 @@ class DartHead(AdaptableHead, DartModel):
             hidden = hidden[:, real - shift :]
         state.advance(counts)
         hidden = hidden[:, :depth]
-        return Proposal(self.draft_logits(hidden), hidden, self.draft_vocabulary)
+        return Proposal(self.logits(hidden), hidden, self.draft_vocabulary)
 
     @property
     def refines(self) -> bool:
@@ -257,7 +256,7 @@ class DartHead(AdaptableHead, DartModel):
         hidden = first.hidden[:, 1:]
         again = self._run(state, self.edit_inputs(tokens[:, :-1], hidden), torch.zeros_like(state.lengths))
         hidden = self.editor(hidden, again)
-        logits = torch.cat([first.logits[:, :1], self.draft_logits(hidden)], dim=1)
+        logits = torch.cat([first.logits[:, :1], self.logits(hidden)], dim=1)
         return Proposal(logits, torch.cat([first.hidden[:, :1], hidden], dim=1), first.vocabulary)
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
@@ -377,21 +376,4 @@ class DartHead(AdaptableHead, DartModel):
         ids = None if tokens is None else checked(tokens, rows).to(self.device)
         self.config.draft_vocab_size = None if ids is None else len(ids)
         self.draft_vocabulary = ids
-        return self
-
-    def reduce_rank(self, rank: int | None) -> Self:
-        """Let drafts be scored by an LM head of low rank (`hf_dart.drafters.dart.low_rank`); the output stays the same.
-
-        Less of the target's LM head is read for a draft, and drafts are a little worse. Nothing is trained or saved; it
-        goes with a draft vocabulary, and only unquantized LM heads are taken apart.
-
-        Args:
-            rank: r, below the width H of the LM head to gain something; None for the LM head as it is.
-
-        Raises:
-            ValueError: the rank is out of range.
-        """
-        if rank is not None and not 1 <= rank <= self.config.hidden_size:
-            raise ValueError(f"rank is {rank}; give 1 to {self.config.hidden_size}, or None for the whole LM head.")
-        self.draft_rank, self._low_rank = rank, LowRankHead()
         return self

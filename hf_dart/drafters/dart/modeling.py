@@ -16,7 +16,6 @@ from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.editor import Editor
-from hf_dart.drafters.dart.low_rank import LowRankHead
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.network import DraftNetwork
@@ -68,8 +67,6 @@ class DartModel(DraftNetwork):
     described_as = "DART head"
     base_model_prefix = "dart"
     main_input_name = "features"
-    draft_rank: int | None = None
-    """Drafts are scored by an LM head of this rank (`hf_dart.drafters.dart.low_rank`); None is the target's own."""
     _no_split_modules = ["DartLayer"]  # noqa: RUF012
 
     def __init__(self, config: DartConfig) -> None:
@@ -99,7 +96,6 @@ class DartModel(DraftNetwork):
         self.make_tables(config)
         self.selector = BigramSelector(config) if config.selector_rank else None
         self.editor = Editor(config) if config.editor else None
-        self._low_rank = LowRankHead()
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -109,17 +105,6 @@ class DartModel(DraftNetwork):
             nn.init.zeros_(module.correction.weight)
         else:
             super()._init_weights(module)
-
-    # ---- tokens -------------------------------------------------------------------------------------
-
-    def draft_logits(self, hidden: Tensor) -> Tensor:
-        """Hidden states of a draft [B, d, H] to logits [B, d, V or M], by `draft_rank` where there is one."""
-        lm_head = self.lm_head or self.shared.lm_head
-        if self.draft_rank is None or not has_rows(lm_head):
-            return self.logits(hidden)
-        # An LM head of the head's own has rows of the draft vocabulary alone.
-        vocabulary = self.draft_vocabulary if self.lm_head is None else None
-        return self._low_rank(lm_head, hidden.to(lm_head.weight.dtype), vocabulary, self.draft_rank)
 
     # ---- the pass -----------------------------------------------------------------------------------
 
