@@ -1,10 +1,10 @@
-"""A small EAGLE-3 head for the packaged target, on a CPU, saved in the original format of EAGLE-3.
+"""A small EAGLE-3 head for the packaged target, on a CPU.
 
     python examples/eagle3_head.py runs/eagle3 --text FOLDER --own runs/own
 
 It trains on Python source in FOLDER, such as the standard library's, and, which matters more, on the target's own
-continuations of it (what `hf-dart regenerate` wrote), and writes OUT/original, which SafeAILab's code, SGLang and vLLM
-read as well as `hf_dart.load_drafter`. The same command continues an interrupted run.
+continuations of it (what `hf-dart regenerate` wrote), and writes OUT/run/final, which `hf_dart.load_drafter` reads. The
+same command continues an interrupted run.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart import EagleDrafter, load_drafter
-from hf_dart.drafters.eagle.export import write_eagle3
+from hf_dart import EagleDrafter
 from hf_dart.training import DataArguments, EagleTrainer, EagleTrainingArguments, load_rows
 
 
@@ -66,8 +65,6 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(str(run)) if run.is_dir() else None)
     trainer.save_model(str(run / "final"))
-    write_eagle3(drafter, arguments.output / "original")
-    load_drafter(str(arguments.output / "original"), target=target, tokenizer=tokenizer)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`hf-dart convert`: heads and n-grams into the formats of other projects, and back."""
+"""`hf-dart convert`: published heads and n-grams into our formats, heads for vLLM."""
 
 from __future__ import annotations
 
@@ -12,19 +12,16 @@ from hf_dart.cli.common import positive, say
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.target.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
 
-_HEADS, _NGRAMS = ("dart", "original-dart", "vllm", "eagle3"), ("ngram", "trie")
-
 
 def add(commands: Any) -> None:
-    parser = commands.add_parser("convert", help="to and from the formats of DART's own code; to vLLM's")
-    parser.add_argument("source", help="a head (folder or Hub id); for --to ngram a .trie file, for --to trie a table")
+    parser = commands.add_parser("convert", help="published heads and n-grams into our formats; heads for vLLM")
+    parser.add_argument("source", help="a head (folder or Hub id); for --to ngram a .trie file")
     parser.add_argument("out", type=Path, help="the folder or file to write; there must be none yet")
     parser.add_argument(
         "--to",
         required=True,
-        choices=(*_HEADS, *_NGRAMS),
-        help="dart: our format, of every kind of head; original-dart: that of DART's released code; vllm: that of "
-        "speculators (P-EAGLE); eagle3: the original one of EAGLE-3; ngram: our table of n-grams; trie: DART's",
+        choices=("dart", "vllm", "ngram"),
+        help="dart: our format, of every kind of head; vllm: that of speculators (P-EAGLE); ngram: our n-gram table",
     )
     parser.add_argument("--target", help="the target of a head: a folder or a Hub id (default: the packaged one)")
     parser.add_argument("--dtype", choices=DTYPES, help="of what is written; default: as the head was saved")
@@ -40,7 +37,7 @@ def _run(arguments: argparse.Namespace) -> int:
     if not arguments.out.resolve().parent.is_dir():
         raise UserError(f"There is no folder {str(arguments.out.resolve().parent)!r} to write to.")
     with as_user_error():
-        (_convert_head if arguments.to in _HEADS else _convert_ngrams)(arguments)
+        (_convert_ngrams if arguments.to == "ngram" else _convert_head)(arguments)
     print(f"Wrote {arguments.out}.")
     return 0
 
@@ -50,43 +47,31 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     target, tokenizer = load_target(arguments.target or str(PACKAGED_TARGET))
     head = load_head(arguments.source, target, tokenizer, dtype=arguments.dtype or "auto")
     from hf_dart.drafters.dart.drafter import DartHead
-    from hf_dart.drafters.dart.export import write_original, write_vllm
+    from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
-    from hf_dart.drafters.eagle.drafter import EagleDrafter
-    from hf_dart.drafters.eagle.export import write_eagle3
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
     if arguments.to == "dart" and isinstance(head, (PretrainedDrafter, DFlashDrafter)):
         head.save_pretrained(arguments.out)
         return
-    if arguments.to == "eagle3" and isinstance(head, EagleDrafter):
-        write_eagle3(head, arguments.out)
-        return
-    if not isinstance(head, DartHead) or arguments.to == "eagle3":
+    if not isinstance(head, DartHead):
         raise UserError(f"{arguments.source!r} is a {type(head).__name__}, which that format has no place for.")
     if head.adapted:
         head.merge_adapter()
-    if arguments.to == "original-dart":
-        write_original(head, arguments.out)
-    else:
-        verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
-        write_vllm(head, arguments.out, target=target, verifier=verifier)
-        options = {
-            "method": "eagle3",  # vLLM does not find out by itself that P-EAGLE runs there
-            "model": str(arguments.out),
-            "num_speculative_tokens": head.draft_length,
-            "parallel_drafting": True,
-        }
-        print(f"vllm serve {verifier} --speculative-config '{json.dumps(options)}'")
+    verifier = arguments.verifier or arguments.target or str(PACKAGED_TARGET)
+    write_vllm(head, arguments.out, target=target, verifier=verifier)
+    options = {
+        "method": "eagle3",  # vLLM does not find out by itself that P-EAGLE runs there
+        "model": str(arguments.out),
+        "num_speculative_tokens": head.draft_length,
+        "parallel_drafting": True,
+    }
+    print(f"vllm serve {verifier} --speculative-config '{json.dumps(options)}'")
 
 
 def _convert_ngrams(arguments: argparse.Namespace) -> None:
-    from hf_dart.interop.trie import CHUNK, read_trie, write_trie
-    from hf_dart.trees.ngram import NgramTable
+    from hf_dart.interop.trie import CHUNK, read_trie
 
-    options: dict[str, Any] = {"chunk": arguments.chunk or CHUNK, "progress": say}
-    if arguments.to == "trie":
-        write_trie(NgramTable.load(arguments.source), arguments.out, **options)
-        return
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
-    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, **options)
+    chunk = arguments.chunk or CHUNK
+    read_trie(arguments.source, arguments.out, tokenizer=tokenizer, chunk=chunk, progress=say)

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from transformers import LlamaConfig, PreTrainedConfig, Qwen3Config
+from torch import Tensor
+from transformers import LlamaConfig, Qwen3Config
 
 from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, read_tensors
 from hf_dart.interop.rope import read_rope, rope_frequencies
-from hf_dart.interop.vllm import llama_fields, lm_head_rows, refuse, vocabulary_maps, write_checkpoint
 from hf_dart.target.features import default_feature_layers
 
 _MANY = 2**31 - 1
@@ -128,19 +127,15 @@ class Published:
         """What the weight `ours` of a network with `layers.N` is called in the file."""
         if self.legacy_norms and (norm := re.fullmatch(r"fusion_norm\.(\d+)\.weight", ours)):
             return f"{_AUX_NORMS[int(norm[1])]}.weight"
-        return _published_name(ours, self.first, self.deeper_norm)
-
-
-def _published_name(ours: str, first: str, deeper_norm: str = "input_layernorm") -> str:
-    if ours in _PARTS:
-        return _PARTS[ours]
-    if ours in ("embedding_norm.weight", "feature_norm.weight"):
-        return f"{first}.{'input_layernorm' if ours.startswith('embedding') else 'hidden_norm'}.weight"
-    if ours.startswith("fusion_norm."):
-        return ours.replace("fusion_norm", "fc_norm")
-    _, number, rest = ours.split(".", 2)
-    rest = rest.replace("mlp_norm", "post_attention_layernorm").replace("input_norm", deeper_norm)
-    return f"{first}.{rest}" if number == "0" else f"layers.{number}.{rest}"
+        if ours in _PARTS:
+            return _PARTS[ours]
+        if ours in ("embedding_norm.weight", "feature_norm.weight"):
+            return f"{self.first}.{'input_layernorm' if ours.startswith('embedding') else 'hidden_norm'}.weight"
+        if ours.startswith("fusion_norm."):
+            return ours.replace("fusion_norm", "fc_norm")
+        _, number, rest = ours.split(".", 2)
+        rest = rest.replace("mlp_norm", "post_attention_layernorm").replace("input_norm", self.deeper_norm)
+        return f"{self.first}.{rest}" if number == "0" else f"layers.{number}.{rest}"
 
 
 def read_published(
@@ -418,67 +413,3 @@ def _with_ascending_taps(weights: dict[str, Tensor], taps: list[int]) -> dict[st
             parts = weights[name].chunk(len(taps), dim=-1)
             each[name] = torch.cat([parts[old] for old in order], dim=-1)
     return {**weights, **each}
-
-
-def write_eagle3(
-    config: PreTrainedConfig, weights: Mapping[str, Tensor], folder: str | Path, *, lm_head: nn.Module
-) -> None:
-    """Write an EAGLE head in the original format: config.json and model.safetensors, without token embeddings.
-
-    Args:
-        config: the `EagleConfig` of the head.
-        weights: of the head, by the names of a network with `layers.N`.
-        folder: is made if there is none.
-        lm_head: of the target, which is copied if the head has none of its own.
-
-    Raises:
-        ValueError: the original code knows no such head; the message says why.
-    """
-    _refuse(config)
-    state = {name: weight.detach().cpu() for name, weight in weights.items()}
-    vocabulary = state.pop("draft_vocabulary", None)
-    if not config.own_lm_head:
-        rows = lm_head_rows(lm_head, vocabulary)
-        if rows is None:
-            raise ValueError(
-                "The target's LM head is quantized, adapted or has a bias, and EAGLE-3 heads have a plain one of their "
-                "own; bind the head to the unquantized target."
-            )
-        state["lm_head.weight"] = rows.to(state["fc.weight"].dtype)
-    tensors = {_published_name(name, "midlayer"): weight.clone() for name, weight in state.items()}
-    tensors["d2t"], tensors["t2d"] = vocabulary_maps(config, vocabulary)
-    content = {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        **llama_fields(config),
-        "draft_vocab_size": len(tensors["d2t"]),
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 2048,
-        "rope_theta": config.rope_theta,
-        "rope_scaling": None,
-        "pad_token_id": 0,
-        "pretraining_tp": 1,
-        "torch_dtype": str(state["fc.weight"].dtype).removeprefix("torch."),
-    }
-    write_checkpoint(folder, content, tensors)
-
-
-def _refuse(config: PreTrainedConfig) -> None:
-    has = {
-        "a token joined to one feature (EAGLE-1)": config.joined,
-        f"{config.num_layers} layers": config.num_layers > 1,
-        "a norm in front of its fusion": config.fusion_norm != "none",
-        "a normed residual": config.norm_before_residual,
-        "a normed output": config.norm_output,
-        "biases": config.fusion_bias or config.attention_bias or config.output_bias or config.mlp_bias,
-        "norms of queries and keys": config.qk_norm,
-        "sliding layers": any(config.windows),
-        "scaled rotations": config.rope_frequencies is not None,
-        "embeddings of its own": config.embeddings == "own",
-        f"heads of width {config.head_dim}": config.head_dim * config.num_attention_heads != config.hidden_size,
-        f"features of layers {config.feature_layers}": config.feature_layers
-        != default_feature_layers(config.target_num_layers),
-        f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
-        "features)": not config.hidden_size == config.embedding_size == config.feature_size,
-    }
-    rest = "train one as EagleDrafter.from_target makes it by default to run it there."
-    refuse(has, f"which the original EAGLE-3 code does not know; {rest}")

@@ -1,4 +1,4 @@
-"""`.trie` files, in which DART's own code (arXiv 2601.19278) keeps its n-grams, to and from an `NgramTable`.
+"""Reader of `.trie` files, in which DART's own code (arXiv 2601.19278) keeps its n-grams, into an `NgramTable`.
 
 Little-endian and packed: `u64 order, u64 nodes`, then every node, `i32 token, u64 parent, i32 count, u64 children` and
 its children, `i32 token, u64 node` each. Node 0 is the root; a parent stands in front of its children. That makes 36
@@ -27,7 +27,6 @@ CHUNK = 2**20
 _HEADER = np.dtype([("order", "<u8"), ("nodes", "<u8")])
 _NODE = np.dtype([("token", "<i4"), ("parent", "<u8"), ("count", "<i4"), ("children", "<u8")])
 _CHILD = np.dtype([("token", "<i4"), ("node", "<u8")])
-_MOST_COUNTED = 2**31 - 1
 
 Progress = Callable[[str], object]
 
@@ -75,106 +74,6 @@ def read_trie(
                 stack.push(part)
                 progress(f"{first + len(heads)} of {nodes} nodes read")
             return merge(stack.tables, path, progress=progress)
-
-
-def write_trie(
-    table: NgramTable, path: str | Path, *, chunk: int = CHUNK, progress: Progress = lambda line: None
-) -> None:
-    """Write a table as a `.trie` file: nodes by their depth, those of one depth by their tokens.
-
-    Counts beyond 2^31 - 1, which the format cannot hold, become that.
-
-    Args:
-        table: whose n-grams.
-        path: of the file to write; it appears at once and whole.
-        chunk: nodes that are written at a time.
-        progress: called with one line now and then.
-
-    Raises:
-        ValueError: the table lacks the beginning of an n-gram, or there is no such folder.
-    """
-    path, spec = Path(path), table.spec
-    singles = np.flatnonzero(table.unigrams)
-    levels: list[tuple[Array, Array]] = [
-        (np.zeros(1, dtype=np.int64), np.array([table.tokens])),  # the root
-        (singles, table.unigrams[singles]),
-        *zip(table.keys, table.counts, strict=True),
-    ]
-    starts = np.cumsum([0, *(len(keys) for keys, _ in levels)])
-    with TemporaryDirectory(dir=folder_of(path), prefix=".trie-") as folder:
-        whole = Path(folder) / "whole"
-        with open(whole, "wb") as file:
-            file.write(np.array([(spec.order, starts[-1])], dtype=_HEADER).tobytes())
-            for depth in range(spec.order + 1):
-                for heads, entries in _level(table, levels, starts, depth, chunk):
-                    file.write(_packed(heads, entries).data)
-                progress(f"{starts[depth + 1]} of {starts[-1]} nodes written")
-        whole.replace(path)
-
-
-def _level(
-    table: NgramTable, levels: list[tuple[Array, Array]], starts: Array, depth: int, chunk: int
-) -> Iterator[tuple[Array, Array]]:
-    """The nodes of one depth and the entries of their children, up to `chunk` of either or one node at a time.
-
-    Args:
-        levels: keys and counts per depth.
-        starts: the number of the first node of each depth.
-    """
-    bits, mask = table.spec.bits, (1 << table.spec.bits) - 1
-    keys, counts = levels[depth]
-    above = levels[depth - 1][0] if depth else keys
-    below = levels[depth + 1][0] if depth < table.spec.order else keys[:0]
-    start = taken = 0
-    while start < len(keys):
-        own = keys[start : start + chunk]
-        edges = np.array([0, len(below)])
-        if depth:  # where the children of each begin, and where those of the last end
-            end = below.searchsorted((own[-1] << bits) | mask, side="right")
-            edges = np.append(below.searchsorted(own << bits), end)
-        own = own[: max(int((edges - edges[0]).searchsorted(chunk, side="right")) - 1, 1)]
-        edges = edges[: len(own) + 1]
-        parents = above.searchsorted(own >> bits) if depth > 1 else np.zeros_like(own)
-        orphans = depth > 1 and bool((above.take(parents, mode="clip") != own >> bits).any())
-        if edges[0] != taken or orphans:
-            raise _no_beginning(table)
-        children = below[edges[0] : edges[-1]]
-        heads = np.zeros(len(own), dtype=_NODE)
-        heads["token"] = own & mask if depth else 0
-        heads["parent"] = parents + (starts[depth - 1] if depth else 0)
-        heads["count"] = np.minimum(counts[start : start + len(own)], _MOST_COUNTED)
-        heads["children"] = np.diff(edges)
-        entries = np.zeros(len(children), dtype=_CHILD)
-        entries["token"] = children & mask
-        entries["node"] = starts[depth + 1] + edges[0] + np.arange(len(children))
-        yield heads, entries
-        start, taken = start + len(own), int(edges[-1])
-    if taken != len(below):
-        raise _no_beginning(table)
-
-
-def _no_beginning(table: NgramTable) -> ValueError:
-    return ValueError(
-        f"{table.path} has n-grams whose beginning it does not have, and a trie cannot hold them; build it with "
-        "min_counts that do not fall, or fetch it again."
-    )
-
-
-def _packed(heads: Array, entries: Array) -> Array:
-    """Nodes [n], each followed by its own of the entries, as bytes."""
-    counts = heads["children"].astype(np.int64)
-    before = np.cumsum(counts) - counts
-    begins = np.arange(len(heads)) * _NODE.itemsize + before * _CHILD.itemsize
-    packed = np.empty(heads.nbytes + entries.nbytes, dtype=np.uint8)
-    packed[begins[:, None] + np.arange(_NODE.itemsize)] = heads.view(np.uint8).reshape(-1, _NODE.itemsize)
-    # Entry j stands after all entries in front of it and the heads up to that of its own node.
-    owners = np.repeat(np.arange(len(heads)) + 1, counts)
-    places = np.arange(len(entries)) * _CHILD.itemsize + owners * _NODE.itemsize
-    packed[places[:, None] + np.arange(_CHILD.itemsize)] = entries.view(np.uint8).reshape(-1, _CHILD.itemsize)
-    return packed
-
-
-# ---- reading ----------------------------------------------------------------------------------------
 
 
 def _damaged(trie: Path, what: str) -> ValueError:

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from support.eagle3 import variant
+from support.guests import original_checkpoint
 from support.letters import letters
 from support.modules import with_module
 from support.relatives import relative
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target, tiny_uno_drafter
 
 from hf_dart.cli import main
-from hf_dart.drafters.dart.export import write_original
 from hf_dart.target.loading import PACKAGED_TARGET
 
 Make = Callable[[Path, Any], Any]
@@ -39,7 +39,7 @@ def small_model(folder: Path, target: Any) -> None:
 
 
 def original_dart(folder: Path, target: Any) -> None:
-    write_original(tiny_head(target, feature_layers=[2, 4, 5]), folder)
+    original_checkpoint(folder, target)
 
 
 def alphabet() -> Any:

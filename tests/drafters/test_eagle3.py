@@ -31,7 +31,6 @@ from hf_dart import DartHead, EagleDrafter, TreeConfig
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.dart.export import write_vllm
-from hf_dart.drafters.eagle.export import write_eagle3
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.target.features import features_request, gather_features
 
@@ -111,25 +110,6 @@ def test_peagle_heads_are_dart_heads(target: Any, tmp_path: Path, name: str) -> 
     head.save_pretrained(tmp_path / "ours")
     again = load_drafter(str(tmp_path / "ours"), target=target)
     assert all(torch.equal(weight, head.state_dict()[key]) for key, weight in again.state_dict().items())
-
-
-def test_a_head_of_ours_in_the_original_format(target: Any, tmp_path: Path) -> None:
-    head = EagleDrafter.from_target(target, initializer_range=0.3, draft_length=8)
-    assert "d2t" in (written := write(head, tmp_path / "a"))
-    assert "midlayer.hidden_norm.weight" in written
-    again = load_drafter(str(tmp_path / "a"), target=target)
-    assert torch.equal(drafts(again), drafts(head))
-    fewer = load_drafter(variant(tmp_path / "b", target, "original, draft vocabulary"), target=target)
-    write(fewer, tmp_path / "c")
-    assert torch.equal(drafts(load_drafter(str(tmp_path / "c"), target=target)), drafts(fewer))
-    with pytest.raises(ValueError, match="a normed output"):
-        write_eagle3(EagleDrafter.from_target(target, norm_output=True), tmp_path / "no")
-    assert not (tmp_path / "no").exists()
-
-
-def write(head: EagleDrafter, folder: Path) -> dict[str, torch.Tensor]:
-    write_eagle3(head, folder)
-    return load_file(folder / "model.safetensors")
 
 
 def test_as_many_levels_as_in_the_original_code(target: Any, tmp_path: Path) -> None:

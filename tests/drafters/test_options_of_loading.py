@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from support.guests import ZLAB, dflash_config, dflash_tensors, save
+from support.guests import ZLAB, dflash_config, dflash_tensors, original_config, original_tensors, save
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from transformers import AutoTokenizer
@@ -17,7 +17,6 @@ from transformers import AutoTokenizer
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
-from hf_dart.drafters.dart.export import write_original
 from hf_dart.target.loading import PACKAGED_TARGET, load_target
 from hf_dart.trees.ngram.build import build
 
@@ -52,7 +51,9 @@ def copied(target: Any, folder: Path) -> None:
 
 
 def original(target: Any, folder: Path) -> None:
-    write_original(DartHead.from_target(target).half(), folder)
+    config = original_config(target)
+    tensors = original_tensors(config)
+    save(folder, config, {name: x.half() if x.is_floating_point() else x for name, x in tensors.items()})
 
 
 @pytest.mark.parametrize("form", [plain, adapter, copied, original])

@@ -74,28 +74,6 @@ class Trie:
             waiting += [(below, other.child(copy, token)) for token, below in children]
         return other
 
-    def canonical(self) -> bytes:
-        """Saved level by level, each by its tokens; the root counts its children, n-grams never seen are left out."""
-        names: dict[tuple[int, ...], int] = {}
-
-        def visit(node: int, name: tuple[int, ...]) -> None:
-            if name and self.nodes[node]["count"] <= 0:
-                return
-            names[name] = self.nodes[node]["count"]
-            for token, below in self.nodes[node]["children"].items():
-                visit(below, (*name, token))
-
-        visit(0, ())
-        names[()] = sum(count for name, count in names.items() if len(name) == 1)
-        order = sorted(names, key=lambda name: (len(name), name))
-        other = Trie(self.order)
-        for name in order:
-            node = 0
-            for token in name:
-                node = other.child(node, token)
-            other.nodes[node]["count"] = names[name]
-        return other.saved()
-
     def saved(self) -> bytes:
         parts = [struct.pack("<QQ", self.order, len(self.nodes))]
         for node in self.nodes:

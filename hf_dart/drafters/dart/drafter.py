@@ -31,7 +31,7 @@ from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_lay
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.target.devices import host_by_default
-from hf_dart.target.features import layer_count, lm_head_of
+from hf_dart.target.features import layer_count
 from hf_dart.trees.vocabulary import vocabulary_hash
 
 _FIELDS = {one.name for one in fields(DartConfig)}
@@ -159,9 +159,7 @@ class DartHead(AdaptableHead, DartModel):
         if config.tokenizer_hash is None and tokenizer is not None:
             config.tokenizer_hash = vocabulary_hash(tokenizer)
         files = weight_files(path, **kwargs)
-        weights, targets = read_weights(config, files, path, lm_head_of(target))
-        if targets:
-            config.own_lm_head = config.double_norm = False
+        weights = read_weights(config, files, path)
         note_origin(config, path, **kwargs)
         with torch.random.fork_rng(devices=[]):
             head = cls(config)
