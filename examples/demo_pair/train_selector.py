@@ -3,8 +3,9 @@
     python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated runs/selector
     python examples/demo_pair/train_selector.py runs/head/head corpus.bin regenerated runs/markov --kind markov
 
-The second one is a Markov head: one low-rank matrix of token pairs, whatever the context. `hf-dart drafts --others
-runs/markov/head` puts them side by side. Rows are mixed as for the head (`train_head.py`); 15 minutes on one CPU core.
+The second one is a Markov head: one low-rank matrix of token pairs, whatever the context.
+`examples/experiments/drafts.py --others runs/markov/head` puts them side by side. Rows are mixed as for the head
+(`train_head.py`); 15 minutes on one CPU core.
 """
 
 from __future__ import annotations

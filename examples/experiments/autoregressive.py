@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench import plots, profile, report, rivals, speed, suites
+from hf_dart.bench import profile, report, rivals, speed, suites
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.profile import Profile
 from hf_dart.drafters.registry import load_drafter
@@ -123,7 +123,6 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write everything that was measured")
-    parser.add_argument("--plots", type=Path, help="a folder for SVG plots")
     arguments = parser.parse_args()
     if max(arguments.depths) > arguments.draft_length:
         parser.error(f"--depths go up to --draft-length, {arguments.draft_length}")
@@ -162,8 +161,6 @@ def main() -> None:
     print(content["markdown"])
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-    if arguments.plots is not None:
-        plots.write_plots(arguments.plots, content)
     if not all(one.identical for one in measurements if one.ours):
         sys.exit("An output was not stock's.")
 

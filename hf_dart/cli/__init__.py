@@ -15,7 +15,6 @@ from hf_dart.cli import (
     bench,
     convert,
     demo,
-    drafts,
     generate,
     ngram,
     profile,
@@ -28,7 +27,7 @@ from hf_dart.cli import (
 from hf_dart.errors import UserError, did_you_mean
 
 # In the order of --help.
-_COMMANDS = (demo, generate, view, serve, regenerate, train, bench, drafts, profile, audit, push, ngram, convert)
+_COMMANDS = (demo, generate, view, serve, regenerate, train, bench, profile, audit, push, ngram, convert)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

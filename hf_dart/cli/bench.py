@@ -1,4 +1,4 @@
-"""`hf-dart bench`: speed against stock, in one interleaved run; `bench train`: of training; `bench render`: tables."""
+"""`hf-dart bench`: speed against stock, in one interleaved run."""
 
 from __future__ import annotations
 
@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench.pair import PACKAGED_HEAD, load_head
-from hf_dart.cli import engine
+from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import (
     check_file,
-    check_folder,
     command_line,
     given,
     json_option,
@@ -27,7 +25,6 @@ from hf_dart.cli.common import (
     tree_config,
     tree_options,
     write_json,
-    writing,
 )
 from hf_dart.errors import as_user_error
 from hf_dart.target.loading import DTYPES
@@ -71,71 +68,14 @@ def add(commands: Any) -> None:
     )
     parser.add_argument("--dtypes", type=_of(DTYPES), metavar="DTYPES", help="one after the other, in place of --dtype")
     json_option(parser)
-    parser.add_argument("--plots", type=Path, metavar="FOLDER", help="write four SVG plots there")
     parser.add_argument("--smoke", action="store_true", help="a few seconds, to see that it works; no figures to quote")
     parser.set_defaults(command=_run)
-    more = parser.add_subparsers(required=False, metavar="train | engine | render")
-    _add_train(more)
-    engine.add(more)
-    _add_render(more)
-
-
-def _add_train(commands: Any) -> None:
-    parser = commands.add_parser(
-        "train", parents=[pair_options()], help="training steps against the bare target, and their memory"
-    )
-    text_option(parser)
-    parser.add_argument("--rows", type=positive, help="of the batch (default: 8)")
-    parser.add_argument("--length", type=positive, help="tokens of a row (default: 257)")
-    parser.add_argument("--blocks", type=sizes, metavar="COUNTS", help="per row (default: 8,16,32,64)")
-    parser.add_argument("--loss", help="dart, left_to_right, dpace, lk or tv (default: dart)")
-    parser.add_argument("--loss-chunk", type=int, help="blocks whose logits are held at a time; 0: all")
-    parser.add_argument("--bf16", action="store_true", default=None, help="bfloat16 autocast")
-    parser.add_argument("--repeats", type=positive, help="default: 5")
-    json_option(parser)
-    parser.set_defaults(command=_run_train)
-
-
-def _add_render(commands: Any) -> None:
-    parser = commands.add_parser("render", help="write tables of Markdown files again, and their plots")
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as README.md, or a head's card")
-    parser.add_argument("--head", type=Path, help="the head that cards are about (default: the packaged one)")
-    parser.set_defaults(command=_run_render)
-
-
-def _run_render(arguments: argparse.Namespace) -> int:
-    from hf_dart.bench.render import render_file
-
-    for file in arguments.files:
-        with as_user_error(about=f"Cannot render {file}"):
-            changed = render_file(file, arguments.head or PACKAGED_HEAD)
-        print(f"{file}: {'written again' if changed else 'as it was'}")
-    return 0
-
-
-def _run_train(arguments: argparse.Namespace) -> int:
-    check_file(arguments.json)
-    set_threads(arguments.threads)
-    from hf_dart.bench import suites, train
-
-    names = ("rows", "length", "blocks", "loss", "loss_chunk", "bf16", "repeats")
-    settings = train.Settings(**given(arguments, names))
-    text, files = suites.texts(arguments.text)
-    pair = load(arguments, trained=True)
-    rows = train.cut_rows(pair.tokenizer, files, settings.rows, settings.length)
-    with as_user_error(ValueError):
-        measurements = train.measure(pair, rows, settings, say)
-    content = train.as_json(measurements, pair, settings, text, command_line(arguments))
-    show(train.as_table(content))
-    write_json(arguments.json, content)
-    return 0
 
 
 def _run(arguments: argparse.Namespace) -> int:
     check_file(arguments.json)
-    check_folder(arguments.plots)
     set_threads(arguments.threads)
-    from hf_dart.bench import plots, report, rivals, speed
+    from hf_dart.bench import report, rivals, speed
     from hf_dart.view import tables
 
     asked = given(arguments, ("prompts", "new_tokens", "repeats", "batches"))
@@ -167,9 +107,6 @@ def _run(arguments: argparse.Namespace) -> int:
     content = {**about, **every, "drafters": rivals.parameters(methods), "results": found}
     show(tables.as_table(content))
     write_json(arguments.json, content)
-    if arguments.plots is not None:
-        with writing(arguments.plots):
-            plots.write_plots(arguments.plots, content)
     return 0 if identical else 1
 
 

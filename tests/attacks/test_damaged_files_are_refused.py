@@ -25,7 +25,6 @@ from transformers import AutoTokenizer
 from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.bench import suites
 from hf_dart.bench.pair import PACKAGED_HEAD
-from hf_dart.bench.render import table
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.registry import load_drafter
@@ -135,8 +134,7 @@ def test_benches(tmp_path: Path, part: range) -> None:
             render_card(facts)
             eval_results(facts)
 
-        read += survives(lambda: table(file))
-        survives(card)
+        read += survives(card)
     assert 0 < read < len(part)
 
 
@@ -148,18 +146,6 @@ def mutated(content: dict[str, Any], entries: str, seed: int) -> str:
     place = random.randrange(len(content[entries]))
     text = changed(content[entries][place], 8 * random.randrange(2**20) + random.randrange(7))
     return json.dumps({**content, entries: [*content[entries][:place], json.loads(text)]})
-
-
-@pytest.mark.parametrize("part", seeds(40, 1200))
-def test_tables_of_drafts(tmp_path: Path, part: range) -> None:
-    content = json.loads((Path(__file__).parents[2] / "model_cards" / "drafts" / "drafts.json").read_text())
-    content["results"] = content["results"][:4]
-    file = tmp_path / "drafts.json"
-    read = 0
-    for seed in part:
-        file.write_text(mutated(content, "results", seed), encoding="latin1")
-        read += survives(lambda: table(file))
-    assert 0 < read < len(part)
 
 
 @pytest.mark.parametrize("part", seeds(60, 1500))

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.memory import resident
+from support.scripts import experiment
 
 from hf_dart.bench import suites
 from hf_dart.bench.exact import repeated_4grams
@@ -78,7 +79,7 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
 def test_training_is_measured_against_the_bare_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "bench.json"
     words = ["--rows", "2", "--length", "48", "--blocks", "2,6", "--repeats", "2", "--json", str(file)]
-    assert main(["bench", "train", *words]) == 0
+    experiment("training_cost").main(words)
     assert "| x bare target |" in capsys.readouterr().out
     report = json.loads(file.read_text(encoding="utf8"))
     assert report["target_layers"] == 8
@@ -90,10 +91,6 @@ def test_training_is_measured_against_the_bare_target(tmp_path: Path, capsys: py
         assert one["ratio"]["max"] == pytest.approx(max(ratios))
         assert one["tokens_per_second"]["max"] == pytest.approx(96 / min(one["seconds"]))
         assert one["peak_memory_bytes"] > 2**20
-    assert main(["bench", "train", "--rows", "1000000"]) == 2
-    assert "lower --rows" in capsys.readouterr().err
-    assert main(["bench", "train", "--loss", "mse", *words[:4]]) == 2
-    assert "one of dart" in capsys.readouterr().err
 
 
 def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

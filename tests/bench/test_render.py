@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from pathlib import Path
-from typing import Any
 
 import pytest
+from support.scripts import experiment
 
 from hf_dart.bench.pair import PACKAGED_HEAD
-from hf_dart.bench.render import BEGIN, END, PLOTS, pictures, render_tables, table
-from hf_dart.cli import main
 
+RENDER = experiment("render")
+BEGIN, END, PLOTS = RENDER.BEGIN, RENDER.END, RENDER.PLOTS
 ROOT = Path(__file__).parents[2]
 BENCH, DEEP_BENCH = (ROOT / "model_cards" / pair / "bench.json" for pair in ("demo_pair", "deep_pair"))
 
@@ -30,13 +30,13 @@ def test_pages_show_what_the_committed_json_says(page: str, bench: Path, part: s
     text = file.read_text(encoding="utf8")
     json_file = Path(os.path.relpath(bench, file.parent)).as_posix()
     assert BEGIN.format(file=f"{json_file} {part}") in text
-    assert render_tables(text, file.parent) == text
+    assert RENDER.render_tables(text, file.parent) == text
 
 
 @pytest.mark.parametrize("bench", [BENCH, DEEP_BENCH], ids=lambda bench: bench.parent.name)
 def test_the_summary_begins_with_text_that_does_not_repeat_itself(bench: Path) -> None:
     content = json.loads(bench.read_text(encoding="utf8"))
-    rows = table(bench, "summary").splitlines()[4:]
+    rows = RENDER.table(bench, "summary").splitlines()[4:]
     cases = [(one["repeated_4grams"], one) for one in content["results"] if one["method"] == "hf_dart"]
     assert len(rows) == len(cases) == 8
     for row, (repeated, one) in zip(rows, sorted(cases, key=lambda case: case[0]), strict=True):
@@ -48,25 +48,25 @@ def test_the_summary_begins_with_text_that_does_not_repeat_itself(bench: Path) -
 @pytest.mark.parametrize("card", sorted((ROOT / "model_cards").glob("*/README.md")), ids=lambda card: card.parent.name)
 def test_cards_show_what_their_json_says(card: Path) -> None:
     text = card.read_text(encoding="utf8")
-    assert render_tables(text, card.parent) == text
+    assert RENDER.render_tables(text, card.parent) == text
 
 
 @pytest.mark.parametrize("folder", sorted((ROOT / "model_cards").glob(f"*/{PLOTS}")), ids=lambda path: path.parent.name)
 def test_plots_show_what_their_json_says(folder: Path) -> None:
     (file,) = folder.parent.glob("*.json")
-    assert {path: path.read_text(encoding="utf8") for path in folder.iterdir()} == pictures(file)
+    assert {path: path.read_text(encoding="utf8") for path in folder.iterdir()} == RENDER.pictures(file)
 
 
 def test_render_draws_plots_where_a_folder_waits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "bench.json").write_bytes(BENCH.read_bytes())
     page = tmp_path / "page.md"
     page.write_text(f"{BEGIN.format(file='bench.json speed')}\n{END}\n", encoding="utf8")
-    assert main(["bench", "render", str(page)]) == 0
+    assert RENDER.main([str(page)]) is None
     assert not (tmp_path / PLOTS).exists()
     assert "draft ms" not in page.read_text(encoding="utf8")
     (tmp_path / PLOTS).mkdir()
     for expected in ("written again", "as it was"):
-        assert main(["bench", "render", str(page)]) == 0
+        assert RENDER.main([str(page)]) is None
         assert capsys.readouterr().out.splitlines()[-1].endswith(expected)
     committed = BENCH.parent / PLOTS
     assert {path.name for path in (tmp_path / PLOTS).iterdir()} == {path.name for path in committed.iterdir()}
@@ -81,7 +81,7 @@ def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFi
     page.write_text(f"above\n\n{BEGIN.format(file='bench.json')}\nold\n{END}\nbelow\n", encoding="utf8")
     card.write_bytes((BENCH.parent / "README.md").read_bytes())
     for expected in ("written again", "as it was"):
-        assert main(["bench", "render", str(page), str(card), "--head", str(PACKAGED_HEAD)]) == 0
+        assert RENDER.main([str(page), str(card), "--head", str(PACKAGED_HEAD)]) is None
         shown = capsys.readouterr().out.splitlines()
         assert [line.endswith(expected) for line in shown] == [True, True]
     for file in (page, card):
@@ -92,21 +92,6 @@ def test_render_writes_tables_and_cards(tmp_path: Path, capsys: pytest.CaptureFi
     assert "old" not in text
 
 
-@pytest.mark.parametrize(
-    "content",
-    [None, "{", "[" * 100_000, "3", "[]", "{}", '{"results": []}', '{"results": [{}]}', '{"results": 3}', "\udcff"],
-)
-def test_what_is_no_bench_is_refused(content: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    page = tmp_path / "page.md"
-    before = f"{BEGIN.format(file='bench.json')}\nold\n{END}\n"
-    page.write_text(before, encoding="utf8")
-    if content is not None:
-        (tmp_path / "bench.json").write_bytes(content.encode("utf8", errors="surrogateescape"))
-    assert main(["bench", "render", str(page)]) == 2
-    assert "Cannot render" in capsys.readouterr().err
-    assert page.read_text(encoding="utf8") == before
-
-
 def test_a_table_without_an_end_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="has no end"):
-        render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path)
+        RENDER.render_tables(BEGIN.format(file="bench.json") + "\n", tmp_path)

@@ -1,4 +1,4 @@
-"""Every rival in one run of `hf-dart bench`, on suites of prompts, with plots."""
+"""Every rival in one run of `hf-dart bench`, on suites of prompts; plots."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from support.scripts import experiment
 from transformers import AutoTokenizer
 
 from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench import suites
 from hf_dart.bench.pair import PACKAGED_HEAD
-from hf_dart.bench.plots import plots
 from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.errors import UserError
@@ -38,12 +38,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
     words += ["--drafter", str(folder / "head"), "--repeats", "1", "--batch", "1", "--new-tokens", "4"]
-    words += ["--json", str(folder / "bench.json"), "--plots", str(folder / "plots")]
+    words += ["--json", str(folder / "bench.json")]
     assert main(["bench", "--smoke", *words]) == 0
-    found = json.loads((folder / "bench.json").read_text(encoding="utf8"))
-    for name, svg in plots(found).items():
-        assert (folder / "plots" / f"{name}.svg").read_text(encoding="utf8") == svg
-    return found
+    return json.loads((folder / "bench.json").read_text(encoding="utf8"))
 
 
 def test_every_rival_takes_part(report: dict[str, Any]) -> None:
@@ -85,7 +82,7 @@ def longest(report: dict[str, Any]) -> int:
 def test_plots_are_whole_pictures(report: dict[str, Any]) -> None:
     hostile = "</text><script>alert(1)</script>&"
     results = [{**one, "text": f"{one['text']} {hostile}"} for one in report["results"]]
-    drawn = plots({**report, "results": results})
+    drawn = experiment("plots").plots({**report, "results": results})
     assert set(drawn) == {"speed", "depth", "phases", "speed_by_tau"}
     for svg in drawn.values():
         tree = ElementTree.fromstring(svg)

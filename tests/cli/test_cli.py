@@ -24,7 +24,7 @@ from hf_dart.target.loading import PACKAGED_TARGET
 from hf_dart.view.records import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
-MEASURE = [["bench"], ["bench", "train"], ["bench", "engine"], ["audit"], ["profile"], ["drafts"]]
+MEASURE = [["bench"], ["audit"], ["profile"]]
 TARGET, HEAD = str(PACKAGED_TARGET), str(PACKAGED_HEAD)
 
 
@@ -163,7 +163,6 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["bench", "--json", "./nowhere/bench.json"], "no folder"),
         *(([*words, "--json", HEAD], "is a folder; give a file to write the JSON to") for words in MEASURE),
         (["view", "x", "--output", HEAD], "is a folder; give a file to write the page to"),
-        (["bench", "--plots", f"{HEAD}/config.json/plots"], "is a file; give a folder"),
         (["regenerate", "data.txt", "--output", f"{HEAD}/config.json"], "is a file; give a folder"),
         (["regenerate", "data.txt", "--output", "x" * 300], "File name too long"),
         (["bench", "--json", "x" * 300], "File name too long"),
@@ -216,11 +215,9 @@ def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFi
     ("words", "says"),
     [
         (["generat", "x"], "did you mean 'generate'?"),
-        (["bench", "trian"], "did you mean 'train'?"),
         (["bench", "--tokens", "4"], "no option --tokens; did you mean '--new-tokens'?"),
         (["bench", "--prompts", "4", "--batch-sizes", "4"], "no option --batch-sizes; did you mean '--batch'?"),
         (["generate", "x", "--max-newtokens", "4"], "no option --max-newtokens; did you mean '--max-new-tokens'?"),
-        (["bench", "train", "--lengh=4"], "no option --lengh; did you mean '--length'?"),
         (["generate", "x", "--zzz"], "no option --zzz; --help lists all."),
     ],
 )

@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import batch
 from support.compare import assert_identical
+from support.engines import SIMULATED
 from support.tiny import prompts, tiny_head, tiny_target
 from support.trees import candidates_of
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.engine.attention import MASKS, NODES
 from hf_dart.engine.budget import computed, shared
@@ -99,7 +99,7 @@ def test_what_the_target_runs_over(monkeypatch: pytest.MonkeyPatch) -> None:
     assert any(0 in counts for counts in head.last_stats.committed)
 
 
-class OneSureRow(SimulatedHead):
+class OneSureRow(SIMULATED.SimulatedHead):
     """Right and sure of it in the first row; in the others any token is as good as another."""
 
     def propose(self, *args: Any, **kwargs: Any) -> Proposal:
@@ -109,7 +109,7 @@ class OneSureRow(SimulatedHead):
 
 
 def test_nodes_go_where_they_are_worth_most() -> None:
-    target = build_target("tiny", torch.float32, torch.device("cpu"))
+    target = SIMULATED.build_target("tiny", torch.float32, torch.device("cpu"))
     head = OneSureRow.from_target(target, draft_length=8).aim(9)
     longest = []
     for share in (1, 3):

@@ -7,16 +7,18 @@ from typing import Any
 import torch
 
 import hf_dart
-from hf_dart.bench.simulated import SimulatedHead, build_target
 from hf_dart.engine.engine import Engine
+from support.scripts import experiment
+
+SIMULATED = experiment("simulated")
 
 
 def counting(tau: float) -> tuple[Any, Any, dict[str, torch.Tensor]]:
     """A target that counts, a head that does, and two rows to go on with: the first one soon comes to 130."""
-    target = build_target("tiny", torch.float32, torch.device("cpu"))
+    target = SIMULATED.build_target("tiny", torch.float32, torch.device("cpu"))
     ids = torch.stack([torch.arange(8) + 110, torch.arange(8) + 10])
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    return target, SimulatedHead.from_target(target, draft_length=7).aim(tau), inputs
+    return target, SIMULATED.SimulatedHead.from_target(target, draft_length=7).aim(tau), inputs
 
 
 def at_two_speeds() -> tuple[Any, Any, dict[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from importlib.util import module_from_spec, spec_from_file_location
+from importlib import import_module
 from pathlib import Path
 from types import ModuleType
 
@@ -23,10 +23,8 @@ def environment() -> dict[str, str]:
 
 
 def experiment(name: str) -> ModuleType:
-    """A file of `examples/experiments`, as a module."""
-    spec = spec_from_file_location(name, Path(TESTS).parent / "examples" / "experiments" / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    """A file of `examples/experiments`, as a module that finds the others of that folder."""
+    folder = str(Path(TESTS).parent / "examples" / "experiments")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    return import_module(name)

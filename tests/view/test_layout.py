@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from support.scripts import experiment
 
-from hf_dart.bench.render import table
 from hf_dart.cli import main
 from hf_dart.view.layout import laid_out
 from hf_dart.view.tables import as_table, markdown
@@ -44,7 +44,7 @@ def test_a_column_that_does_not_fit_becomes_headings() -> None:
 @pytest.mark.parametrize("file", ["demo_pair/bench.json", "rivals/rivals.json", "drafts/drafts.json"])
 def test_all_that_was_measured_fits(file: str) -> None:
     report: dict[str, Any] = json.loads((CARDS / file).read_text(encoding="utf8"))
-    texts = [table(CARDS / file)]
+    texts = [experiment("render").table(CARDS / file)]
     if "drafts" not in report:
         several = [{**one, "text": text} for text in ("code", "summarisation") for one in report["results"]]
         texts.append(as_table({**report, "results": several}))

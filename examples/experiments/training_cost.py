@@ -1,7 +1,12 @@
-"""Training steps against the bare target: tokens per second on the same batch, and memory by blocks per row."""
+"""Training steps against the bare target: tokens per second on the same batch, and memory by blocks per row.
+
+    python examples/experiments/training_cost.py --threads 2 --json training.json
+"""
 
 from __future__ import annotations
 
+import argparse
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -11,11 +16,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from hf_dart.bench import suites
 from hf_dart.bench.exact import timed
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.report import circumstances, spread
 from hf_dart.bench.speed import in_turn
+from hf_dart.cli.common import (
+    check_file,
+    given,
+    json_option,
+    load,
+    pair_options,
+    positive,
+    say,
+    set_threads,
+    show,
+    sizes,
+    text_option,
+    write_json,
+)
 from hf_dart.errors import UserError, read_text
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.view.tables import headline, markdown, ratio
@@ -167,3 +187,34 @@ def as_table(content: dict[str, Any]) -> str:
         *markdown(["blocks per row", "tokens/s", "x bare target", "peak MiB"], rows),
     ]
     return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Measure, and print a table."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, parents=[pair_options()], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    text_option(parser)
+    parser.add_argument("--rows", type=positive, help="of the batch (default: 8)")
+    parser.add_argument("--length", type=positive, help="tokens of a row (default: 257)")
+    parser.add_argument("--blocks", type=sizes, metavar="COUNTS", help="per row (default: 8,16,32,64)")
+    parser.add_argument("--loss", help="dart, left_to_right, dpace, lk or tv (default: dart)")
+    parser.add_argument("--loss-chunk", type=int, help="blocks whose logits are held at a time; 0: all")
+    parser.add_argument("--bf16", action="store_true", default=None, help="bfloat16 autocast")
+    parser.add_argument("--repeats", type=positive, help="default: 5")
+    json_option(parser)
+    arguments = parser.parse_args(words)
+    check_file(arguments.json)
+    set_threads(arguments.threads)
+    settings = Settings(**given(arguments, ("rows", "length", "blocks", "loss", "loss_chunk", "bf16", "repeats")))
+    text, files = suites.texts(arguments.text)
+    pair = load(arguments, trained=True)
+    rows = cut_rows(pair.tokenizer, files, settings.rows, settings.length)
+    measurements = measure(pair, rows, settings, say)
+    content = as_json(measurements, pair, settings, text, ["python", *(sys.argv if words is None else words)])
+    show(as_table(content))
+    write_json(arguments.json, content)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,16 +1,24 @@
-"""Tables in Markdown files and the pictures beside their JSON, made again from it."""
+"""Tables in Markdown files and the plots beside their JSON, made again from it.
+
+    python examples/experiments/render.py README.md docs/measured.md model_cards/*/README.md
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
 import operator
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench import draft_methods, plots, train
+import drafts
+import plots
+import training_cost
+
+from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.drafters.registry import registered
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
@@ -45,7 +53,7 @@ def render_tables(markdown: str, folder: Path) -> str:
 
 
 def table(file: Path, part: str | None = None) -> str:
-    """The Markdown of what `hf-dart bench`, `bench train` or `drafts` wrote with `--json`.
+    """The Markdown of what `hf-dart bench`, `training_cost.py` or `drafts.py` wrote with `--json`.
 
     Other scripts may leave their own table in their JSON, as "markdown".
 
@@ -82,9 +90,9 @@ def _renderer(content: dict[str, Any], part: str | None) -> Callable[[dict[str, 
     if "markdown" in content:
         return operator.itemgetter("markdown")
     if "drafts" in content:
-        return draft_methods.as_table
+        return drafts.as_table
     if "blocks" in content["results"][0]:
-        return train.as_table
+        return training_cost.as_table
     return tables.summary if part == "summary" else partial(tables.as_table, phases=part is None)
 
 
@@ -116,3 +124,17 @@ def render_file(file: Path, head: Path) -> bool:
     for path, text in changed.items():
         path.write_text(text, encoding="utf8")
     return bool(changed)
+
+
+def main(words: Sequence[str] | None = None) -> None:
+    """Write the files that are named again."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="such as README.md, or a head's card")
+    parser.add_argument("--head", type=Path, default=PACKAGED_HEAD, help="that cards are about (default: packaged)")
+    arguments = parser.parse_args(words)
+    for file in arguments.files:
+        print(f"{file}: {'written again' if render_file(file, arguments.head) else 'as it was'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,12 +1,35 @@
-"""Ways to make a draft tree of one head, side by side: what each brings in τ and costs in time and bytes."""
+"""Ways to make a draft tree of one head, side by side: what each brings in τ and costs in time and bytes.
+
+    python examples/experiments/drafts.py --ngram corpus.ngram --profile --json drafts.json
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Any
 
+from hf_dart.bench import profile, report, speed, suites
+from hf_dart.bench.pair import load_head
 from hf_dart.bench.profile import Profile
+from hf_dart.cli.common import (
+    check_file,
+    given,
+    json_option,
+    load,
+    pair_options,
+    positive,
+    progress_bar,
+    say,
+    set_threads,
+    show,
+    sizes,
+    text_option,
+    write_json,
+)
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK, Verdict, headline, markdown
 
@@ -119,3 +142,54 @@ def as_table(report: dict[str, Any]) -> str:
         + ".",
     ]
     return "\n".join(lines)
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print a table per batch size, and return 1 if a text was not stock's."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, parents=[pair_options()], formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nodes", type=positive, default=60, help="of all trees, root included (default: %(default)s)")
+    text_option(parser)
+    parser.add_argument("--prompts", type=positive, default=8, help="default: %(default)s")
+    parser.add_argument("--prompt-tokens", type=positive, default=96, help="of the longest (default: %(default)s)")
+    parser.add_argument("--new-tokens", type=positive, default=96, help="per prompt (default: %(default)s)")
+    parser.add_argument("--repeats", type=positive, default=1, help="default: %(default)s")
+    parser.add_argument(
+        "--batch", dest="batches", type=sizes, default=(1,), metavar="SIZES", help="such as 1,4 (default: 1)"
+    )
+    parser.add_argument(
+        "--others", nargs="+", default=(), metavar="HEAD", help="other heads of the target: their selectors and editors"
+    )
+    parser.add_argument("--modes", nargs="+", default=("greedy", "sampled, T=1"), choices=speed.MODES, metavar="MODE")
+    parser.add_argument("--profile", action="store_true", help="measure costs first, for the trees sized by them")
+    json_option(parser)
+    arguments = parser.parse_args(words)
+    check_file(arguments.json)
+    set_threads(arguments.threads)
+    names = ("prompts", "prompt_tokens", "new_tokens", "repeats", "batches")
+    settings = speed.Settings(**given(arguments, names))
+    text, files = suites.texts(arguments.text)
+    pair = load(arguments, trained=True)
+    others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
+    prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
+    costs = profile.measure(pair, progress=say) if arguments.profile else None
+    ways = draft_methods(pair.head, arguments.nodes, costs) | of_others(others, arguments.nodes)
+    methods = {name: way.options for name, way in ways.items()}
+    modes = {mode: speed.MODES[mode] for mode in arguments.modes}
+    with progress_bar() as advance:
+        measurements = speed.measure(pair, prompts, settings, methods, advance, modes)
+    content = {
+        **report.circumstances(pair, settings, text, ["python", *(sys.argv if words is None else words)]),
+        **report.describe_tree(pair, pair.head.tree_config, settings.batches),
+        "drafts": {name: way.describe() for name, way in ways.items()},
+        **({} if costs is None else {"costs": asdict(costs)}),
+        "results": report.results(measurements),
+    }
+    show(as_table(content))
+    write_json(arguments.json, content)
+    return 0 if all(one.identical for one in measurements) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from hf_dart.view.svg import COLORS, INK, Drawing
@@ -27,13 +26,6 @@ def plots(report: dict[str, Any]) -> dict[str, str]:
             "speed_by_tau": speed_by_tau(drafted),
         }
     return found
-
-
-def write_plots(folder: Path, report: dict[str, Any]) -> None:
-    """Write `plots` as NAME.svg into `folder`, which is made if need be."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for name, svg in plots(report).items():
-        (folder / f"{name}.svg").write_text(svg, encoding="utf8")
 
 
 def speed(rows: list[tuple[dict[str, Any], str]]) -> str:

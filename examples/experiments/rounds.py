@@ -1,4 +1,6 @@
-"""What a round costs on a device, beside what it has to: `hf-dart bench engine`.
+"""What a round costs on a device, beside what it has to: shapes of real targets, random weights.
+
+    python examples/experiments/rounds.py --shape qwen3-0.6b --device cpu --json rounds.json
 
 A run ends in the time that it is given: what costs most is done last, and left out where no time is left. After every
 line of the table all that is known so far is handed on.
@@ -6,9 +8,12 @@ line of the table all that is known so far is handed on.
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
+import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, fields
 from functools import partial
@@ -17,6 +22,7 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from torch import Tensor
 from transformers import StaticCache
 from transformers.utils import logging
@@ -24,8 +30,8 @@ from transformers.utils import logging
 from hf_dart.bench import profile
 from hf_dart.bench.exact import run, timed
 from hf_dart.bench.pair import Pair, load_pair
-from hf_dart.bench.simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from hf_dart.bench.speed import in_turn
+from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, show, write_json
 from hf_dart.engine.compiled import compile
 from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.fixed_round import FixedRound
@@ -544,3 +550,71 @@ def costs_table(costs: dict[str, Any]) -> list[str]:
     for batch in next(iter(costs.values()))["nodes_worth"]:
         rows.append([f"nodes at batch {batch}", *(str(one["nodes_worth"][batch]) for one in costs.values())])
     return markdown(["", *costs], rows)
+
+
+_NUMBERS = {
+    "nodes": "of the tree (default: 64, on a CPU 16)",
+    "draft-length": "of the head (default: 8)",
+    "batch": "default: 1",
+    "prompt-tokens": "default: 128, on a CPU 64",
+    "new-tokens": "default: 256, on a CPU 32",
+    "repeats": "default: 3, on a CPU 2",
+    "seconds": "that it may take, but for what is under way then (default: 540, on a CPU 240)",
+}
+
+
+def main(words: Sequence[str] | None = None) -> int:
+    """Measure, print a table, and return 1 if a method wrote other tokens."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", help="qwen3-0.6b, qwen3-1.7b, qwen3-4b, qwen3-8b (default) or tiny")
+    parser.add_argument("--tau", type=float, help="tokens per round that the head is made to reach (default: 5)")
+    for name, text in _NUMBERS.items():
+        parser.add_argument(f"--{name}", type=positive, help=text)
+    parser.add_argument(
+        "--backend", help="of torch.compile; none compiles nothing of ours (default: inductor, on a CPU none)"
+    )
+    parser.add_argument(
+        "--engine",
+        nargs="+",
+        type=_option,
+        metavar="NAME=VALUE",
+        help="other options of hf_dart.compile, such as lag=1 first_tier=1024",
+    )
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), help="default: bfloat16, on a CPU float32"
+    )
+    parser.add_argument("--every-method", action="store_true", help="also those that say little on a CPU")
+    parser.add_argument("--device", help="default: cuda")
+    parser.add_argument("--threads", type=positive, help="CPU threads (default: torch's choice)")
+    json_option(parser)
+    arguments = parser.parse_args(words)
+    check_file(arguments.json)
+    set_threads(arguments.threads)
+    names = ("shape", "tau", *(name.replace("-", "_") for name in _NUMBERS), "backend", "dtype", "device")
+    asked = given(arguments, names)
+    if arguments.backend == "none":
+        asked["backend"] = None
+    if arguments.engine:
+        asked["engine"] = dict(arguments.engine)
+    if arguments.every_method:
+        asked["every_method"] = True
+    settings = Settings.on(**asked)
+    content = measure(settings, say, lambda report: write_json(arguments.json, report))
+    show(as_table(content))
+    write_json(arguments.json, content)
+    return 0 if all(one["same_tokens"] for one in content["results"]) else 1
+
+
+def _option(text: str) -> tuple[str, Any]:
+    """A name and its value, as JSON where it is that."""
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE, such as lag=1")
+    try:
+        return name, json.loads(value)
+    except ValueError:
+        return name, value
+
+
+if __name__ == "__main__":
+    sys.exit(main())
