@@ -18,10 +18,10 @@ import drafts
 import plots
 import training_cost
 
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.drafters.registry import registered
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
+from hf_dart.target.loading import PACKAGED_HEAD
 from hf_dart.view import tables
 
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"

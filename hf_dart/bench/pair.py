@@ -6,9 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.target.loading import PACKAGED, PACKAGED_PAIRS, check_path, load_target
-
-PACKAGED_HEAD = PACKAGED_PAIRS[PACKAGED] / "head"
+from hf_dart.target.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
 
 
 class Pair(NamedTuple):
@@ -38,10 +36,10 @@ def load_pair(
     """Load a target, its tokenizer and its head, attached.
 
     Args:
-        target: folder or Hub id, or a name of `PACKAGED_PAIRS`; None for the one that the head was made for.
-        head: folder or Hub id; None for the packaged one with a packaged target, and to draft copied text alone
-            (`LookupDrafter`) with others.
-        dtype: one of `DTYPES`; None is float32 for packaged targets, else as its weights were saved.
+        target: folder or Hub id, or `PACKAGED`; None for the one that the head was made for.
+        head: folder or Hub id, or `PACKAGED`; None for the packaged one with the packaged target, and to draft copied
+            text alone (`LookupDrafter`) with others.
+        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
         device_map, options: as for `from_pretrained` of the target.
 
     Raises:
@@ -55,7 +53,7 @@ def load_pair(
     logging.disable_progress_bar()
     logging.set_verbosity_error()
     model, tokenizer = load_target(target, dtype, device_map, **options)
-    if head is None and target in PACKAGED_PAIRS:
+    if head is None and target == PACKAGED:
         head = target
     drafter = _copies(model) if head is None else load_head(head, model, tokenizer)
     head_name = "copied text" if head is None else _shown(head, "head")
@@ -63,7 +61,7 @@ def load_pair(
 
 
 def target_of(head: str) -> str:
-    """The target that a head was made for: a name of `PACKAGED_PAIRS`, or a folder or Hub id.
+    """The target that a head was made for: `PACKAGED`, or a folder or Hub id.
 
     That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
 
@@ -75,9 +73,8 @@ def target_of(head: str) -> str:
     from hf_dart.hub.download import head_config, optional_json
     from hf_dart.hub.facts import TRAINING_RECORD
 
-    for pair, folder in PACKAGED_PAIRS.items():
-        if head == pair or Path(head).resolve() == (folder / "head").resolve():
-            return pair
+    if head == PACKAGED or Path(head).resolve() == PACKAGED_HEAD.resolve():
+        return PACKAGED
     check_path("head", head)
     with as_user_error(about=f"Cannot load the head {head!r}"):
         config, recipe = head_config(head)[0], (optional_json(head, TRAINING_RECORD) or {}).get("recipe")
@@ -87,7 +84,7 @@ def target_of(head: str) -> str:
     named = recipe.get("target", PACKAGED) if isinstance(recipe, dict) else config.get("target_name")
     if isinstance(named, str):
         hub_id = "/" in named and not missing_folder(named)
-        if named in PACKAGED_PAIRS or hub_id or Path(named).is_dir():
+        if named == PACKAGED or hub_id or Path(named).is_dir():
             return named
     told = f"names {named!r}, which is not here" if named else "does not name its target"
     raise UserError(f"The head {head!r} {told}; give --target, the model that it was made for.")
@@ -104,7 +101,7 @@ def _copies(model: Any) -> Any:
 
 
 def _shown(name: str, part: str) -> str:
-    return f"{name.replace('-', ' ')} {part}" if name in PACKAGED_PAIRS else shown_name(name)
+    return f"{name} {part}" if name == PACKAGED else shown_name(name)
 
 
 def shown_name(path: str) -> str:
@@ -112,6 +109,8 @@ def shown_name(path: str) -> str:
     folder = Path(path).resolve()
     if not folder.is_dir():
         return path
+    if folder.name in ("target", "head"):
+        return f"{folder.parent.name} {folder.name}"
     return folder.parent.name if folder.name == "final" else folder.name  # `hf-dart train` writes RUN/final
 
 
@@ -119,13 +118,13 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
     """Load a head for a target and attach it; errors as for `load_pair`.
 
     Args:
-        path: folder or Hub id, or a name of `PACKAGED_PAIRS`.
+        path: folder or Hub id, or `PACKAGED`.
         model, tokenizer: the target.
         dtype: of the head; None is the target's, "auto" as it was saved.
     """
     from hf_dart.drafters.registry import load_drafter
 
-    path = str(PACKAGED_PAIRS[path] / "head") if path in PACKAGED_PAIRS else path
+    path = str(PACKAGED_HEAD) if path == PACKAGED else path
     check_path("head", path)
     options: dict[str, Any] = {} if dtype is None else {"dtype": dtype}
     with as_user_error(OSError, ValueError, RuntimeError, about=f"Cannot load the head {path!r}"):

@@ -10,12 +10,12 @@ from typing import Any
 from torch import nn
 from transformers import CompileConfig
 
-from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_head, shown_name
+from hf_dart.bench.pair import Pair, load_head, shown_name
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
 

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.target.loading import DTYPES, PACKAGED_PAIRS, load_tokenizer, quantization_config
+from hf_dart.target.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
 from hf_dart.view.layout import laid_out
 
 
@@ -35,9 +35,8 @@ def pair_options() -> argparse.ArgumentParser:
 def target_options() -> argparse.ArgumentParser:
     """A parent parser: which target, and how it runs."""
     target = argparse.ArgumentParser(add_help=False)
-    names = " or ".join(map(repr, PACKAGED_PAIRS))
-    target.add_argument("--target", help=f"a folder, a Hub id, {names} (default: that of --head)")
-    target.add_argument("--dtype", choices=DTYPES, help="default: float32 for packaged pairs, else as saved")
+    target.add_argument("--target", help=f"a folder, a Hub id, {PACKAGED!r} (default: that of --head)")
+    target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
     target.add_argument("--device-map", help="as for from_pretrained: auto, cpu, cuda, cuda:1, ...")
     target.add_argument("--attn-implementation", metavar="NAME", help="of the target, as for from_pretrained")
     target.add_argument(
@@ -118,7 +117,7 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
     Args:
         trained: the command is about the weights of a head.
     """
-    if trained and arguments.head is None and arguments.target not in (None, *PACKAGED_PAIRS):
+    if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     options = loading_options(arguments)
     target = target_of(arguments.head) if arguments.target is None and arguments.head else arguments.target

@@ -10,10 +10,8 @@ from typing import Any
 from hf_dart.errors import UserError, head_inside, missing_folder, sentence
 
 PACKAGED = "packaged"
-_PACKAGE = Path(__file__).parents[1]
-PACKAGED_PAIRS = {PACKAGED: _PACKAGE / "demo_pair", "packaged-deep": _PACKAGE / "deep_pair"}
-"""What `--target` and `--head` call those that come with the package, and the folders of both; the first is default."""
-PACKAGED_TARGET = PACKAGED_PAIRS[PACKAGED] / "target"
+"""The name by which `--target` and `--head` take the pair that comes with the package, which is the default."""
+PACKAGED_TARGET, PACKAGED_HEAD = (Path(__file__).parents[1] / "demo_pair" / part for part in ("target", "head"))
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 
@@ -39,8 +37,7 @@ def without_bars() -> Iterator[None]:
 
 def target_path(target: str | None) -> str:
     """The folder or Hub id that a target's name stands for; None is `PACKAGED`."""
-    pair = PACKAGED_PAIRS.get(target or PACKAGED)
-    return str(target) if pair is None else str(pair / "target")
+    return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else str(target)
 
 
 def load_tokenizer(target: str | None = None) -> Any:
@@ -82,8 +79,8 @@ def load_target(
     """Load a target and its tokenizer.
 
     Args:
-        target: folder or Hub id, or a name of `PACKAGED_PAIRS`; None for `PACKAGED`.
-        dtype: one of `DTYPES`; None is float32 for the packaged targets, else as its weights were saved.
+        target: folder or Hub id, or `PACKAGED`, the default.
+        dtype: one of `DTYPES`; None is float32 for the packaged target, else as its weights were saved.
         device_map: as for `from_pretrained`.
         tokenizer: folder or Hub id; None is the target's own.
         options: as for `from_pretrained` of the model; `revision` is also the tokenizer's.
@@ -94,7 +91,7 @@ def load_target(
     from transformers import AutoModelForCausalLM
 
     path = target_path(target)
-    dtype = dtype or ("float32" if Path(path).parent in PACKAGED_PAIRS.values() else "auto")
+    dtype = dtype or ("float32" if path == str(PACKAGED_TARGET) else "auto")
     if dtype not in DTYPES:
         raise UserError(f"dtype is {dtype!r}; give one of {', '.join(DTYPES)}.")
     check_path("target", path)

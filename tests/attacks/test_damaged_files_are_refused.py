@@ -24,14 +24,13 @@ from transformers import AutoTokenizer
 
 from hf_dart import DartConfig, DartHead, TreeConfig
 from hf_dart.bench import suites
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.target.loading import PACKAGED_TARGET, load_target
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate.regenerate import Shard, begin
 

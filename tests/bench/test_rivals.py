@@ -13,11 +13,10 @@ from transformers import AutoTokenizer
 
 from hf_dart import DartHead, EagleDrafter
 from hf_dart.bench import suites
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.errors import UserError
-from hf_dart.target.loading import PACKAGED_TARGET, load_target
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.view.tables import OURS, as_table, labels
 
 

@@ -16,11 +16,11 @@ from support.chats import THINKING, chat_tokenizer
 
 from hf_dart.bench.demo import demo
 from hf_dart.bench.exact import Run, compare, tolerance
-from hf_dart.bench.pair import PACKAGED_HEAD, Pair, load_pair
+from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.errors import UserError
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.view.records import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "

@@ -1,4 +1,4 @@
-"""The packaged pairs on text that none was trained on: float32, token for token as stock.
+"""The packaged pair and `examples/deep_pair` on text that none was trained on: float32, token for token as stock.
 
 A difference is a failure unless stock's own two best tokens lie within 1e-5 of each other there, in its
 logits, or in log(p / E) when it samples; such cases are counted and printed at the end.
@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.target.loading import PACKAGED, PACKAGED_PAIRS
+from hf_dart.target.loading import PACKAGED_TARGET
 
-DEEP = "packaged-deep"
+SMALL, DEEP = PACKAGED_TARGET.parent, Path(__file__).parents[2] / "examples" / "deep_pair"
 NEW_TOKENS = 40
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
@@ -27,18 +27,17 @@ MODES: dict[str, dict[str, Any]] = {
     "top-p, penalty": {"do_sample": True, "top_p": 0.9, "top_k": 0, "repetition_penalty": 1.1},
 }
 LENGTHS = [120, 64, 97, 33, 150, 21, 80, 48]
-FIGURES = tally("float32, packaged pairs, text of pytest's own sources")
+FIGURES = tally("float32, packaged and deep pair, text of pytest's own sources")
 
 
-def load(name: str) -> tuple[Any, DartHead, Any]:
-    folder = PACKAGED_PAIRS[name]
+def load(folder: Path) -> tuple[Any, DartHead, Any]:
     target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(folder / "target")
     tokenizer.padding_side = "left"
     return target, DartHead.from_pretrained(folder / "head", target=target, tokenizer=tokenizer), tokenizer
 
 
-@pytest.fixture(scope="module", params=[PACKAGED, pytest.param(DEEP, marks=pytest.mark.matrix)])
+@pytest.fixture(scope="module", params=[SMALL, pytest.param(DEEP, marks=pytest.mark.matrix)])
 def pair(request: pytest.FixtureRequest) -> tuple[Any, DartHead, Any]:
     return load(request.param)
 
@@ -59,13 +58,13 @@ def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
     return prompts
 
 
-@pytest.mark.parametrize(("name", "target", "megabytes"), [(PACKAGED, "py8m", 24), (DEEP, "py17m", 44)])
-def test_the_pairs_are_known_and_small(name: str, target: str, megabytes: int) -> None:
-    files = [file for file in PACKAGED_PAIRS[name].rglob("*") if file.is_file()]
+@pytest.mark.parametrize(("folder", "target", "megabytes"), [(SMALL, "py8m", 24), (DEEP, "py17m", 44)])
+def test_the_pairs_are_known_and_small(folder: Path, target: str, megabytes: int) -> None:
+    files = [file for file in folder.rglob("*") if file.is_file()]
     assert {file.suffix for file in files} <= {".safetensors", ".json"}
     assert {file.parent.name for file in files} == {"target", "head"}
     assert sum(file.stat().st_size for file in files) <= megabytes * 1e6
-    head = load(name)[1]
+    head = load(folder)[1]
     assert head.config.target_name == target
     assert head.config.tokenizer_hash is not None
 

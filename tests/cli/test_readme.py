@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchFeature
 
 import hf_dart
 from hf_dart import DartHead
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main, parser
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.recipe import read_recipe

@@ -16,13 +16,12 @@ from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, t
 
 import hf_dart
 from hf_dart import DartHead
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.drafters.registry import registered, trainers
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
-from hf_dart.target.loading import PACKAGED_PAIRS, PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.recipe import parser
 from hf_dart.view.tables import as_table
 
@@ -60,8 +59,11 @@ def measured(bench: Path = BENCH) -> list[dict[str, Any]]:
 ROWS = sum(one["compared"]["rows"] for one in measured())
 
 
-@pytest.mark.parametrize("pair", PACKAGED_PAIRS.values(), ids=lambda pair: pair.name)
-def test_the_cards_of_the_packaged_pairs_are_what_the_library_writes(pair: Path) -> None:
+PAIRS = [PACKAGED_HEAD.parent, CARDS.parent / "examples" / "deep_pair"]
+
+
+@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: pair.name)
+def test_the_cards_of_the_pairs_are_what_the_library_writes(pair: Path) -> None:
     folder = CARDS / pair.name
     card, bench = (folder / "README.md").read_text(encoding="utf8"), folder / "bench.json"
     assert has_markers(card)

@@ -15,13 +15,13 @@ from support.hub import hub as hub
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_target
 
 from hf_dart import DiffusionDrafter, EagleDrafter
-from hf_dart.bench.pair import PACKAGED_HEAD
 from hf_dart.cli import main
 from hf_dart.drafters.registry import load_drafter
 from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
+from hf_dart.target.loading import PACKAGED_HEAD
 from hf_dart.training import DiffusionTrainer
 
 # The client hands httpx the bytes of an upload by an old name.

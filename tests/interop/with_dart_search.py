@@ -59,9 +59,9 @@ int main() {
 
 @torch.no_grad()
 def make_cases() -> Cases:
-    from hf_dart.bench.pair import PACKAGED_HEAD, load_pair
+    from hf_dart.bench.pair import load_pair
     from hf_dart.target.features import features_request, gather_features
-    from hf_dart.target.loading import PACKAGED_TARGET
+    from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
     pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
     folder = Path(__file__).parents[2] / "hf_dart" / "decoding"

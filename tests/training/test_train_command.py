@@ -14,12 +14,12 @@ import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
 
 from hf_dart import DartConfig, DartHead, DiffusionDrafter, TreeConfig
-from hf_dart.bench.pair import PACKAGED_HEAD, target_of
+from hf_dart.bench.pair import target_of
 from hf_dart.cli import main
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts, publishable
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import checkpoint_of
 from hf_dart.training.trainers.arguments import HeadArguments

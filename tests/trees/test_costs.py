@@ -18,12 +18,12 @@ from support.users import Clock
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact
-from hf_dart.bench.pair import PACKAGED_HEAD, Pair
+from hf_dart.bench.pair import Pair
 from hf_dart.bench.profile import measure
 from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.target.mixers import mixers_of, tree_forms
 from hf_dart.trees.costs import RoundCost, VerifyCost, checked_points, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host
