@@ -94,7 +94,7 @@ NOT_RUN = {
     "hf-dart convert runs/head/final": "likewise: tests/interop/test_vllm.py converts",
     "hf-dart generate --target Qwen/Qwen3-8B --head runs/uno/final": "likewise: tests/drafters/test_uno.py drafts",
     "hf-dart bench": "takes minutes: tests/bench runs it; its options are read here",
-    "hf-dart drafts": "likewise",
+    "python examples/experiments/drafts.py": "takes minutes",
     "hf-dart audit": "likewise",
     "hf-dart serve": "goes on until it is stopped: tests/tools/test_serve.py",
     "hf-dart ngram build code.ngram --dataset": "needs the Hub; its options are read here",
