@@ -11,6 +11,7 @@ from support.trees import WAYS, paths
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
+from hf_dart.decoding.candidates import SeenTokens
 from hf_dart.decoding.proposal import Proposal
 
 
@@ -44,6 +45,18 @@ def test_both_ways_from_a_proposal(rank: int, noisy: bool, penalty: float | None
     assert found[0] == found[1]
     assert max(map(len, found[0][0])) > 4, "a copy goes deeper than the drafter"
     assert max(map(len, found[0][1])) <= 3
+
+
+@pytest.mark.parametrize("vocabulary", [None, torch.arange(0, 48, 2)], ids=["all", "some"])
+def test_a_penalty_is_for_what_each_row_holds(vocabulary: torch.Tensor | None) -> None:
+    """However long the other rows are, and whichever of them grew since."""
+    texts = [[5, 6, 7, 8, 9], [10, 12], [4]]
+    seen, ids = SeenTokens(texts), torch.arange(48) if vocabulary is None else vocabulary
+    for grown in ([], [20]), ([22, 23], []), ([24], [26, 28]):
+        for row in (0, 2):
+            texts[row] += grown[row // 2]
+        found = seen(torch.zeros(3, 1, len(ids)), vocabulary)
+        assert [set(ids[row].tolist()) for row in found] == [set(text) & set(ids.tolist()) for text in texts]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -18,7 +18,7 @@ ENDS = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
     ("make", "lengths", "options"),
     [
         (tiny_head, [7, 7, 7], {}),
-        (tiny_head, [9, 3, 7], {"repetition_penalty": 1.2, "prefill_chunk_size": 3}),
+        (tiny_head, [9, 3, 7], {"prefill_chunk_size": 3, "repetition_penalty": 1.2}),
         (tiny_eagle_drafter, [3, 9, 7], ENDS),
     ],
     ids=["of one length", "padded, in chunks", "EAGLE"],
