@@ -77,7 +77,7 @@ class Shown:
         if not learns_level:
             parts[:, 0] += self.costs[2] * parts[:, 3]
             parts[:, 3] = 0
-        seconds = seconds / median(seconds / (parts @ [1, *self.costs]))  # NumPy's own imports half of NumPy
+        seconds = seconds / median(seconds / (parts @ [1, *self.costs]))  # np.median would import numpy.ma
         # Unknown are a plain round's seconds, about 1, and the costs in them; of these, less what is known of them in
         # plain rounds, the mean is 0.
         doubt = self.doubt + np.diag((_DRIFT * [1, rows, 1]) ** 2)
