@@ -33,17 +33,17 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     story.write_text('{"prompt": "import os"}\n{"prompt": "class Story:"}\n', encoding="utf8")
     small = {"draft_length": 3, "intermediate_size": 64}
     EagleDrafter.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "eagle")
-    DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "head")
+    DartHead.from_target(model, tokenizer=tokenizer, **small).save_pretrained(folder / "mine")
     words = ["--suite", "code", str(story), "--rivals", "lookup,chain,tree,copies", "--modes", "greedy,sampled"]
     words += ["--assistant-model", str(PACKAGED_TARGET), "--drafter", str(folder / "eagle")]
-    words += ["--drafter", str(folder / "head"), "--repeats", "1", "--batch", "1", "--new-tokens", "4"]
+    words += ["--drafter", str(folder / "mine"), "--repeats", "1", "--batch", "1", "--new-tokens", "4"]
     words += ["--json", str(folder / "bench.json")]
     assert main(["bench", "--smoke", *words]) == 0
     return json.loads((folder / "bench.json").read_text(encoding="utf8"))
 
 
 def test_every_rival_takes_part(report: dict[str, Any]) -> None:
-    ours = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, head"}
+    ours = {OURS, f"{OURS}, chain", f"{OURS}, copies alone", f"{OURS}, eagle", f"{OURS}, mine"}
     for text in ("code", "story.jsonl"):
         for mode in ("greedy", "sampled, T=1"):
             stocks = {STOCK, ASSISTED, *([LOOKUP] if mode == "greedy" else [])}
@@ -57,7 +57,7 @@ def test_every_rival_takes_part(report: dict[str, Any]) -> None:
             assert one["compared"]["rows"] == 2
         if one["method"] == ASSISTED:
             assert ("compared" in one) == (one["mode"] == "greedy")
-    assert set(report["drafters"]) == {ASSISTED, OURS, f"{OURS}, chain", f"{OURS}, eagle", f"{OURS}, head"}
+    assert set(report["drafters"]) == {ASSISTED, OURS, f"{OURS}, chain", f"{OURS}, eagle", f"{OURS}, mine"}
     assert report["text"] == "code, story.jsonl"
     assert report["settings"]["prompt_tokens"] == max(one["prompt_tokens"] for one in report["results"])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from support.guests import ZLAB, dflash_config, dflash_tensors, original_config,
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, tiny_head, tiny_target
 from transformers import AutoTokenizer
+from transformers.utils import logging
 
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
@@ -85,6 +87,17 @@ def test_a_published_dflash_drafter(tmp_path: Path) -> None:
     assert "hf_dart, published" in methods(pair, TreeConfig(), (), drafters=[drafter])
 
 
+@pytest.fixture
+def bars() -> Iterator[None]:
+    """Progress bars as in a new process; commands turn them off for their own."""
+    before = logging.is_progress_bar_enabled()
+    logging.enable_progress_bar()
+    yield
+    if not before:
+        logging.disable_progress_bar()
+
+
+@pytest.mark.usefixtures("bars")
 def test_no_bar_for_what_is_read_at_once(tmp_path: Path, target: Any, capfd: pytest.CaptureFixture[str]) -> None:
     plain(target, tmp_path / "head")
     target.save_pretrained(tmp_path / "target")
