@@ -29,7 +29,7 @@ from hf_dart.target.mixers import own_states, takes_levels
 from hf_dart.target.positions import refuse_crossing
 from hf_dart.target.processes import alone, is_shared, refuse_different_calls
 from hf_dart.target.stock_steps import beside_text, cache_name
-from hf_dart.target.support import drops_out, refuse_cache
+from hf_dart.target.support import drops_out, refuse_cache, refuse_target
 from hf_dart.target.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
@@ -91,14 +91,17 @@ def admit(
     total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
     most = total + max_length - width
     padded = mask is not None and not bool(mask.all())
+    refuse_target(model)
     refuse_different_calls(model, input_ids, generation_config, tree_config)
-    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
     refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
-    input_ids = input_ids.long()  # as stock's are once a token is added
-    prompt = input_ids if embeddings is None else embeddings
     refuse_drafter(drafter)
     drafter.check_target(model)
     stock = refuse_cache(model_kwargs.get(cache_name(model)))
+    pads = left_padding(mask, total, len(input_ids))
+    # Nothing of the target has run until here.
+    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
+    input_ids = input_ids.long()  # as stock's are once a token is added
+    prompt = input_ids if embeddings is None else embeddings
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
     # Processes that share a target would measure different costs, and verify different trees.
     estimated = frozenset() if is_shared(model) else estimated_costs(tree_config, input_ids.device.type, levels)
@@ -106,7 +109,6 @@ def admit(
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
     cached = slots_of(stock)
-    pads = left_padding(mask, total, len(input_ids))
     refuse_crossing(model, pads, cached, total, most)
     refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
     if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
