@@ -43,7 +43,7 @@ class Verified(NamedTuple):
             yield Verified(features, tokens, (self.counts - first).clamp(0, tokens.shape[1]))
 
     def split(self) -> tuple[Verified, Verified]:
-        """What comes before the last `AT_ONCE` entries of each row, and those."""
+        """Split off the last `AT_ONCE` entries of each row: the entries before them, and those last ones."""
         features, tokens, counts = self
         before = (counts - AT_ONCE).clamp(min=0)
         width = int(before.max())
@@ -53,7 +53,7 @@ class Verified(NamedTuple):
 
 
 def entries_of(states: Tensor, entries: Tensor) -> Tensor:
-    """Of `states` [B, T, ...], the entries [B, A] of each row."""
+    """Gather the `entries` [B, A] of each row from `states` [B, T, ...]."""
     rows = torch.arange(len(entries), device=states.device)[:, None]
     return states[rows, entries.to(states.device)]
 

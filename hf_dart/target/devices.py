@@ -62,7 +62,7 @@ def device_of(module: Any) -> torch.device:
 
 
 def is_part(weight: Any) -> bool:
-    """Whether other processes hold the rest of a weight, as with tensor parallelism."""
+    """Tell a weight of which other processes hold the rest, as with tensor parallelism."""
     return hasattr(weight, "full_tensor")
 
 
@@ -77,7 +77,7 @@ def weight_of(module: Any) -> Tensor:
 
 
 def has_rows(lm_head: Any) -> TypeGuard[nn.Linear]:
-    """Can rows of an LM head's weight be read? Not those of quantized, adapted, offloaded and parted ones."""
+    """Tell whether rows of an LM head's weight can be read: not of quantized, adapted, offloaded and parted ones."""
     return type(lm_head) is nn.Linear and not lm_head.weight.is_meta and not is_part(lm_head.weight)
 
 

@@ -18,7 +18,7 @@ from hf_dart.trees.config import TreeConfig
 
 
 def alone() -> bool:
-    """Whether this is the only process."""
+    """Tell whether this is the only process."""
     return not distributed.is_available() or not distributed.is_initialized() or distributed.get_world_size() == 1
 
 
@@ -32,7 +32,7 @@ def group_of(model: nn.Module) -> Any:
 
 
 def is_shared(model: Any) -> bool:
-    """Whether several processes hold parts of a model, as its weights or the plan that it was loaded by tell."""
+    """Tell whether several processes hold parts of a model, by its weights and the plan that it was loaded by."""
     return not alone() and (getattr(model, "_device_mesh", None) is not None or group_of(model) is not None)
 
 

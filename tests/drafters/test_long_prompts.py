@@ -51,7 +51,7 @@ class Largest(TorchDispatchMode):
 
 
 def text(drafter: Any, counts: list[int], seed: int) -> Verified:
-    """Random positions of rows, and nonsense behind those of a shorter one."""
+    """Random positions of rows, and nonsense after those of a shorter one."""
     generator = torch.Generator().manual_seed(seed)
     shape = (len(counts), max(counts))
     features = torch.randn(*shape, 32 * len(drafter.feature_layers), generator=generator, dtype=torch.float64)

@@ -137,7 +137,7 @@ def _architecture(content: dict[str, Any]) -> str | None:
 
 
 def _is_xpress(content: dict[str, Any]) -> bool:
-    """Is it the config.json of an XPress drafter (arXiv 2608.02438), of speculators or of its authors?"""
+    """Recognise the config.json of an XPress drafter (arXiv 2608.02438), by speculators or by its authors."""
     return "xpress_rank" in content or "xpress" in str(content.get("speculators_model_type")).lower()
 
 

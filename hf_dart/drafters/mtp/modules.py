@@ -55,7 +55,7 @@ def module_count(content: dict[str, Any]) -> int:
 
 
 def is_speculators(content: dict[str, Any]) -> bool:
-    """Does a config.json describe a head in the format of speculators, rather than a target?"""
+    """Recognise the config.json of a head in the format of speculators, rather than that of a target."""
     return content.get("speculators_model_type") == "mtp"
 
 
