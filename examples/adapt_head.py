@@ -38,7 +38,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--package", default="torch", help="an installed package, whose files are the domain")
     parser.add_argument("--suffix", default=".h", help="the kind of file")
-    parser.add_argument("--target", default=str(PAIR / "target"))
+    parser.add_argument("--target", default=str(PAIR / "model"))
     parser.add_argument("--head", default=str(PAIR / "head"))
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--max-steps", type=int, default=300)

@@ -25,7 +25,7 @@ def main() -> None:
     parser.add_argument("output", type=Path)
     parser.add_argument("--text", type=Path, required=True, help="a folder of Python source")
     parser.add_argument("--own", type=Path, help="what hf-dart regenerate wrote: 60 %% of the rows")
-    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--target", default="hf_dart/demo_pair/model")
     parser.add_argument("--max-steps", type=int, default=1500)
     parser.add_argument("--draft-length", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)

@@ -56,11 +56,11 @@ ROOMS = {
         "exact/test_options.py",
         "decoding/test_interruption.py",
     ],
-    "target/verify.py": [
+    "models/verify.py": [
         "exact/test_odd_but_legal_calls.py",
         "exact/test_exact.py",
         "cache/test_tree_caches.py",
-        "target/test_trial.py",
+        "models/test_trial.py",
     ],
     "decoding/noise.py": [
         "decoding/test_noise.py",

@@ -1,6 +1,6 @@
 """The demo pair's corpus: Python source that every machine has, as one file of token ids.
 
-    python examples/demo_pair/corpus.py corpus.bin [--tokenizer hf_dart/demo_pair/target] [--wide]
+    python examples/demo_pair/corpus.py corpus.bin [--tokenizer hf_dart/demo_pair/model] [--wide]
 
 Writes uint16 ids with the end-of-text token after every file, as `hf-dart train` reads .bin files.
 Packages that are held out for evaluation never enter it.
@@ -78,7 +78,7 @@ def write(files: list[Path], tokenizer: Any, output: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--tokenizer", default="hf_dart/demo_pair/target")
+    parser.add_argument("--tokenizer", default="hf_dart/demo_pair/model")
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--packages", nargs="*", default=PACKAGES)
     wide = which.add_argument("--wide", dest="packages", action="store_const", const=WIDE_PACKAGES)

@@ -8,7 +8,7 @@ are the target's own text, the others the corpus. An interrupted run goes on wit
 A head can begin as that of a shallower target from which its own was made (`train_target.py --start-from`); the
 layers that it reads are those that took the place of the former ones:
 
-    python examples/demo_pair/train_head.py corpus.bin regenerated runs/deep_head --target runs/deep/target \
+    python examples/demo_pair/train_head.py corpus.bin regenerated runs/deep_head --target runs/deep/model \
         --start-from hf_dart/demo_pair/head --feature-layers 5 10 15 20 --loss tv
 """
 
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--target", default="hf_dart/demo_pair/model")
     parser.add_argument("--target-name", default="py8m")
     parser.add_argument("--own-share", type=float, default=0.6, help="of rows: the target's own text")
     parser.add_argument("--max-steps", type=int, default=3500)

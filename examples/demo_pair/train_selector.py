@@ -28,7 +28,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--target", default="hf_dart/demo_pair/model")
     parser.add_argument("--own-share", type=float, default=0.6, help="of rows: the target's own text")
     parser.add_argument("--rank", type=int, default=128)
     parser.add_argument("--kind", choices=["bigram", "markov"], default="bigram")

@@ -9,13 +9,13 @@ this script, so a new run gives a target of the same kind, not the same numbers.
 
 A smaller one beside it, with the same tokenizer and from the same corpus:
 
-    python examples/demo_pair/train_target.py runs/small --tokenizer hf_dart/demo_pair/target --corpus runs/corpus.bin \
+    python examples/demo_pair/train_target.py runs/small --tokenizer hf_dart/demo_pair/model --corpus runs/corpus.bin \
         --hidden-size 128 --layers 4 --max-steps 1500
 
 That of the deep pair, which begins as the packaged target with layers put between its own that change nothing at
 first, and goes on where it stopped:
 
-    python examples/demo_pair/train_target.py runs/deep --start-from hf_dart/demo_pair/target --corpus runs/wide.bin \
+    python examples/demo_pair/train_target.py runs/deep --start-from hf_dart/demo_pair/model --corpus runs/wide.bin \
         --layers 20 --optimizer muon --learning-rate 1e-3 --max-steps 900 --save-steps 100 --seed 1
 """
 
@@ -242,8 +242,8 @@ def main() -> None:
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(checkpoints) if checkpoints.exists() else None)
     model.config.use_cache = True  # the Trainer switches it off
-    model.to(torch.bfloat16).save_pretrained(arguments.output / "target")
-    tokenizer.save_pretrained(arguments.output / "target")
+    model.to(torch.bfloat16).save_pretrained(arguments.output / "model")
+    tokenizer.save_pretrained(arguments.output / "model")
 
 
 if __name__ == "__main__":

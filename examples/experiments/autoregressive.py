@@ -25,7 +25,7 @@ from hf_dart.bench import profile, report, rivals, speed, suites
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.profile import Profile
 from hf_dart.drafters.registry import load_drafter
-from hf_dart.target.loading import load_target
+from hf_dart.models.loading import load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run
 from hf_dart.view.tables import as_table

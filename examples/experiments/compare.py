@@ -262,7 +262,7 @@ def main() -> None:
     parser.add_argument("corpus", type=Path)
     parser.add_argument("regenerated", type=Path)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--target", default="hf_dart/demo_pair/model")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--only", nargs="+", metavar="VARIANT", help="of the suite's variants")
     parser.add_argument("--max-steps", type=int, default=250)

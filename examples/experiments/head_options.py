@@ -640,7 +640,7 @@ def main() -> None:
     parser.add_argument("corpus")
     parser.add_argument("own", nargs="+", help="folders that hf-dart regenerate wrote")
     parser.add_argument("output", type=Path)
-    parser.add_argument("--target", default="hf_dart/demo_pair/target")
+    parser.add_argument("--target", default="hf_dart/demo_pair/model")
     parser.add_argument("--head", default="hf_dart/demo_pair/head", help="with a bigram selector")
     parser.add_argument("--only", nargs="+", metavar="VARIANT")
     parser.add_argument("--seeds", type=int, default=1)

@@ -28,7 +28,7 @@ from hf_dart.bench.speed import Settings
 from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.errors import UserError
 from hf_dart.hub.machine import versions
-from hf_dart.target.loading import PACKAGED, quantization_config
+from hf_dart.models.loading import PACKAGED, quantization_config
 from hf_dart.view.tables import headline, markdown
 
 BITS_AND_BYTES: dict[str, dict[str, Any]] = {

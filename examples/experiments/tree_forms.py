@@ -25,10 +25,10 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.target.masks import layer_windows, mask_kinds
-from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.tree_at_once import AtOnce
-from hf_dart.target.verify import Verifier
+from hf_dart.models.masks import layer_windows, mask_kinds
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.tree_at_once import AtOnce
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 from hf_dart.view.tables import markdown
 

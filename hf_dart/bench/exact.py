@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.target.devices import generator_state
-from hf_dart.target.rounding import narrow_dtype, rounding_of
+from hf_dart.models.devices import generator_state
+from hf_dart.models.rounding import narrow_dtype, rounding_of
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")

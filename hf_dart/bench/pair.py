@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.target.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
+from hf_dart.models.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
 
 
 class Pair(NamedTuple):
@@ -109,7 +109,7 @@ def shown_name(path: str) -> str:
     folder = Path(path).resolve()
     if not folder.is_dir():
         return path
-    if folder.name in ("target", "head"):
+    if folder.name in ("model", "head"):
         return f"{folder.parent.name} {folder.name}"
     return folder.parent.name if folder.name == "final" else folder.name  # `hf-dart train` writes RUN/final
 

@@ -1,7 +1,7 @@
 """Running states: what linear attention, Mamba and short convolutions keep of the text in place of its entries.
 
 A state holds the whole text before it, so that a rejected draft cannot be cut off it. Every node of a tree is
-therefore computed from a copy of its parent's state (`hf_dart.target.tree_forward`), and a commit takes the state of
+therefore computed from a copy of its parent's state (`hf_dart.models.tree_forward`), and a commit takes the state of
 the last accepted node. Nothing is written into committed states: those after the prompt stay as stock's cache has
 them until it is written back, and are what a row goes back to that has gone too far.
 """

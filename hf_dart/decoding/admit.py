@@ -1,7 +1,7 @@
 """Which calls of `generate` drafts can serve exactly: `admit` returns them as a frozen `Request`, or refuses.
 
 What cannot be exact is refused with one sentence that names the remedy; nothing has run by then but the trial of a
-target that is new (`hf_dart.target.trial`).
+target that is new (`hf_dart.models.trial`).
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
-from hf_dart.target.masks import layer_windows
-from hf_dart.target.mixers import own_states, takes_levels
-from hf_dart.target.positions import refuse_crossing
-from hf_dart.target.processes import alone, is_shared, refuse_different_calls
-from hf_dart.target.stock_steps import beside_text, cache_name
-from hf_dart.target.support import drops_out, refuse_cache, refuse_target
-from hf_dart.target.trial import check_verification
+from hf_dart.models.masks import layer_windows
+from hf_dart.models.mixers import own_states, takes_levels
+from hf_dart.models.positions import refuse_crossing
+from hf_dart.models.processes import alone, is_shared, refuse_different_calls
+from hf_dart.models.stock_steps import beside_text, cache_name
+from hf_dart.models.support import drops_out, refuse_cache, refuse_target
+from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
 # What asks `generate` for other modes than greedy search and sampling.

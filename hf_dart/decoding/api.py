@@ -26,8 +26,8 @@ from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.prefill import prefill
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
-from hf_dart.target.devices import host_by_default, users_default
-from hf_dart.target.trial import check_verification, forget
+from hf_dart.models.devices import host_by_default, users_default
+from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
 
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")

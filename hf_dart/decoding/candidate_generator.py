@@ -23,11 +23,11 @@ from hf_dart.decoding.admit import left_padding, refuse_options
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.target.devices import host_by_default
-from hf_dart.target.features import features_request, gather_features, streams_of
-from hf_dart.target.positions import position_limit
-from hf_dart.target.stock_steps import beside_text, cache_name
-from hf_dart.target.support import refuse_cache, refuse_target
+from hf_dart.models.devices import host_by_default
+from hf_dart.models.features import features_request, gather_features, streams_of
+from hf_dart.models.positions import position_limit
+from hf_dart.models.stock_steps import beside_text, cache_name
+from hf_dart.models.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
 
 _KEEPS_STATE = (UnbatchedClassifierFreeGuidanceLogitsProcessor, SynthIDTextWatermarkLogitsProcessor)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_dart.target.devices import generator_state, set_generator_state
+from hf_dart.models.devices import generator_state, set_generator_state
 
 MAX_LEAD = 32
 """No row runs further ahead of the slowest unfinished row: a position costs B * V floats."""

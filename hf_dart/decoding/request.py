@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import OwnState
 from hf_dart.decoding.proposer import Proposer
-from hf_dart.target.stock_steps import cache_name
+from hf_dart.models.stock_steps import cache_name
 from hf_dart.trees.config import TreeConfig
 
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")

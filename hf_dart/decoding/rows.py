@@ -13,7 +13,7 @@ from transformers import EosTokenCriteria, MaxLengthCriteria
 
 from hf_dart.decoding.noise import RefusesDraws
 from hf_dart.decoding.proposal import Verified
-from hf_dart.target.devices import users_default
+from hf_dart.models.devices import users_default
 
 _ROOM = 512  # tokens after the prompt that there is room for at first
 

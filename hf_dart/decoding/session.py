@@ -20,7 +20,7 @@ from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker
-from hf_dart.target.features import Streams, row_axis, states_at
+from hf_dart.models.features import Streams, row_axis, states_at
 from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree
 

@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.processors import all_known, of_rows, scores_alone
 from hf_dart.decoding.rows import Rows, Streaming
-from hf_dart.target.devices import users_default
+from hf_dart.models.devices import users_default
 from hf_dart.trees.tree import DraftTree
 
 

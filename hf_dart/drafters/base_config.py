@@ -13,7 +13,7 @@ from hf_dart.decoding.api import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.custom_code import write_custom_generate
 from hf_dart.hub.download import cached_commit
-from hf_dart.target.features import default_feature_layers, layer_count, lm_head_of
+from hf_dart.models.features import default_feature_layers, layer_count, lm_head_of
 from hf_dart.trees.config import checked_tree
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
@@ -43,7 +43,7 @@ class DrafterConfig(PreTrainedConfig):
         target_name, target_model_type, target_num_layers: the target that the drafter was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
         tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
-        chat_template_hash, enable_thinking: `hf_dart.target.tokenizers.template_hash` of the chat template of the
+        chat_template_hash, enable_thinking: `hf_dart.models.tokenizers.template_hash` of the chat template of the
             conversations that the drafter was trained on, and the thinking flag that was handed to it; None without.
         origin, origin_license: the Hub repository (or the name of the folder) of another project that the drafter came
             from, and the licence that it was published under there, as the Hub spells it; None for one of our own.

@@ -11,8 +11,8 @@ from hf_dart.decoding.api import attached
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter
 from hf_dart.drafters.target_modules import TargetModules, TargetReader
-from hf_dart.target.devices import device_of
-from hf_dart.target.features import lm_head_of
+from hf_dart.models.devices import device_of
+from hf_dart.models.features import lm_head_of
 
 
 class BoundDrafter(SlotDrafter, TargetReader):

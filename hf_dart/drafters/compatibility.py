@@ -7,8 +7,8 @@ from typing import Any, Protocol
 
 from transformers import PreTrainedModel
 
-from hf_dart.target.features import layer_count, lm_head_of
-from hf_dart.target.tokenizers import template_hash, tokenizer_beside
+from hf_dart.models.features import layer_count, lm_head_of
+from hf_dart.models.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
 
 

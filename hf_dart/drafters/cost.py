@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel
 
-from hf_dart.target.devices import device_of
-from hf_dart.target.features import lm_head_of
+from hf_dart.models.devices import device_of
+from hf_dart.models.features import lm_head_of
 from hf_dart.trees.costs import DRAFT_COST
 
 # What growing and walking a tree costs, relative to a forward of the target over one token.

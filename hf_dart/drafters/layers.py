@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.target.packed import attend_in_groups
+from hf_dart.models.packed import attend_in_groups
 
 
 class KeyValueWriter(Protocol):

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.target_modules import TargetReader
 from hf_dart.drafters.vocabulary import LMHeadRows
-from hf_dart.target.devices import rows_of, where_it_runs
+from hf_dart.models.devices import rows_of, where_it_runs
 
 
 class DraftNetwork(TargetReader, PreTrainedModel):

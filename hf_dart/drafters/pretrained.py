@@ -23,8 +23,8 @@ from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.push import push_folder
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.target.devices import as_dtype, host_by_default
-from hf_dart.target.loading import without_bars
+from hf_dart.models.devices import as_dtype, host_by_default
+from hf_dart.models.loading import without_bars
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash

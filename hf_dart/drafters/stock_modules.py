@@ -24,7 +24,7 @@ from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.errors import sentence
-from hf_dart.target.masks import MaskKind, mask_kinds
+from hf_dart.models.masks import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 

@@ -8,8 +8,8 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.target.devices import device_of
-from hf_dart.target.features import lm_head_of
+from hf_dart.models.devices import device_of
+from hf_dart.models.features import lm_head_of
 
 
 class TargetModules:

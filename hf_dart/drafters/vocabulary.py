@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from hf_dart.target.devices import has_rows, where_it_runs
+from hf_dart.models.devices import has_rows, where_it_runs
 from hf_dart.trees.vocabulary import columns_of
 
 # As tokenizers name them: <|reserved_special_token_7|>, <unused7>, [MASK].

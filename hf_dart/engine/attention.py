@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hf_dart.cache.states import StatefulCache
 from hf_dart.engine.cache import FixedCache
-from hf_dart.target.packed import MASKS, NODES, for_groups
-from hf_dart.target.tree_forward import tree_forwards
-from hf_dart.target.verify import Verifier
+from hf_dart.models.packed import MASKS, NODES, for_groups
+from hf_dart.models.tree_forward import tree_forwards
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 

@@ -4,7 +4,7 @@ Trees of one size per row verify unlikely nodes of rows that are hard to foresee
 Here trees may grow larger than their share; of all nodes of all rows the M likeliest are kept (as DSpark's scheduler
 admits drafts, arXiv 2607.05147, by survival), rows that have ended or stand still get none, and the target runs
 over those M alone, side by side as one row of tokens. Attention alone knows rows: there, queries go back to their trees
-(`hf_dart.target.packed`), and keys and values to the slots of their rows (`cache.FixedCache`).
+(`hf_dart.models.packed`), and keys and values to the slots of their rows (`cache.FixedCache`).
 
 Attention itself reads the keys and values of ended rows too, as far as the tier goes. So once rounds for half as many
 rows will do (`batch_sizes`), those go on with the rows that run, and the others are no part of them.

@@ -14,14 +14,14 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.vocabulary import state_of
 from hf_dart.engine import processing
 from hf_dart.engine.job import HeadJob, Job
-from hf_dart.target.attention import FLEX
-from hf_dart.target.devices import matmul_precision
-from hf_dart.target.identity import identity
-from hf_dart.target.mixers import takes_levels
-from hf_dart.target.positions import rotary_moves
-from hf_dart.target.processes import group_of
-from hf_dart.target.support import parts_of
-from hf_dart.target.verify import Verifier
+from hf_dart.models.attention import FLEX
+from hf_dart.models.devices import matmul_precision
+from hf_dart.models.identity import identity
+from hf_dart.models.mixers import takes_levels
+from hf_dart.models.positions import rotary_moves
+from hf_dart.models.processes import group_of
+from hf_dart.models.support import parts_of
+from hf_dart.models.verify import Verifier
 
 
 def job_of(session: Session) -> Job | str:

@@ -26,7 +26,7 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
-from hf_dart.target.packed import PACKED
+from hf_dart.models.packed import PACKED
 
 _WORTH_A_MOVE = 64
 """Tokens that a row has left to emit when its batch moves to rounds for fewer rows."""

@@ -13,7 +13,7 @@ from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import Session
 from hf_dart.drafters.dart.drafter import DartHead
-from hf_dart.target.verify import Verifier
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.config import TreeConfig
 
 

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.job import Job
-from hf_dart.target.rounding import narrow_dtype
-from hf_dart.target.trial import TRIAL_TREE
+from hf_dart.models.rounding import narrow_dtype
+from hf_dart.models.trial import TRIAL_TREE
 from hf_dart.trees.tree import DraftTree
 
 _DEPTH = 3  # of the trial's tree

@@ -29,7 +29,7 @@ from transformers import LlamaConfig, Qwen3Config
 
 from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, read_tensors
 from hf_dart.interop.rope import read_rope, rope_frequencies
-from hf_dart.target.features import default_feature_layers
+from hf_dart.models.features import default_feature_layers
 
 _MANY = 2**31 - 1
 _MOST_LAYERS = 8

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 
 from hf_dart.interop.checkpoint import Fields, read_tensors
 from hf_dart.interop.eagle3 import draft_tokens
-from hf_dart.target.features import default_feature_layers
+from hf_dart.models.features import default_feature_layers
 
 _KIND = "DART head"
 _MANY = 2**31 - 1

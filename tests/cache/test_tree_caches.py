@@ -26,8 +26,8 @@ from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding import finish
 from hf_dart.decoding import prefill as prefilling
 from hf_dart.decoding.api import attach
-from hf_dart.target.masks import mask_kinds
-from hf_dart.target.verify import Verifier
+from hf_dart.models.masks import mask_kinds
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]

@@ -20,7 +20,7 @@ from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.errors import UserError
-from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.view.records import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.target.loading import PACKAGED_TARGET
+from hf_dart.models.loading import PACKAGED_TARGET
 
 SMALL, DEEP = PACKAGED_TARGET.parent, Path(__file__).parents[2] / "examples" / "deep_pair"
 NEW_TOKENS = 40
@@ -31,8 +31,8 @@ FIGURES = tally("float32, packaged and deep pair, text of pytest's own sources")
 
 
 def load(folder: Path) -> tuple[Any, DartHead, Any]:
-    target = AutoModelForCausalLM.from_pretrained(folder / "target", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(folder / "target")
+    target = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
     tokenizer.padding_side = "left"
     return target, DartHead.from_pretrained(folder / "head", target=target, tokenizer=tokenizer), tokenizer
 
@@ -62,7 +62,7 @@ def texts(pair: tuple[Any, DartHead, Any]) -> list[list[int]]:
 def test_the_pairs_are_known_and_small(folder: Path, target: str, megabytes: int) -> None:
     files = [file for file in folder.rglob("*") if file.is_file()]
     assert {file.suffix for file in files} <= {".safetensors", ".json"}
-    assert {file.parent.name for file in files} == {"target", "head"}
+    assert {file.parent.name for file in files} == {"model", "head"}
     assert sum(file.stat().st_size for file in files) <= megabytes * 1e6
     head = load(folder)[1]
     assert head.config.target_name == target

@@ -12,7 +12,7 @@ from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair, target_of
 from hf_dart.cli import main
 from hf_dart.errors import UserError
-from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 TARGET = str(PACKAGED_TARGET)
 
@@ -66,7 +66,7 @@ def test_a_head_alone_brings_the_target_of_its_training(tmp_path: Path) -> None:
     assert target_of(final) == TARGET
     assert target_of(trained(tmp_path / "hub", None, target_name="them/tiny")) == "them/tiny"
     pair = load_pair(None, trained(tmp_path / "head" / "final", {"target": TARGET}))
-    assert (pair.target_name, pair.head_name) == ("demo_pair target", "head")
+    assert (pair.target_name, pair.head_name) == ("demo_pair model", "head")
 
 
 @pytest.mark.parametrize("recipe", [None, {"target": "/nowhere"}, {"target": 3}])

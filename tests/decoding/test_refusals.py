@@ -18,7 +18,7 @@ from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGe
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding import admit as options
 from hf_dart.decoding.api import attach
-from hf_dart.target.trial import check_verification
+from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 

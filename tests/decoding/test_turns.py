@@ -33,7 +33,7 @@ from hf_dart import DartHead
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.state import SlotState
-from hf_dart.target.trial import check_verification
+from hf_dart.models.trial import check_verification
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
 from hf_dart.decoding.api import attach, detach
-from hf_dart.target.trial import check_verification
+from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}

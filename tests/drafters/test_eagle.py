@@ -18,7 +18,7 @@ from hf_dart import EagleDrafter, TreeConfig
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.registry import load_drafter
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.models.features import features_request, gather_features
 from hf_dart.training import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.objective.blocks import build_blocks
 

@@ -32,7 +32,7 @@ from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.registry import load_drafter
-from hf_dart.target.features import features_request, gather_features
+from hf_dart.models.features import features_request, gather_features
 
 EXACT = tally("float64, published EAGLE-3 heads")
 

@@ -25,10 +25,10 @@ from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import admit
 from hf_dart.engine import engine as module
-from hf_dart.target.attention import TreeAttention
-from hf_dart.target.devices import matmul_precision
-from hf_dart.target.packed import PACKED
-from hf_dart.target.trial import check_verification
+from hf_dart.models.attention import TreeAttention
+from hf_dart.models.devices import matmul_precision
+from hf_dart.models.packed import PACKED
+from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
 

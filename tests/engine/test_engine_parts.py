@@ -23,8 +23,8 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.topk import largest
 from hf_dart.drafters.layers import attend
 from hf_dart.engine.attention import PackedVerifier
-from hf_dart.target.attention import TreeAttention
-from hf_dart.target.packed import NODES, PACKED, attend_in_groups, for_groups, packed_attention
+from hf_dart.models.attention import TreeAttention
+from hf_dart.models.packed import NODES, PACKED, attend_in_groups, for_groups, packed_attention
 from hf_dart.trees.tree import DraftTree
 
 

@@ -18,7 +18,7 @@ import hf_dart
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import states_of
 from hf_dart.engine.cache import FixedStates
-from hf_dart.target import tree_at_once, tree_form
+from hf_dart.models import tree_at_once, tree_form
 
 pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs the eager round")]
 EXACT = tally("float64, running states on fixed shapes")

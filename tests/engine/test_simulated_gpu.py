@@ -13,7 +13,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.fixed_round import FixedRound
-from hf_dart.target.masked_attention import masked_attention
+from hf_dart.models.masked_attention import masked_attention
 
 ASKS: dict[str, Callable[[Any], object]] = {
     "a number": lambda x: x[0].item(),

@@ -14,7 +14,7 @@ from support.tiny import prompts, tiny_target
 from transformers import DynamicCache
 
 from hf_dart import DartHead, LookupDrafter, attach
-from hf_dart.target.features import layer_count
+from hf_dart.models.features import layer_count
 
 CLASSES = class_names()
 SAMPLE = random.Random(0).sample(CLASSES, 20)

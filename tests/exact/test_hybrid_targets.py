@@ -25,7 +25,7 @@ from hf_dart import LookupDrafter, TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
 from hf_dart.decoding import prefill
 from hf_dart.drafters.dflash.drafter import DFlashDrafter
-from hf_dart.target.mixers import own_states
+from hf_dart.models.mixers import own_states
 
 pytestmark = needs_running_states
 NO_ADAPTER_AFTER_MIXERS = {"falcon_h1", "nemotron_h", *WITHOUT_ATTENTION}  # PEFT refuses it

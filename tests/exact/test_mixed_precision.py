@@ -24,9 +24,9 @@ from transformers import LlamaForCausalLM
 
 from hf_dart import LanguageModelDrafter, attach
 from hf_dart.bench.exact import differences, run, tolerance
-from hf_dart.target.mixers import mixers_of
-from hf_dart.target.tree_at_once import AtOnce
-from hf_dart.target.trial import check_verification
+from hf_dart.models.mixers import mixers_of
+from hf_dart.models.tree_at_once import AtOnce
+from hf_dart.models.trial import check_verification
 
 NARROW = torch.bfloat16
 UP_TO_NEAR_TIES = tally("float32 weights under bfloat16 autocast")

@@ -40,12 +40,12 @@ def main() -> None:
     distributed.init_process_group("gloo", timeout=timedelta(seconds=120))
     first = distributed.get_rank() == 0
     plan = DistributedConfig(tp_plan="auto", tp_size=2)
-    target = AutoModelForCausalLM.from_pretrained(PAIR / "target", dtype=torch.float64, distributed_config=plan)
+    target = AutoModelForCausalLM.from_pretrained(PAIR / "model", dtype=torch.float64, distributed_config=plan)
     head = DartHead.from_pretrained(str(PAIR / "head"), target=target)
     if not first:
         late(head, "transitions")
         target.lm_head.register_forward_pre_hook(lambda *_: time.sleep(0.002))
-    tokenizer = AutoTokenizer.from_pretrained(PAIR / "target", padding_side="left")
+    tokenizer = AutoTokenizer.from_pretrained(PAIR / "model", padding_side="left")
     one, three = (dict(tokenizer(texts, return_tensors="pt", padding=True)) for texts in (TEXTS[:1], TEXTS))
     exact(target, head, one, do_sample=False, max_new_tokens=48)
     exact(target, head, one, **SAMPLED)

@@ -26,7 +26,7 @@ from hf_dart import DartHead, detach, load_once
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
 from hf_dart.hub.push import push_folder
-from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 WEIGHTS = PACKAGED_HEAD / "model.safetensors"
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"

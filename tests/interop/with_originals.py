@@ -45,7 +45,7 @@ def write(folder: Path) -> None:
 
     from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.drafters.registry import load_drafter
-    from hf_dart.target.features import features_request, gather_features
+    from hf_dart.models.features import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     target.save_pretrained(folder / "target")
@@ -85,7 +85,7 @@ def write_relatives(folder: Path, target: Any) -> None:
     from support.tiny import prompts
 
     from hf_dart.drafters.registry import load_drafter
-    from hf_dart.target.features import features_request, gather_features
+    from hf_dart.models.features import features_request, gather_features
 
     tokens = prompts([16], vocabulary=40)["input_ids"]
     for name in VARIANTS:

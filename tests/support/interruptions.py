@@ -21,7 +21,7 @@ import hf_dart.decoding
 from hf_dart.cache.states import states_put_back
 from hf_dart.cache.stock_layers import attention_layers, keeps_states
 from hf_dart.decoding.api import attach
-from hf_dart.target.mixers import own_states
+from hf_dart.models.mixers import own_states
 from support.caches import CLOSE, FP32, assert_same_states, entries
 from support.cases import replay
 from support.compare import assert_identical, run

@@ -18,8 +18,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from hf_dart import TreeConfig, attach
-from hf_dart.target.masks import mask_kinds
-from hf_dart.target.stock_steps import cache_after, cache_name
+from hf_dart.models.masks import mask_kinds
+from hf_dart.models.stock_steps import cache_after, cache_name
 from support.cases import MODES, replay
 from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
 from support.families import FAMILIES, HYBRIDS, REFUSED
@@ -174,7 +174,7 @@ def table() -> Iterator[str]:
     yield ""
     yield "Single calls are refused where the rotary frequencies of a batch, or of Phi-3's whole text, would change on"
     yield "the way, and where a text reaches a length at which the model no longer follows positions (Llama 4's"
-    yield "tempered attention after 8192 slots): `tests/target/test_trial.py`."
+    yield "tempered attention after 8192 slots): `tests/models/test_trial.py`."
     yield ""
     yield "Indexers of few heads (DeepSeek V3.2 and kin) give many entries a score of exactly 0, and among equal ones"
     yield "choose by slots: texts longer than what they choose are refused where there are less than 32 heads."

@@ -18,7 +18,7 @@ _UNTOLD = {"AttributeError", "NotImplementedError", "argparse.ArgumentTypeError"
 # A heading for each room, in the order of the page.
 ROOMS = {
     "Calls of generate": ("decoding", "errors.py", "view"),
-    "Targets": ("target",),
+    "Targets": ("models",),
     "Drafters, heads and adapters": ("drafters",),
     "Compiled rounds": ("engine",),
     "Trees and n-gram tables": ("trees",),

@@ -23,7 +23,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from hf_dart import attach
-from hf_dart.target.stock_steps import beside_text
+from hf_dart.models.stock_steps import beside_text
 from support.classes import sentence_of_ours, shortened
 from support.compare import run
 from support.sights_by_class import SIGHTS, Sight

@@ -19,7 +19,7 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.drafters.uno.drafter import UnoDrafter
-from hf_dart.target import trial as probe
+from hf_dart.models import trial as probe
 from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, OTHERS, PAD, REFUSED, WITHOUT_ATTENTION
 from support.families import VOCABULARY as VOCABULARY
 from support.families import WINDOW as WINDOW

@@ -16,7 +16,7 @@ from support.tiny_training import VOCABULARY, tiny_head, tiny_target, tiny_train
 from torch import Tensor
 
 from hf_dart import DartConfig, DartHead
-from hf_dart.target.tokenizers import template_hash
+from hf_dart.models.tokenizers import template_hash
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat, as_messages
 from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions

@@ -23,8 +23,8 @@ from hf_dart.bench.profile import measure
 from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
-from hf_dart.target.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.target.mixers import mixers_of, tree_forms
+from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.models.mixers import mixers_of, tree_forms
 from hf_dart.trees.costs import RoundCost, VerifyCost, checked_points, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host
 

@@ -16,7 +16,7 @@ from hf_dart.drafters.dart.copied import initialise
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
-from hf_dart.target.devices import as_dtype
+from hf_dart.models.devices import as_dtype
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 

@@ -19,8 +19,8 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
-from hf_dart.target.attention import for_trees
-from hf_dart.target.features import default_feature_layers, layer_count
+from hf_dart.models.attention import for_trees
+from hf_dart.models.features import default_feature_layers, layer_count
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 # Entries of a matrix that its fingerprint looks at.

@@ -19,7 +19,7 @@ from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
 from hf_dart.drafters.network import DraftNetwork
-from hf_dart.target.devices import device_of
+from hf_dart.models.devices import device_of
 
 
 class Entries(NamedTuple):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.vocabulary import state_of
-from hf_dart.target.devices import device_of
+from hf_dart.models.devices import device_of
 
 
 class BigramSelector(nn.Module):

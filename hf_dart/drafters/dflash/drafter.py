@@ -34,9 +34,9 @@ from hf_dart.hub.download import checkpoint_config, published_license, refuse_fi
 from hf_dart.interop.checkpoint import read_tensors, weight_shapes
 from hf_dart.interop.eagle3 import draft_tokens
 from hf_dart.interop.vllm import vocabulary_maps
-from hf_dart.target.devices import as_dtype, rows_of
-from hf_dart.target.features import layer_count
-from hf_dart.target.tokenizers import tokenizer_beside
+from hf_dart.models.devices import as_dtype, rows_of
+from hf_dart.models.features import layer_count
+from hf_dart.models.tokenizers import tokenizer_beside
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 

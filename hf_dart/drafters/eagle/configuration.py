@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.head_config import HeadConfig
 from hf_dart.errors import check_fields
-from hf_dart.target.features import layer_count
+from hf_dart.models.features import layer_count
 
 
 class EagleConfig(HeadConfig):

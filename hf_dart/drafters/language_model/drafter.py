@@ -26,13 +26,13 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds, refused
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.target.attention import for_trees
-from hf_dart.target.devices import as_dtype, device_of, users_default
-from hf_dart.target.features import lm_head_of
-from hf_dart.target.positions import position_limit
-from hf_dart.target.stock_steps import takes_positions
-from hf_dart.target.tokenizers import tokenizer_beside
-from hf_dart.target.trial import check_verification
+from hf_dart.models.attention import for_trees
+from hf_dart.models.devices import as_dtype, device_of, users_default
+from hf_dart.models.features import lm_head_of
+from hf_dart.models.positions import position_limit
+from hf_dart.models.stock_steps import takes_positions
+from hf_dart.models.tokenizers import tokenizer_beside
+from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash

@@ -22,9 +22,9 @@ from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.mtp.modules import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
-from hf_dart.target.devices import device_of, users_default
-from hf_dart.target.features import layer_count, lm_head_of
-from hf_dart.target.masks import MaskKind
+from hf_dart.models.devices import device_of, users_default
+from hf_dart.models.features import layer_count, lm_head_of
+from hf_dart.models.masks import MaskKind
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 

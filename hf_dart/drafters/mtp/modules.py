@@ -26,9 +26,9 @@ from hf_dart.drafters.stock_modules import refused
 from hf_dart.hub.download import head_config, weight_files
 from hf_dart.hub.errors import hub_errors
 from hf_dart.interop.checkpoint import weight_shapes
-from hf_dart.target.attention import TreeAttention
-from hf_dart.target.devices import device_of
-from hf_dart.target.features import lm_head_of
+from hf_dart.models.attention import TreeAttention
+from hf_dart.models.devices import device_of
+from hf_dart.models.features import lm_head_of
 
 FIELDS = ("num_mtp_layers", "num_nextn_predict_layers", "mtp_num_hidden_layers")
 """What configs call the number of their modules."""

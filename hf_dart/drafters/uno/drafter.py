@@ -44,11 +44,11 @@ from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config, optional_json, refuse_fields
 from hf_dart.hub.kinds import CardTexts, bibtex
-from hf_dart.target.attention import for_trees
-from hf_dart.target.devices import as_dtype
-from hf_dart.target.features import features_request, gather_features, layer_count, streams_of
-from hf_dart.target.positions import position_limit
-from hf_dart.target.verify import Verifier
+from hf_dart.models.attention import for_trees
+from hf_dart.models.devices import as_dtype
+from hf_dart.models.features import features_request, gather_features, layer_count, streams_of
+from hf_dart.models.positions import position_limit
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.tree import DraftTree
 

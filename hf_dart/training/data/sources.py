@@ -13,7 +13,7 @@ from typing import Any
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_fields, sentence
 from hf_dart.hub.machine import versions
-from hf_dart.target.tokenizers import template_hash
+from hf_dart.models.tokenizers import template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder

@@ -25,8 +25,8 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.push import push_folder
-from hf_dart.target.attention import for_trees
-from hf_dart.target.features import features_request, gather_features, merged_embeddings, streams_of
+from hf_dart.models.attention import for_trees
+from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.training.checkpoints.record import training_record, write_training_record
 from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate

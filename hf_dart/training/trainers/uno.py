@@ -12,8 +12,8 @@ from transformers.cache_utils import DynamicCache
 
 from hf_dart.drafters.stock_modules import View, attention_kinds
 from hf_dart.drafters.uno.drafter import UnoDrafter
-from hf_dart.target.attention import for_trees
-from hf_dart.target.features import features_request, gather_features, layer_count, streams_of
+from hf_dart.models.attention import for_trees
+from hf_dart.models.features import features_request, gather_features, layer_count, streams_of
 from hf_dart.training.objective.blocks import document_positions, target_positions
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments

@@ -17,11 +17,11 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 
 from hf_dart import attach
 from hf_dart.cache.states import RunningStates, StatefulCache, states_of
-from hf_dart.target import tree_at_once, tree_form
-from hf_dart.target.mixers import mixers_of
-from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
-from hf_dart.target.tree_forward import Mixer, by_levels
+from hf_dart.models import tree_at_once, tree_form
+from hf_dart.models.mixers import mixers_of
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
+from hf_dart.models.tree_forward import Mixer, by_levels
 from hf_dart.trees.paths import TreePaths
 from hf_dart.trees.tree import DraftTree
 

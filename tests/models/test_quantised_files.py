@@ -22,8 +22,8 @@ from hf_dart import attach
 from hf_dart.bench.audit import audit
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
-from hf_dart.target.rounding import rounding_of
-from hf_dart.target.trial import forget
+from hf_dart.models.rounding import rounding_of
+from hf_dart.models.trial import forget
 
 pytest.importorskip("accelerate")  # transformers asks for it
 EXACT = tally("float64, quantised files")

@@ -18,11 +18,11 @@ from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 from hf_dart import LookupDrafter, attach
-from hf_dart.target import trial as probe
-from hf_dart.target.masks import MaskKind
-from hf_dart.target.positions import forgets_text
-from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.trial import check_verification, forget
+from hf_dart.models import trial as probe
+from hf_dart.models.masks import MaskKind
+from hf_dart.models.positions import forgets_text
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.trial import check_verification, forget
 
 GREEDY = {"do_sample": False}
 

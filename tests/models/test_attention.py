@@ -31,11 +31,11 @@ from transformers import DynamicCache, StaticCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
-from hf_dart.target import attention as attention_module
-from hf_dart.target.attention import FLEX, TreeAttention, attention_of, for_trees
-from hf_dart.target.packed import PACKED
-from hf_dart.target.support import parts_of
-from hf_dart.target.trial import forget
+from hf_dart.models import attention as attention_module
+from hf_dart.models.attention import FLEX, TreeAttention, attention_of, for_trees
+from hf_dart.models.packed import PACKED
+from hf_dart.models.support import parts_of
+from hf_dart.models.trial import forget
 from hf_dart.trees.tree import DraftTree
 
 EXACT = tally("float64, kernels of the user's")
@@ -297,7 +297,7 @@ def test_other_threads_see_the_users_kernel() -> None:
 @pytest.mark.parametrize("fault", ["a node sees its sibling", "past a window"])
 def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong one is a wrong token: what the trial and these tests are there for."""
-    from hf_dart.target import verify
+    from hf_dart.models import verify
 
     made = verify.block_mask
 

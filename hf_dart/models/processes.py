@@ -13,7 +13,7 @@ from zlib import crc32
 import torch
 from torch import Tensor, distributed, nn
 
-from hf_dart.target.devices import device_of, generator_state, is_part
+from hf_dart.models.devices import device_of, generator_state, is_part
 from hf_dart.trees.config import TreeConfig
 
 

@@ -22,8 +22,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.target.packed import PACKED
-from hf_dart.target.support import parts_of
+from hf_dart.models.packed import PACKED
+from hf_dart.models.support import parts_of
 
 FLEX = "flex_attention"
 

@@ -23,8 +23,8 @@ from hf_dart.bench.audit import audit
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
-from hf_dart.target.rounding import rounding_of
-from hf_dart.target.trial import check_verification, forget
+from hf_dart.models.rounding import rounding_of
+from hf_dart.models.trial import check_verification, forget
 
 EXACT = tally("float64, quantised weights")
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # of peft 0.21

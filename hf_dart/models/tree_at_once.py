@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
 from hf_dart.cache.states import StatefulCache, States, StateSlot
-from hf_dart.target.tree_forward import Mixer, by_levels
+from hf_dart.models.tree_forward import Mixer, by_levels
 from hf_dart.trees.paths import TreePaths
 
 
@@ -185,7 +185,7 @@ class AtOnce:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
     ) -> Any:
-        """As `by_levels`. It is not right for every mixer: see `hf_dart.target.tree_form`."""
+        """As `by_levels`. It is not right for every mixer: see `hf_dart.models.tree_form`."""
         held = cache.states
         fewest = 2 if held.takes_levels else 1
         if not fewest <= held.shape[1] <= _MOST:

@@ -17,12 +17,12 @@ from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import OwnState, Slot, StateSlot, states_of
 from hf_dart.cache.stock_layers import keeps_states
-from hf_dart.target.devices import device_of
-from hf_dart.target.identity import identity
-from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.tree_form import form_of
-from hf_dart.target.tree_forward import Form, Mixer, by_levels
-from hf_dart.target.untouched import as_before
+from hf_dart.models.devices import device_of
+from hf_dart.models.identity import identity
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.tree_form import form_of
+from hf_dart.models.tree_forward import Form, Mixer, by_levels
+from hf_dart.models.untouched import as_before
 
 _TOKENS = 4
 

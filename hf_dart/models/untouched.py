@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_dart.target.stand_in import StandIn
+from hf_dart.models.stand_in import StandIn
 
 
 @contextmanager

@@ -7,10 +7,10 @@ from typing import Any
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_dart.target.attention import attention_of
-from hf_dart.target.devices import autocast_dtype, device_of
-from hf_dart.target.stand_in import forward_before
-from hf_dart.target.support import parts_of
+from hf_dart.models.attention import attention_of
+from hf_dart.models.devices import autocast_dtype, device_of
+from hf_dart.models.stand_in import forward_before
+from hf_dart.models.support import parts_of
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:

@@ -17,12 +17,12 @@ from transformers import DynamicCache
 from hf_dart.cache.states import states_of, states_put_back
 from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.cache.tree_cache import tree_cache
-from hf_dart.target.masks import layer_windows, mask_kinds
-from hf_dart.target.mixers import mixers_of, own_states
-from hf_dart.target.stock_steps import StockSteps
-from hf_dart.target.tree_forward import TreeForward
-from hf_dart.target.trial import check_verification
-from hf_dart.target.verify import Verifier
+from hf_dart.models.masks import layer_windows, mask_kinds
+from hf_dart.models.mixers import mixers_of, own_states
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.tree_forward import TreeForward
+from hf_dart.models.trial import check_verification
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 pytestmark = needs_running_states

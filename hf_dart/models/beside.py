@@ -10,8 +10,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.base import TreeCache
-from hf_dart.target.masks import MaskKind
-from hf_dart.target.verify import Verifier
+from hf_dart.models.masks import MaskKind
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 

@@ -18,7 +18,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from hf_dart.target.masked_attention import aligned, masked_attention
+from hf_dart.models.masked_attention import aligned, masked_attention
 
 PACKED = "hf_dart_packed"
 """Its name in a config, while it is used."""

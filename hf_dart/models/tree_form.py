@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
-from hf_dart.target.tree_at_once import AtOnce, taking_node_states
-from hf_dart.target.tree_forward import Form, Mixer, by_levels
+from hf_dart.models.tree_at_once import AtOnce, taking_node_states
+from hf_dart.models.tree_forward import Form, Mixer, by_levels
 from hf_dart.trees.tree import DraftTree
 
 # Deeper than the windows of convolutions, with siblings; the second row has empty nodes.

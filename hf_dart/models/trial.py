@@ -28,8 +28,8 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
-from hf_dart.target.attention import TreeAttention
-from hf_dart.target.devices import (
+from hf_dart.models.attention import TreeAttention
+from hf_dart.models.devices import (
     device_of,
     generator_state,
     host_by_default,
@@ -37,16 +37,16 @@ from hf_dart.target.devices import (
     set_generator_state,
     users_default,
 )
-from hf_dart.target.identity import identity
-from hf_dart.target.masks import layer_windows, mask_kinds
-from hf_dart.target.mixers import own_states
-from hf_dart.target.positions import position_limit
-from hf_dart.target.processes import highest
-from hf_dart.target.rounding import narrow_dtype, refuse_shared_scales, rounding_of
-from hf_dart.target.stock_steps import StockSteps, cache_name
-from hf_dart.target.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
-from hf_dart.target.untouched import as_before
-from hf_dart.target.verify import Verifier
+from hf_dart.models.identity import identity
+from hf_dart.models.masks import layer_windows, mask_kinds
+from hf_dart.models.mixers import own_states
+from hf_dart.models.positions import position_limit
+from hf_dart.models.processes import highest
+from hf_dart.models.rounding import narrow_dtype, refuse_shared_scales, rounding_of
+from hf_dart.models.stock_steps import StockSteps, cache_name
+from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
+from hf_dart.models.untouched import as_before
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 _PROMPT = 12

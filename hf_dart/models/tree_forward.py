@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hf_dart.cache.states import LevelStates, OwnState, Slot, StatefulCache, states_put_back
-from hf_dart.target.stand_in import StandIn
+from hf_dart.models.stand_in import StandIn
 from hf_dart.trees.levels import Level, TreeLevels
 
 
@@ -53,8 +53,8 @@ def by_levels(
     """What a mixer gives for the nodes of a tree: level by level, each node as stock's own single-token step.
 
     This is right for every mixer whose single steps are. A faster form for one kind of mixer (a `Form`, see
-    `hf_dart.target.tree_at_once`) keeps the states of the nodes in `cache.states` likewise (`RunningStates.keep`), and
-    is held against this one before it is used (`hf_dart.target.tree_form`).
+    `hf_dart.models.tree_at_once`) keeps the states of the nodes in `cache.states` likewise (`RunningStates.keep`), and
+    is held against this one before it is used (`hf_dart.models.tree_form`).
 
     Args:
         forward: the module's own forward.

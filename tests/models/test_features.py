@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from hf_dart.decoding.api import attach
-from hf_dart.target.features import gather_features, streams_of
+from hf_dart.models.features import gather_features, streams_of
 
 LAYERS = (0, 1, 2)
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}

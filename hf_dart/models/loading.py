@@ -11,7 +11,7 @@ from hf_dart.errors import UserError, head_inside, missing_folder, sentence
 
 PACKAGED = "packaged"
 """The name by which `--target` and `--head` take the pair that comes with the package, which is the default."""
-PACKAGED_TARGET, PACKAGED_HEAD = (Path(__file__).parents[1] / "demo_pair" / part for part in ("target", "head"))
+PACKAGED_TARGET, PACKAGED_HEAD = (Path(__file__).parents[1] / "demo_pair" / part for part in ("model", "head"))
 DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.target.devices import device_of
-from hf_dart.target.processes import highest
-from hf_dart.target.stand_in import forward_before
-from hf_dart.target.support import parts_of
+from hf_dart.models.devices import device_of
+from hf_dart.models.processes import highest
+from hf_dart.models.stand_in import forward_before
+from hf_dart.models.support import parts_of
 
 _ROWS = 33  # more than 32, from which on some kernels change
 # What is no more than a module's own roundings, and than those of sums in float32.

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_dart.target.devices import users_default
+from hf_dart.models.devices import users_default
 
 # Text, and how it is run: what stock hands the target with every token, and drafts are verified with too, or need not
 # be, such as the `cache_position` that code of a model's own may ask for; or drops after the prompt.
