@@ -43,7 +43,7 @@ def attach(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
     Only this instance is changed: no class is patched, and deep copies, pickles, PEFT wrappers and pipelines of the
     model keep the keyword. A shallow copy is to be attached itself: until then its `generate` is the original's. A
     `generate` that the instance has of its own (a repository's, a partial) goes on serving calls without
-    `assistant=`. The target is first tried out on a random tree (`target.trial.check_verification`), unless it is
+    `assistant=`. The target is first tried out on a random tree (`models.trial.check_verification`), unless it is
     being trained. What that shows holds for its modules, their code and hooks, its attention and dtype. What that code
     reads (a global, an attribute) is not looked at: after changing such a thing, attach again.
 

@@ -114,7 +114,7 @@ class Proposer(ABC, Generic[State]):
         `cache.commit`. By default it is not looked at.
 
         Args:
-            verify: the `target.verify.Verifier` of the call.
+            verify: the `models.verify.Verifier` of the call.
         """
 
     @abstractmethod

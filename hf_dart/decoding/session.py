@@ -29,7 +29,7 @@ Noise = Callable[[int, int], "Tensor | None"]
 
 
 class TreeVerifier(Protocol):
-    """Runs a tree through the target: `target.verify.Verifier`, or a captured forward in its place."""
+    """Runs a tree through the target: `models.verify.Verifier`, or a captured forward in its place."""
 
     @property
     def hidden_states(self) -> tuple[Tensor, ...]: ...
