@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 from support.compare import assert_identical
-from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head
+from support.families import SIZES
+from support.tiny import WINDOW, prompts, tiny_head
 from transformers import (
     CLIPVisionConfig,
     Exaone4_5_Config,
@@ -23,19 +24,6 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
 )
 
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
 EYES = {
     "hidden_size": 16,
     "intermediate_size": 16,
@@ -50,7 +38,7 @@ SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 
 
 def gemma3() -> Any:
-    text = {**TEXT, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
+    text = {**SIZES, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
     tokens = {"image_token_index": 47, "boi_token_index": 46, "eoi_token_index": 45}
     return Gemma3ForConditionalGeneration(
         Gemma3Config(text_config=text, vision_config=EYES, mm_tokens_per_image=1, **tokens)
@@ -60,14 +48,14 @@ def gemma3() -> Any:
 def qwen2_5_vl() -> Any:
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
     tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
-    text = {**TEXT, "rope_parameters": ROPE}
+    text = {**SIZES, "rope_parameters": ROPE}
     return Qwen2_5_VLForConditionalGeneration(
         Qwen2_5_VLConfig(text_config=text, vision_config={**eyes, "patch_size": 4}, **tokens)
     )
 
 
 def llava() -> Any:
-    config = LlavaConfig(text_config=LlamaConfig(**TEXT), vision_config=CLIPVisionConfig(**EYES), image_token_index=47)
+    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=CLIPVisionConfig(**EYES), image_token_index=47)
     return LlavaForConditionalGeneration(config)
 
 
@@ -75,7 +63,7 @@ def exaone4_5() -> Any:
     eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 2}
     tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
     slides = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-    text = {**TEXT, **slides, "model_type": "exaone4"}
+    text = {**SIZES, **slides, "model_type": "exaone4"}
     return Exaone4_5_ForConditionalGeneration(
         Exaone4_5_Config(text_config=text, vision_config={**eyes, "out_hidden_size": 32, "patch_size": 4}, **tokens)
     )

@@ -20,7 +20,7 @@ WINDOW = 10
 PAD = 0
 
 _TOKENS = {"vocab_size": VOCABULARY, "pad_token_id": PAD, "bos_token_id": 1, "eos_token_id": None}
-_ROTARY = {
+SIZES = {
     **_TOKENS,
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -29,8 +29,8 @@ _ROTARY = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
 }
+_ROTARY = {**SIZES, "tie_word_embeddings": False}
 _GPT = {**_TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 256}
 _SHORT = {**_TOKENS, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _PLAIN = [

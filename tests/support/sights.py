@@ -10,21 +10,9 @@ from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForImageTextToText
 
 from hf_dart.decoding.api import attach
-from support.families import VOCABULARY
+from support.families import SIZES
 
-TEXT = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": None,
-}
+TEXT = {**SIZES, "num_hidden_layers": 4}
 ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
 LINEAR = {
     "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
