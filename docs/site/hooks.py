@@ -129,7 +129,7 @@ _INTERFACES = {
         "hf_dart.hub.kinds.CardTexts",
     ),
     "N-gram tables": ("hf_dart.trees.ngram.build.build", "hf_dart.trees.ngram.build.merge"),
-    "The Hub": ("hf_dart.hub.push.push_folder",),
+    "The Hub": ("hf_dart.hub.publish.push_folder",),
     "Errors": ("hf_dart.errors.UserError",),
 }
 

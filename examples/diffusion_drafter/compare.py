@@ -30,8 +30,8 @@ from hf_dart import DartHead, DiffusionDrafter, TreeConfig
 from hf_dart.bench.exact import run
 from hf_dart.bench.speed import MODES, pad_left
 from hf_dart.bench.suites import cut_prompts, default_files
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.machine import hardware, versions
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 BEGIN, END = "<!-- tables: begin. Written by compare.py from compare.json. -->", "<!-- tables: end -->"
 # Folder, name in the tables, reverse steps and length of its chains.

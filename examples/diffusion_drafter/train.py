@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3ForCausalLM, 
 from transformers.trainer_utils import get_last_checkpoint
 
 from hf_dart import DartHead, DiffusionDrafter
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.training import (
     DartTrainer,
     DartTrainingArguments,

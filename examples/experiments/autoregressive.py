@@ -21,11 +21,11 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench import profile, report, rivals, speed, suites
+from hf_dart.bench import profiling, report, rivals, speed, suites
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.profile import Profile
+from hf_dart.bench.profiling import Profile
 from hf_dart.drafters.registry import load_drafter
-from hf_dart.models.loading import load_target
+from hf_dart.hub.loading import load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run
 from hf_dart.view.tables import as_table
@@ -144,7 +144,7 @@ def main() -> None:
     for depth in arguments.depths:
         for kind, drafter in drafters.items():
             progress(f"what a draft of {_NAMES[kind]} costs, depth {depth}")
-            costs[kind][depth] = profile.measure(pair._replace(head=drafter), depth=depth)
+            costs[kind][depth] = profiling.measure(pair._replace(head=drafter), depth=depth)
     measured = methods(drafters, costs)
     measurements = speed.measure(pair, prompts, settings, measured)
     command = ["python", "examples/experiments/autoregressive.py", *sys.argv[1:]]

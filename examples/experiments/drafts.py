@@ -12,9 +12,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from hf_dart.bench import profile, report, speed, suites
+from hf_dart.bench import profiling, report, speed, suites
 from hf_dart.bench.pair import load_head
-from hf_dart.bench.profile import Profile
+from hf_dart.bench.profiling import Profile
 from hf_dart.cli.common import (
     check_file,
     given,
@@ -173,7 +173,7 @@ def main(words: Sequence[str] | None = None) -> int:
     pair = load(arguments, trained=True)
     others = {Path(path).name: load_head(path, pair.model, pair.tokenizer) for path in arguments.others}
     prompts = suites.cut_prompts(pair.tokenizer, files, settings.prompts, settings.prompt_tokens)
-    costs = profile.measure(pair, progress=say) if arguments.profile else None
+    costs = profiling.measure(pair, progress=say) if arguments.profile else None
     ways = draft_methods(pair.head, arguments.nodes, costs) | of_others(others, arguments.nodes)
     methods = {name: way.options for name, way in ways.items()}
     modes = {mode: speed.MODES[mode] for mode in arguments.modes}

@@ -19,7 +19,7 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import LookupDrafter, attach
-from hf_dart.bench import profile
+from hf_dart.bench import profiling
 from hf_dart.bench.pair import Pair
 from hf_dart.cache.states import states_of
 from hf_dart.hub.machine import hardware, versions
@@ -64,7 +64,7 @@ def target(name: str) -> Any:
 def measured(name: str, rounds: int, repeats: int) -> dict[str, Any]:
     """What `hf-dart profile` finds for one target, and how many bytes its states take per row, or per node."""
     model = attach(target(name))
-    found = profile.measure(
+    found = profiling.measure(
         Pair(model, LookupDrafter(), None, name, "any draft"), context=64, rounds=rounds, repeats=repeats, sizes=SIZES
     )
     outputs = model(torch.arange(2, 6)[None], use_cache=True)

@@ -21,14 +21,14 @@ from typing import Any
 import torch
 from quantised_files import save_compressed, save_fp8
 
-from hf_dart.bench.audit import audit
+from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.report import circumstances
 from hf_dart.bench.speed import Settings
 from hf_dart.bench.suites import cut_prompts, texts
 from hf_dart.errors import UserError
+from hf_dart.hub.loading import PACKAGED, quantization_config
 from hf_dart.hub.machine import versions
-from hf_dart.models.loading import PACKAGED, quantization_config
 from hf_dart.view.tables import headline, markdown
 
 BITS_AND_BYTES: dict[str, dict[str, Any]] = {

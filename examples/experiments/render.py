@@ -21,7 +21,7 @@ import training_cost
 from hf_dart.drafters.registry import registered
 from hf_dart.hub.card import has_markers, render_card
 from hf_dart.hub.facts import HeadFacts
-from hf_dart.models.loading import PACKAGED_HEAD
+from hf_dart.hub.loading import PACKAGED_HEAD
 from hf_dart.view import tables
 
 BEGIN, END = "<!-- hf-dart table: {file} -->", "<!-- hf-dart table end -->"

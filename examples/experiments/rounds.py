@@ -27,7 +27,7 @@ from torch import Tensor
 from transformers import StaticCache
 from transformers.utils import logging
 
-from hf_dart.bench import profile
+from hf_dart.bench import profiling
 from hf_dart.bench.exact import run, timed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import in_turn
@@ -317,7 +317,7 @@ class _Bench:
                 return
             self._progress(f"costs of rounds: {name}")
             pair = pairs.get(name) or load_pair()
-            found = profile.measure(pair, context=context, progress=self._progress, **wanted)
+            found = profiling.measure(pair, context=context, progress=self._progress, **wanted)
             config = TreeConfig(verify_costs=found.verify, draft_cost=found.draft)
             worth = {str(batch): nodes_worth(config.round_cost(batch, "cuda"), 64) for batch in _BATCHES}
             costs = {"draft": found.draft, "verify": {f"{nodes:.0f}": cost for nodes, cost in found.verify}}

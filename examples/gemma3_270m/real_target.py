@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 
-from hf_dart.bench import audit, report, speed
+from hf_dart.bench import auditing, report, speed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.cli.common import progress_bar, say, show
 from hf_dart.view.tables import OURS, STOCK, as_table
@@ -186,7 +186,7 @@ def measured(pair: Pair, kind: str, settings: speed.Settings) -> list[dict[str, 
     if not all(one.identical for one in found):
         batch = cut if cut[1:] else cut * 2
         about = report.circumstances(pair, replace(settings, prompts=len(batch)), kind, sys.argv)
-        print(audit.as_table({**about, **audit.audit(pair, batch, settings)}))
+        print(auditing.as_table({**about, **auditing.audit(pair, batch, settings)}))
     return report.results(found, text=kind, dtype="float32", prompt_tokens=max(map(len, cut)))
 
 

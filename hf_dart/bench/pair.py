@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hf_dart.errors import UserError, as_user_error, missing_folder
-from hf_dart.models.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
+from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
 
 
 class Pair(NamedTuple):

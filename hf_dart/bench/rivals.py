@@ -15,7 +15,7 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
 

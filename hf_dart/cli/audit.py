@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
 def _run(arguments: argparse.Namespace) -> int:
     check_file(arguments.json)
     set_threads(arguments.threads)
-    from hf_dart.bench import audit, report, speed, suites
+    from hf_dart.bench import auditing, report, speed, suites
 
     pair = load(arguments)
     if arguments.prompts:
@@ -65,8 +65,8 @@ def _run(arguments: argparse.Namespace) -> int:
     content = {
         **report.circumstances(pair, settings, text, command_line(arguments)),
         **report.describe_tree(pair, tree, settings.batches),
-        **audit.audit(pair, prompts, settings, tree, say),
+        **auditing.audit(pair, prompts, settings, tree, say),
     }
-    show(audit.as_table(content))
+    show(auditing.as_table(content))
     write_json(arguments.json, content)
     return 0 if content["passed"] else 1

@@ -27,7 +27,7 @@ from hf_dart.cli.common import (
     write_json,
 )
 from hf_dart.errors import as_user_error
-from hf_dart.models.loading import DTYPES
+from hf_dart.hub.loading import DTYPES
 
 _MODES = ("greedy", "penalty", "sampled", "sampled-0.7")
 _RIVALS = ("compiled", "lookup", "chain", "tree", "engine", "copies", "packaged")

@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
-from hf_dart.models.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
+from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
 from hf_dart.view.layout import laid_out
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from hf_dart.bench.pair import load_head
 from hf_dart.cli.common import positive, say
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.models.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
+from hf_dart.hub.loading import DTYPES, PACKAGED_TARGET, load_target, read_tokenizer
 
 
 def add(commands: Any) -> None:

@@ -19,7 +19,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     pair = load(arguments, trained=True)
-    from hf_dart.bench.demo import demo, fastest_threads
+    from hf_dart.bench.tour import demo, fastest_threads
 
     set_threads(arguments.threads or fastest_threads(pair.model))
     color = arguments.color or sys.stdout.isatty()

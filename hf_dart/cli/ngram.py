@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from hf_dart.cli.common import positive, say, sizes
 from hf_dart.errors import UserError, as_user_error, read_text
-from hf_dart.models.loading import PACKAGED_TARGET, read_tokenizer
+from hf_dart.hub.loading import PACKAGED_TARGET, read_tokenizer
 
 if TYPE_CHECKING:
     from hf_dart.trees.ngram import NgramTable

@@ -29,14 +29,14 @@ def _run(arguments: argparse.Namespace) -> int:
         raise UserError("--save writes into a head's own folder: give one with --head.")
     check_file(config if arguments.save else None, "costs")
     set_threads(arguments.threads)
-    from hf_dart.bench import profile
+    from hf_dart.bench import profiling
     from hf_dart.hub.machine import hardware, versions
     from hf_dart.view.tables import markdown
 
     pair = load(arguments)
     if arguments.save and not _keeps_trees(config, pair.head):
         raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
-    found = profile.measure(pair, progress=say)
+    found = profiling.measure(pair, progress=say)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
     print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")

@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
 
 def _run(arguments: argparse.Namespace) -> int:
     from hf_dart.drafters.registry import registered
-    from hf_dart.hub.push import push_folder, write_folder
+    from hf_dart.hub.publish import push_folder, write_folder
 
     registered()  # so that cards of all kinds can be written
 

@@ -22,7 +22,7 @@ from hf_dart.cli.common import (
     temperature,
 )
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.models.loading import load_target, load_tokenizer
+from hf_dart.hub.loading import load_target, load_tokenizer
 
 _OF_THE_MODEL = ("attn_implementation", "quantization")  # and of what it writes
 _OF_THIS_MACHINE = ("head", "dtype", "device_map", *_OF_THE_MODEL)

@@ -19,12 +19,12 @@ from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import check_options, registered
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
-from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import KINDS
-from hf_dart.hub.push import push_folder
+from hf_dart.hub.publish import push_folder
 from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.models.devices import as_dtype, host_by_default
-from hf_dart.models.loading import without_bars
+from hf_dart.models.progress_bars import without_bars
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import vocabulary_hash
@@ -217,7 +217,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
 
         Args:
             known: card, bench, training, base_model, bench_dataset, license, language, datasets, as for
-                `hf_dart.hub.push.push_folder`, which also says what is raised.
+                `hf_dart.hub.publish.push_folder`, which also says what is raised.
         """
         with TemporaryDirectory() as folder:
             with self.keeping_location():

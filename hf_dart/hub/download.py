@@ -12,7 +12,7 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
 from hf_dart.errors import head_inside, missing_folder
-from hf_dart.hub.errors import hub_errors
+from hf_dart.hub.failures import hub_errors
 from hf_dart.interop.checkpoint import read_json, weight_shapes
 
 _WEIGHTS, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"

@@ -19,7 +19,7 @@ from hf_dart.drafters.registry import trainers
 from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
-from hf_dart.models.loading import load_target, quantization_config
+from hf_dart.hub.loading import load_target, quantization_config
 from hf_dart.training.checkpoints.folders import STAGING
 from hf_dart.training.checkpoints.record import last_evaluation
 from hf_dart.training.data.sources import load_rows

@@ -30,7 +30,7 @@ from hf_dart.drafters.registry import load_drafter
 from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate.regenerate import Shard, begin
 

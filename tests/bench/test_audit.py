@@ -14,7 +14,7 @@ import torch
 from support.attention_kernels import OWN, own_kernel
 from support.tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
 
-from hf_dart.bench.audit import audit
+from hf_dart.bench.auditing import audit
 from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings

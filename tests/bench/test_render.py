@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from support.scripts import experiment
 
-from hf_dart.models.loading import PACKAGED_HEAD
+from hf_dart.hub.loading import PACKAGED_HEAD
 
 RENDER = experiment("render")
 BEGIN, END, PLOTS = RENDER.BEGIN, RENDER.END, RENDER.PLOTS

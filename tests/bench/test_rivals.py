@@ -16,7 +16,7 @@ from hf_dart.bench import suites
 from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
 from hf_dart.errors import UserError
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.view.tables import OURS, as_table, labels
 
 

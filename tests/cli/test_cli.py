@@ -14,13 +14,13 @@ import pytest
 import torch
 from support.chats import THINKING, chat_tokenizer
 
-from hf_dart.bench.demo import demo
 from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.bench.tour import demo
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.errors import UserError
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.view.records import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
@@ -59,7 +59,7 @@ def test_demo_without_colour_or_with_a_false_head(pair: Pair, monkeypatch: pytes
         changed = Run(sequences, drafted.seconds, drafted.generator, drafted.stats)
         return compare(model, inputs, options, seed, stock, changed)
 
-    monkeypatch.setattr("hf_dart.bench.demo.compare", wrong)
+    monkeypatch.setattr("hf_dart.bench.tour.compare", wrong)
     lines.clear()
     assert not demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
     assert lines[-1] == "identical: no"

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 
 SMALL, DEEP = PACKAGED_TARGET.parent, Path(__file__).parents[2] / "examples" / "deep_pair"
 NEW_TOKENS = 40

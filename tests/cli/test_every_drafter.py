@@ -16,7 +16,7 @@ from support.relatives import relative
 from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target, tiny_uno_drafter
 
 from hf_dart.cli import main
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 
 Make = Callable[[Path, Any], Any]
 

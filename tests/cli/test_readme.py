@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, BatchFeature
 import hf_dart
 from hf_dart import DartHead
 from hf_dart.cli import main, parser
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DartTrainingArguments
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.recipe import read_recipe

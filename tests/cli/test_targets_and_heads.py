@@ -12,7 +12,7 @@ from hf_dart import LookupDrafter
 from hf_dart.bench.pair import load_pair, target_of
 from hf_dart.cli import main
 from hf_dart.errors import UserError
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 TARGET = str(PACKAGED_TARGET)
 

@@ -19,7 +19,7 @@ from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
 from hf_dart.drafters.adapters import LoraArguments, apply_lora
-from hf_dart.hub.push import write_folder
+from hf_dart.hub.publish import write_folder
 
 EXACT = tally("float64, heads with adapters")
 GREEDY = {"do_sample": False, "max_new_tokens": 16}

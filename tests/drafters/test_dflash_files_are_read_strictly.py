@@ -190,7 +190,7 @@ def test_the_command_line_takes_it(tmp_path: Path, capsys: pytest.CaptureFixture
     from transformers import AutoModelForCausalLM
 
     from hf_dart.cli import main
-    from hf_dart.models.loading import PACKAGED_TARGET
+    from hf_dart.hub.loading import PACKAGED_TARGET
 
     model = AutoModelForCausalLM.from_pretrained(PACKAGED_TARGET)
     path = dflash_checkpoint(tmp_path, model, ZLAB, dflash_config__mask_token_id=0)  # a special token

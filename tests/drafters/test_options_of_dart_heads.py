@@ -24,7 +24,7 @@ from hf_dart.decoding.api import attach
 from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.vocabulary import check_unused, frequent_tokens, unused_token
-from hf_dart.models.loading import load_target
+from hf_dart.hub.loading import load_target
 from hf_dart.training.objective.blocks import build_blocks
 from hf_dart.trees.vocabulary import spread
 

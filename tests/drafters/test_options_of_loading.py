@@ -19,7 +19,7 @@ from transformers.utils import logging
 from hf_dart import DartHead, DFlashDrafter, NgramTable, TreeConfig
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import methods
-from hf_dart.models.loading import PACKAGED_TARGET, load_target
+from hf_dart.hub.loading import PACKAGED_TARGET, load_target
 from hf_dart.trees.ngram.build import build
 
 

@@ -17,7 +17,7 @@ from support.simulated_gpu import needs_a_driver
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.bench.audit import audit
+from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.errors import UserError

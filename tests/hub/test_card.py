@@ -21,7 +21,7 @@ from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
 from hf_dart.hub.kinds import KINDS, Kind
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.recipe import parser
 from hf_dart.view.tables import as_table
 

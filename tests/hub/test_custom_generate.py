@@ -24,9 +24,9 @@ from support.tiny import (
 from transformers import AutoModelForCausalLM
 
 from hf_dart import TreeConfig, detach, load_once
-from hf_dart.hub import push
+from hf_dart.hub import publish
 
-FOLDER = Path(push.__file__).parent
+FOLDER = Path(publish.__file__).parent
 EXAMPLE = Path(__file__).parents[2] / "examples" / "custom_generate"
 OPTIONS = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
 
@@ -94,7 +94,7 @@ def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: 
     head = tiny_head(target)
     target.save_pretrained(tmp_path / "target")
     head.save_pretrained(tmp_path / "head-1.5")
-    push.write_folder(tmp_path / "head-1.5", tmp_path / "dry", "someone/head", card=None)
+    publish.write_folder(tmp_path / "head-1.5", tmp_path / "dry", "someone/head", card=None)
     head.add_adapter(LoraConfig(r=2))
     head.save_pretrained(tmp_path / "adapter")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}

@@ -25,8 +25,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 from hf_dart import DartHead, detach, load_once
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
-from hf_dart.hub.push import push_folder
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.publish import push_folder
 
 WEIGHTS = PACKAGED_HEAD / "model.safetensors"
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
@@ -262,8 +262,8 @@ def test_what_people_wrote_into_the_card_stays(alice: Hub, head: DartHead, caplo
 
 def test_a_card_that_changes_meanwhile_is_not_lost(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
     head.push_to_hub("alice/head")
-    stored, render = alice.repositories["alice/head"], "hf_dart.hub.push.repository_files"
-    from hf_dart.hub.push import repository_files
+    stored, render = alice.repositories["alice/head"], "hf_dart.hub.publish.repository_files"
+    from hf_dart.hub.publish import repository_files
 
     def meanwhile(*args: Any) -> Any:
         stored.commit("main", stored.refs["main"], {**stored.files(), "README.md": b"# Mine"}, "by hand")

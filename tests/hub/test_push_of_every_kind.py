@@ -20,8 +20,8 @@ from hf_dart.drafters.registry import load_drafter
 from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
-from hf_dart.hub.push import push_folder
-from hf_dart.models.loading import PACKAGED_HEAD
+from hf_dart.hub.loading import PACKAGED_HEAD
+from hf_dart.hub.publish import push_folder
 from hf_dart.training import DiffusionTrainer
 
 # The client hands httpx the bytes of an upload by an old name.

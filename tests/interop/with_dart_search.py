@@ -60,8 +60,8 @@ int main() {
 @torch.no_grad()
 def make_cases() -> Cases:
     from hf_dart.bench.pair import load_pair
+    from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
     from hf_dart.models.features import features_request, gather_features
-    from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
     pair = load_pair(str(PACKAGED_TARGET), str(PACKAGED_HEAD), "float32")
     folder = Path(__file__).parents[2] / "hf_dart" / "decoding"

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dart import attach
-from hf_dart.bench.audit import audit
+from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main

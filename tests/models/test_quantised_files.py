@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from hf_dart import attach
-from hf_dart.bench.audit import audit
+from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
 from hf_dart.models.rounding import rounding_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoTokenizer
 
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 
 _TURNS = (
     "{% for m in messages %}"

@@ -13,7 +13,7 @@ import torch
 from hf_dart import attach, detach
 from hf_dart.bench import exact
 from hf_dart.bench.pair import Pair
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 PAGE = (Path(__file__).parents[2] / "docs" / "tools.md").read_text(encoding="utf8")
 PROMPTS = ["import os\n", "def read(path):\n    ", "class Table:\n", "for name in sorted("]

@@ -9,7 +9,7 @@ from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hf_dart import DartHead, attach
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 
 PROMPTS = ["import os\n", "def read(path):\n    ", "class Table:\n", "for name in sorted("]
 WANTED = {"until": ["\n\n"], "max_gen_toks": 24, "do_sample": False}

@@ -14,7 +14,7 @@ from support.tiny_training import tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.training import DartTrainer, DataArguments, load_rows
 from hf_dart.training.data.sources import pack_dataset
 

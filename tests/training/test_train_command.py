@@ -19,7 +19,7 @@ from hf_dart.cli import main
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts, publishable
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import checkpoint_of
 from hf_dart.training.trainers.arguments import HeadArguments

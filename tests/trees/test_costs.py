@@ -19,11 +19,11 @@ from support.users import Clock
 from hf_dart import DartHead, TreeConfig
 from hf_dart.bench import exact
 from hf_dart.bench.pair import Pair
-from hf_dart.bench.profile import measure
+from hf_dart.bench.profiling import measure
 from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
-from hf_dart.models.loading import PACKAGED_HEAD, PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.models.mixers import mixers_of, tree_forms
 from hf_dart.trees.costs import RoundCost, VerifyCost, checked_points, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host

@@ -23,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from hf_dart import NgramTable
 from hf_dart.cli import main
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.models.loading import PACKAGED_TARGET
+from hf_dart.hub.loading import PACKAGED_TARGET
 from hf_dart.trees.ngram import build as ngram_build
 from hf_dart.trees.ngram.build import build, merge
 from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec

@@ -24,7 +24,7 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
-from hf_dart.hub.push import push_folder
+from hf_dart.hub.publish import push_folder
 from hf_dart.models.attention import for_trees
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.training.checkpoints.record import training_record, write_training_record
@@ -529,7 +529,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         private: bool | None = None,
         **known: Any,
     ) -> CommitInfo | None:
-        """Push the drafter with its card in one commit, as `hf_dart.hub.push.push_folder` does.
+        """Push the drafter with its card in one commit, as `hf_dart.hub.publish.push_folder` does.
 
         Args:
             blocking: has to be true.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from hf_dart.errors import UserError, head_inside, missing_folder, sentence
+from hf_dart.models.progress_bars import without_bars
 
 PACKAGED = "packaged"
 """The name by which `--target` and `--head` take the pair that comes with the package, which is the default."""
@@ -17,22 +17,6 @@ DTYPES = ("auto", "float64", "float32", "bfloat16", "float16")
 
 _QUICK = 2**28
 """Bytes of weights that are read in less than a second."""
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """transformers shows no progress bars inside: for files that are read in less than a second."""
-    from huggingface_hub.utils import are_progress_bars_disabled
-    from transformers.utils import logging
-
-    if are_progress_bars_disabled() or not logging.is_progress_bar_enabled():  # of which nothing is changed
-        yield
-        return
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.enable_progress_bar()
 
 
 def target_path(target: str | None) -> str:

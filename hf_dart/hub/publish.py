@@ -25,8 +25,8 @@ from hf_dart.errors import sentence
 from hf_dart.hub.card import BEGIN, END, eval_results, has_markers, render_card
 from hf_dart.hub.custom_code import custom_generate_files
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_json
-from hf_dart.hub.errors import hub_errors
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.machine import versions
 
 BENCH = "bench.json"
