@@ -45,7 +45,7 @@ class HeadFacts:
         dtype: they are stored in.
         repository: the drafter's id on the Hub.
         base_model: the target's id on the Hub.
-        training: `hf_dart.training.checkpoints.record.training_record`.
+        training: `hf_dart.training.record.training_record`.
         bench: what `hf-dart bench --json` wrote.
         bench_dataset: the Hub's id of the data set that the bench's prompts came from.
         license, language, datasets, tags: fields of the card's front matter, in the Hub's spelling.

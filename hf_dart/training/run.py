@@ -20,10 +20,10 @@ from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import load_target, quantization_config
-from hf_dart.training.checkpoints.folders import STAGING
-from hf_dart.training.checkpoints.record import last_evaluation
+from hf_dart.training.checkpoints import STAGING
 from hf_dart.training.data.sources import load_rows
 from hf_dart.training.recipe import Recipe, trainer_of
+from hf_dart.training.record import last_evaluation
 from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
 from hf_dart.training.trainers.base import DrafterTrainer
 from hf_dart.trees.config import TreeConfig

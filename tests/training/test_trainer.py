@@ -147,19 +147,21 @@ def one_distributed_step(path: str, loss: str) -> None:
         torch.save({**head.state_dict(), **{n: torch.tensor(v) for n, v in figures.items() if "tau" in n}}, path)
 
 
-def test_a_resumed_run_is_the_run(tmp_path: Path) -> None:
-    rows = token_rows(LENGTHS * 4)
-    weights = []
-    for resume in (False, True):
-        target = tiny_target()
-        head = tiny_head(target)
-        folder = tmp_path / "run"
-        trainer = tiny_trainer(folder, head, target, rows, save_strategy="steps", save_steps=4)
-        trainer.train(resume_from_checkpoint=str(folder / "checkpoint-4") if resume else None)
-        assert trainer.state.global_step == 8
-        weights.append(head.state_dict())
-    for name, value in weights[0].items():
-        torch.testing.assert_close(value, weights[1][name])
+def test_a_loss_that_is_not_finite_stops_the_run(tmp_path: Path) -> None:
+    """As soon as a step has thrown the weights out of range."""
+    target, options = tiny_target(), {"learning_rate": 1e30, "warmup_steps": 2, "max_steps": 6}
+    trainer = tiny_trainer(tmp_path, tiny_head(target), target, token_rows(LENGTHS * 4), **options)
+    with pytest.raises(FloatingPointError, match=r"loss of step 3 is nan; .*lower learning_rate"):
+        trainer.train()
+
+
+def test_rows_that_hold_no_block_are_refused(tmp_path: Path) -> None:
+    target, short = tiny_target(), token_rows([[4, 4, 3], [2, 2, 2, 5]])
+    trainer = tiny_trainer(tmp_path, tiny_head(target, draft_length=6), target, short, max_steps=20)
+    with pytest.raises(ValueError, match="nothing to train on"):
+        trainer.train()
+    with pytest.raises(ValueError, match="nothing to evaluate"):
+        trainer.evaluate(short)
 
 
 def test_bf16_casts_the_target_and_its_lm_head_too(tmp_path: Path) -> None:

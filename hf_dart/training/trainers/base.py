@@ -27,13 +27,13 @@ from hf_dart.hub.facts import publishable
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.attention import for_trees
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
-from hf_dart.training.checkpoints.record import training_record, write_training_record
-from hf_dart.training.checkpoints.whole import Patience, WholeCheckpoints
+from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
 from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
+from hf_dart.training.record import training_record, write_training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
 from hf_dart.training.trainers.evaluate import DecodingCallback, DraftQuality, first_prompts
 from hf_dart.trees.vocabulary import spread

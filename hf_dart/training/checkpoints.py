@@ -1,23 +1,32 @@
-"""A `Trainer` whose checkpoints are there whole or not at all, and which resumes from its own alone."""
+"""What `Trainer` lacks: checkpoints that are there whole or not at all, and resuming from those of the run alone."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import cached_property
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import EarlyStoppingCallback, PreTrainedModel, Trainer, TrainerState
-from transformers.trainer import TRAINER_STATE_NAME
+from transformers import EarlyStoppingCallback, PreTrainedConfig, PreTrainedModel, Trainer, TrainerState
+from transformers.trainer import OPTIMIZER_NAME, SCHEDULER_NAME, TRAINER_STATE_NAME
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, get_last_checkpoint, rotate_checkpoints
+from transformers.utils import CONFIG_NAME
 
-from hf_dart.training.checkpoints.folders import STAGING, publish
-from hf_dart.training.checkpoints.resuming import TARGET, check_checkpoint, fingerprints, readable
+from hf_dart.errors import sentence
+from hf_dart.hub.download import ADAPTER_CONFIG
+
+STAGING = ".incomplete"
+"""Folder of a run for what is being written; what is found there was never finished."""
+
+_ADAPTER = ("peft_type", "r", "lora_alpha", "lora_dropout", "target_modules", "use_rslora", "alpha_pattern")
+_BEGUN_WITH = "resume with the options that the run was begun with (its recipe.yaml)"
 
 
 class Patience(EarlyStoppingCallback):
@@ -37,7 +46,7 @@ class WholeCheckpoints(Trainer):
     """A `Trainer` of a drafter beside a frozen target.
 
     A checkpoint has its name when all of it is on the disk, so that whatever is called checkpoint-N can be resumed
-    from; and a run resumes from checkpoints of its own drafter and target alone.
+    from; and a run resumes from checkpoints of its own drafter alone.
     """
 
     drafter: Any
@@ -56,7 +65,7 @@ class WholeCheckpoints(Trainer):
         if checkpoint is True:
             checkpoint = get_last_checkpoint(self.args.output_dir) or True  # `Trainer` says that there is none
         if isinstance(checkpoint, (str, Path)):
-            check_checkpoint(checkpoint, self.drafter, self.target, self.is_fsdp_enabled or self.is_deepspeed_enabled)
+            check_checkpoint(checkpoint, self.drafter, self.is_fsdp_enabled or self.is_deepspeed_enabled)
         with _frozen(self.target):
             return super().train(checkpoint, **kwargs)
 
@@ -68,26 +77,23 @@ class WholeCheckpoints(Trainer):
             super()._run_epoch(**kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with readable(checkpoint or "", "the state of the optimizer"):
+        with _readable(checkpoint):
             super()._load_optimizer_and_scheduler(checkpoint)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: PreTrainedModel | None = None) -> None:
         # `Trainer` takes no adapters of a model that is no `PeftModel`.
-        if not self.drafter.adapted:
-            super()._load_from_checkpoint(resume_from_checkpoint, model)
-        else:
+        if self.drafter.adapted:
             self.drafter.reload_adapter(resume_from_checkpoint)
+        else:
+            with _readable(resume_from_checkpoint):
+                super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_best_model(self) -> None:
-        if not self.drafter.adapted:
-            super()._load_best_model()
-        else:
+        if self.drafter.adapted:
             self.drafter.reload_adapter(self.state.best_model_checkpoint)
+        else:
+            super()._load_best_model()
         self.best_from = len(self.state.log_history)
-
-    @cached_property
-    def _fingerprints(self) -> dict[str, float]:
-        return fingerprints(self.target)
 
     def _get_output_dir(self, trial: Any) -> str:
         """The folder of the run; while a checkpoint is written, its staging folder."""
@@ -102,14 +108,8 @@ class WholeCheckpoints(Trainer):
         """Save a checkpoint whole or not at all.
 
         Raises:
-            FloatingPointError: weights are not finite.
             OSError: it could not be written; nothing of it is left.
         """
-        if not all(bool(parameter.isfinite().all()) for parameter in model.parameters()):
-            raise FloatingPointError(
-                f"Weights are not finite after step {self.state.global_step}, and are not saved; resume from a "
-                "checkpoint before the loss rose, with a lower learning_rate or a max_grad_norm."
-            )
         run = Path(self._get_output_dir(trial))
         final = run / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
         with self._whole(final) as written:
@@ -122,8 +122,6 @@ class WholeCheckpoints(Trainer):
                 self.state.best_model_checkpoint = str(final)
                 if self.args.should_save:
                     self.state.save_to_json(str(written / TRAINER_STATE_NAME))
-            if self.args.should_save:
-                (written / TARGET).write_text(json.dumps(self._fingerprints), encoding="utf8")
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
         if self.args.should_save:
@@ -158,7 +156,11 @@ class WholeCheckpoints(Trainer):
                 yield written
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                publish(written, final)
+                for file in filter(Path.is_file, written.rglob("*")):
+                    with file.open("rb+") as stream:
+                        os.fsync(stream.fileno())
+                shutil.rmtree(final, ignore_errors=True)
+                written.rename(final)
         except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors have their own
             raise OSError(
                 f"{final.name} could not be written to {final.parent} ({' '.join(str(error).split())}); what was saved "
@@ -169,6 +171,68 @@ class WholeCheckpoints(Trainer):
                 shutil.rmtree(staging, ignore_errors=True)
         self.accelerator.wait_for_everyone()
         self.drafter.record_location(str(final.absolute()))
+
+
+def check_checkpoint(checkpoint: str | Path, drafter: Any, sharded: bool = False) -> None:
+    """Compare a checkpoint with the drafter that is to be trained on from it, before any of it is loaded.
+
+    Args:
+        checkpoint: a folder checkpoint-N of a run.
+        drafter: the model that is trained.
+        sharded: optimizer and weights are files of FSDP's or DeepSpeed's, which are not looked at.
+
+    Raises:
+        ValueError: a part of it is missing or damaged, or is that of another run.
+    """
+    folder = Path(checkpoint)
+    if not folder.is_dir():
+        raise ValueError(f"There is no checkpoint {folder}; give a folder checkpoint-N of a run.")
+    if drafter.adapted != (folder / ADAPTER_CONFIG).is_file():
+        kinds = ("an adapter", "a whole drafter")
+        trained, held = kinds if drafter.adapted else kinds[::-1]
+        raise ValueError(f"{folder} holds {held} and this run trains {trained}; {_BEGUN_WITH}.")
+    for name in (TRAINER_STATE_NAME, *(() if sharded else (OPTIMIZER_NAME, SCHEDULER_NAME))):
+        if not (folder / name).is_file():
+            raise ValueError(f"{folder} holds weights only, and no {name}; begin a run with `head: {folder}`.")
+    made = drafter.config
+    names = {one.name for one in fields(made)} - {one.name for one in fields(PreTrainedConfig)} - {"fingerprint"}
+    with _readable(folder):
+        TrainerState.load_from_json(str(folder / TRAINER_STATE_NAME))
+        known = {"model_type": None, **json.loads((folder / CONFIG_NAME).read_text(encoding="utf8"))}
+        if known["model_type"] == made.model_type:
+            known = type(made).from_dict(known).to_dict()
+    own = made.to_dict()
+    _compare(str(folder), known, own, ["model_type", *sorted(names & own.keys())])
+    if drafter.adapted:
+        lora = drafter.peft_config[drafter.active_adapters()[0]].to_dict()
+        with _readable(folder):
+            saved = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf8"))
+            for one in (saved, lora):  # PEFT keeps a set, which has no order
+                if not isinstance(one["target_modules"], str):
+                    one["target_modules"] = sorted(one["target_modules"])
+        _compare(f"The adapter in {folder}", saved, lora, _ADAPTER)
+
+
+def _compare(what: str, known: dict[str, Any], own: dict[str, Any], names: Iterable[str]) -> None:
+    """Raise a `ValueError` that names the first of the fields that is another one in this run."""
+    for name in names:
+        theirs, ours = known.get(name), own.get(name)
+        if json.dumps(theirs, sort_keys=True) != json.dumps(ours, sort_keys=True):  # tuples come back as lists
+            raise ValueError(f"{what} has {name}={theirs!r} and this run {ours!r}; {_BEGUN_WITH}.")
+
+
+@contextmanager
+def _readable(checkpoint: str | Path | None) -> Iterator[None]:
+    """Put what goes wrong while a checkpoint is read into one sentence, but a lack of memory."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # whatever torch, safetensors, json and transformers raise of a damaged or foreign file
+        raise ValueError(
+            f"{checkpoint} cannot be resumed ({sentence(error).rstrip('.')}); {_BEGUN_WITH}, or from another "
+            "checkpoint."
+        ) from error
 
 
 @contextmanager

@@ -1,0 +1,272 @@
+"""Runs that are killed or find the disk full go on from what was saved, and from checkpoints of their own alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from support.attacks import changed, damaged, seeds, survives
+from support.scripts import command, environment
+from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
+
+from hf_dart import DartHead, EagleDrafter, TreeConfig
+from hf_dart.drafters.adapters import LoraArguments, apply_lora
+from hf_dart.training import DartTrainer, EagleTrainer
+from hf_dart.training.checkpoints import STAGING, check_checkpoint
+
+ROWS = token_rows(LENGTHS * 4)
+HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")
+ADAPTER = ("adapter_config.json", "adapter_model.safetensors")
+EVALUATED: dict[str, Any] = {"eval_strategy": "steps", "eval_steps": 1}
+
+
+def trainer_of(folder: Path, head: Any = None, **arguments: Any) -> Any:
+    target = tiny_target()
+    head = tiny_head(target) if head is None else head(target)
+    fields = {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
+    kind = EagleTrainer if isinstance(head, EagleDrafter) else DartTrainer
+    return tiny_trainer(folder, head, target, ROWS, ROWS[:1], kind=kind, **{**fields, **arguments})
+
+
+# ---- runs that were interrupted -----------------------------------------------------------------------------
+
+RUN: dict[str, Any] = {"max_steps": 6, "save_steps": 2, "gradient_accumulation_steps": 2}
+
+
+def assert_is_the_whole_run(trainer: Any, folder: Path) -> None:
+    """It ended with the weights of a run that nothing interrupts, bit for bit."""
+    assert trainer.state.global_step == RUN["max_steps"]
+    whole = trainer_of(folder, **{**RUN, "save_strategy": "no"})
+    whole.train()
+    for name, value in whole.drafter.state_dict().items():
+        assert torch.equal(value, trainer.drafter.state_dict()[name]), name
+
+
+def saved_in(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def test_a_run_that_was_killed_while_it_saved_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """The weights and the optimizer of step 4 were written, the rest was not: step 2 is the newest checkpoint."""
+    folder = tmp_path / "run"
+    process = subprocess.run(command(__file__, str(folder), "4"), env=environment(), timeout=300)
+    assert process.returncode == -signal.SIGKILL
+    assert saved_in(folder) == {"checkpoint-2", STAGING}
+    assert (folder / STAGING / "checkpoint-4" / "model.safetensors").is_file()
+
+    trainer = trainer_of(folder, **RUN)
+    trainer.train(resume_from_checkpoint=True)
+    assert saved_in(folder) == {"checkpoint-2", "checkpoint-4", "checkpoint-6"}
+    assert_is_the_whole_run(trainer, tmp_path / "other")
+
+
+def dying(folder: str, step: str) -> None:
+    """Train, and die while the checkpoint of a step is written."""
+
+    class Dying(DartTrainer):
+        def _save_rng_state(self, output_dir: str) -> None:
+            if str(self.state.global_step) == step:
+                os.kill(os.getpid(), signal.SIGKILL)
+            super()._save_rng_state(output_dir)
+
+    trainer = trainer_of(Path(folder), **RUN)
+    trainer.__class__ = Dying
+    trainer.train()
+
+
+@contextmanager
+def largest_file(size: int) -> Iterator[None]:
+    """No file may grow beyond `size` bytes: writing fails as it does on a full disk."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
+def test_a_checkpoint_that_does_not_fit_leaves_nothing_behind(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    trainer_of(run, **{**RUN, "max_steps": 2}).train()
+    size = (run / "checkpoint-2" / "optimizer.pt").stat().st_size
+    with largest_file(size - 1), pytest.raises(OSError, match=r"checkpoint-4 could not be written .* make room"):
+        trainer_of(run, **RUN).train(resume_from_checkpoint=True)
+    assert saved_in(run) == {"checkpoint-2"}
+
+    trainer = trainer_of(run, **RUN)
+    trainer.train(resume_from_checkpoint=True)
+    assert_is_the_whole_run(trainer, tmp_path / "other")
+    for _ in range(2):  # a folder of that name is replaced
+        trainer.save_whole(run / "final")
+    loaded = DartHead.from_pretrained(str(run / "final"), target=trainer.target)
+    assert all(torch.equal(value, trainer.drafter.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+# ---- parts that are missing, foreign or damaged -------------------------------------------------------------
+
+
+def copied(target: Any, lora: LoraArguments = LoraArguments(lora_rank=2), **config: Any) -> DartHead:  # noqa: B008
+    fields = {"copy_layer": "last", "feature_layers": [1, 2]}
+    return apply_lora(tiny_head(target, **{**fields, **config}), lora)
+
+
+def scaled(target: Any) -> DartHead:
+    """As `copied`, with an adapter that counts for more."""
+    head = copied(target, LoraArguments())
+    head.add_adapter(LoraConfig(r=2, lora_alpha=4, use_rslora=True))
+    return head
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two steps of a head and of an adapter on a copied layer, which nobody changes."""
+    folder = tmp_path_factory.mktemp("runs")
+    trainer_of(folder / "head").train()
+    trainer_of(folder / "adapter", copied).train()
+    return folder
+
+
+@pytest.fixture
+def run(runs: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(runs, tmp_path / "runs"))
+
+
+def refused(trainer: Any, checkpoint: Path, words: str) -> None:
+    with pytest.raises(ValueError, match=words) as error:
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert str(error.value).endswith(".")
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("part", seeds(6, 600))
+@pytest.mark.parametrize("name", [*HEAD, *ADAPTER])
+def test_damaged_files(run: Path, name: str, part: range) -> None:
+    checkpoint = run / ("adapter" if name in ADAPTER else "head") / "checkpoint-2"
+    trainer = trainer_of(run / "on", copied if name in ADAPTER else None)
+    trainer.create_optimizer_and_scheduler(2)
+    file = checkpoint / name
+    content = file.read_bytes()
+
+    def read() -> None:
+        check_checkpoint(checkpoint, trainer.drafter)
+        with torch.random.fork_rng(devices=[]):
+            trainer._load_from_checkpoint(str(checkpoint))
+            trainer._load_optimizer_and_scheduler(str(checkpoint))
+
+    assert survives(read)
+    for seed in part:
+        if name.endswith(".json") and seed % 3:
+            file.write_text(changed(json.loads(content), seed), encoding="latin1")
+        else:
+            file.write_bytes(damaged(content, seed))
+        survives(read)
+
+
+def test_what_is_damaged_is_refused(run: Path) -> None:
+    trainer, checkpoint = trainer_of(run / "head"), run / "head" / "checkpoint-2"
+    for name in HEAD:
+        file = checkpoint / name
+        content = file.read_bytes()
+        for other in (b"", b"\0" * len(content), b"[]"):
+            file.write_bytes(other)
+            refused(trainer, checkpoint, r"checkpoint-2 cannot be resumed \(.*\); resume with .* another")
+        file.write_bytes(content)
+    torch.save(print, checkpoint / "optimizer.pt")
+    refused(trainer, checkpoint, "Weights only load failed")
+
+
+def test_tuples_come_back_as_lists(tmp_path: Path) -> None:
+    tree = asdict(TreeConfig(verify_costs=((1.0, 1.0), (8.0, 1.5))))
+    trainer = trainer_of(tmp_path, partial(tiny_head, tree=tree, rope_frequencies=(1.0, 0.5, 0.2, 0.1)), max_steps=1)
+    trainer.train()
+    check_checkpoint(tmp_path / "checkpoint-1", trainer.drafter)
+
+
+def test_weights_only(run: Path) -> None:
+    checkpoint = run / "head" / "checkpoint-2"
+    (checkpoint / "optimizer.pt").unlink()
+    refused(trainer_of(run / "on"), checkpoint, "weights only, and no optimizer.pt; begin a run with `head: .*-2`")
+
+
+@pytest.mark.parametrize(
+    ("head", "begun", "says"),
+    [
+        (lambda target: EagleDrafter.from_target(target, draft_length=4), "head", "has model_type='dart' and this run"),
+        (copied, "head", "a whole drafter and this run"),
+        (tiny_head, "adapter", "holds an adapter and this run trains a whole drafter"),
+        (partial(copied, draft_length=5), "adapter", "draft_length=4 and this run 5"),
+        (partial(copied, feature_layers=[0, 2]), "adapter", r"feature_layers=\[1, 2\] and this run"),
+        (partial(copied, lora=LoraArguments(lora_rank=3)), "adapter", "has r=2 and this run 3"),
+        (partial(copied, lora=LoraArguments(lora_rank=2, lora_targets=["q_proj"])), "adapter", "has target_modules="),
+        (scaled, "adapter", "has use_rslora=False and this run True"),
+    ],
+    ids=str,
+)
+def test_checkpoints_of_another_run(run: Path, head: Callable[[Any], Any], begun: str, says: str) -> None:
+    refused(trainer_of(run / "on", head), run / begun / "checkpoint-2", says)
+
+
+def test_an_adapter_of_another_head(tmp_path: Path) -> None:
+    for seed in (1, 2):
+        base, target = tmp_path / f"base-{seed}", tiny_target()
+        tiny_head(target, seed=seed).save_pretrained(base)
+        trainer = trainer_of(
+            tmp_path / "run",
+            lambda target, base=base: apply_lora(
+                DartHead.from_pretrained(str(base), target=target), LoraArguments(lora_rank=2)
+            ),
+        )
+        if seed == 1:
+            trainer.train()
+        else:
+            refused(trainer, tmp_path / "run" / "checkpoint-1", "was trained on another head")
+
+
+# ---- runs that had ended ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("max_steps", [2, 1])
+def test_nothing_is_trained_behind_the_last_step(run: Path, max_steps: int) -> None:
+    trainer = trainer_of(run / "on", max_steps=max_steps)
+    trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
+    assert trainer.state.global_step == 2
+    assert not list((run / "on").iterdir())
+
+
+def test_a_resumed_run_is_as_patient_as_the_run(tmp_path: Path) -> None:
+    """Whatever stopped it; more patience lets it go on."""
+
+    def steps(patience: int, **options: Any) -> int:
+        still = {"learning_rate": 0.0, "max_steps": 6, **EVALUATED}
+        trainer = trainer_of(tmp_path, early_stopping_patience=patience, **{**still, **options})
+        trainer.train(resume_from_checkpoint="max_steps" not in options)
+        return trainer.state.global_step
+
+    assert steps(2, max_steps=2) == 2  # the first sets the mark, the second is no better
+    assert steps(2) == 3
+    assert steps(2) == 3
+    assert steps(3) == 4
+
+
+def test_early_stopping_may_be_added(run: Path) -> None:
+    trainer = trainer_of(run / "on", early_stopping_patience=3, max_steps=3, **EVALUATED)
+    trainer.train(resume_from_checkpoint=str(run / "head" / "checkpoint-2"))
+    assert trainer.state.global_step == 3
+
+
+if __name__ == "__main__":
+    dying(*sys.argv[1:])
