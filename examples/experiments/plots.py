@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from hf_dart.view.svg import COLORS, INK, Drawing
+from drawing import COLORS, INK, Drawing
+
 from hf_dart.view.tables import STOCK, labels
 
 _WIDTH, _BARS, _RIGHT, _ROW, _TOP, _BOTTOM = 760, 420, 60, 22, 40, 46

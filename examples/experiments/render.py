@@ -1,6 +1,6 @@
 """Tables in Markdown files and the plots beside their JSON, made again from it.
 
-    python examples/experiments/render.py README.md docs/measured.md model_cards/*/README.md
+python examples/experiments/render.py README.md docs/measured.md model_cards/*/README.md
 """
 
 from __future__ import annotations
@@ -93,7 +93,25 @@ def _renderer(content: dict[str, Any], part: str | None) -> Callable[[dict[str, 
         return drafts.as_table
     if "blocks" in content["results"][0]:
         return training_cost.as_table
-    return tables.summary if part == "summary" else partial(tables.as_table, phases=part is None)
+    return summary if part == "summary" else partial(tables.as_table, phases=part is None)
+
+
+def summary(report: dict[str, Any]) -> str:
+    """A Markdown table of the ratios alone: a row for every case, the text that repeats itself least first."""
+    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
+    for one, case in zip(report["results"], tables.labels(report), strict=True):
+        rows.setdefault((case, one["mode"], one["batch"]), {})[one["method"]] = one
+    ordered = sorted(rows.items(), key=lambda row: (row[0][0], row[1][tables.STOCK]["repeated_4grams"]))
+    methods = dict.fromkeys(one["method"] for one in report["results"] if one["method"] != tables.STOCK)
+    cells = [
+        [
+            ", ".join(word for word in (case, mode, f"batch {batch}") if word),
+            f"{by_method[tables.STOCK]['repeated_4grams']:.0%}",
+            *(tables.ratio(by_method[name]["ratio"]) if name in by_method else "" for name in methods),
+        ]
+        for (case, mode, batch), by_method in ordered
+    ]
+    return "\n".join([tables.headline(report), "", *tables.markdown(["", "repeated 4-grams", *methods], cells)])
 
 
 def render_file(file: Path, head: Path) -> bool:

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hf_dart.bench.exact import compare, repeated_4grams, run
 from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.view.records import origins
+from hf_dart.view.page import origins
 from hf_dart.view.tables import Verdict
 from hf_dart.view.terminal import (
     BOLD,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ from tqdm import tqdm
 from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
 from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
-from hf_dart.view.layout import laid_out
+from hf_dart.view.tables import aligned
 
 
 def pair_options() -> argparse.ArgumentParser:
@@ -100,10 +99,8 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
 
 
 def show(markdown: str) -> None:
-    """Print tables: laid out for the eye on a terminal, as Markdown elsewhere."""
-    if sys.stdout.isatty():
-        markdown = laid_out(markdown, shutil.get_terminal_size().columns)
-    print(markdown)
+    """Print tables: with aligned columns on a terminal, as Markdown elsewhere."""
+    print(aligned(markdown) if sys.stdout.isatty() else markdown)
 
 
 def say(line: str) -> None:

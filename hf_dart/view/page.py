@@ -2,39 +2,43 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from html import escape
 from itertools import dropwhile
+from math import exp
 from pathlib import Path
 from typing import Any
 
-from hf_dart.view.records import Figures, Round, origins
 from hf_dart.view.statistics import summary
-from hf_dart.view.svg import dark
-from hf_dart.view.trees import ACCEPTED, BONUS, tree_picture
 
-_LABEL = 11  # characters of a token in its node
-_STYLE = f"""
-:root {{ color-scheme: light dark; --ink: #222; --paper: #fff; --soft: #666; --edge: #ddd; --draft: {ACCEPTED};
-  --bonus: {BONUS} }}
-@media (prefers-color-scheme: dark) {{
-  :root {{ --ink: #ddd; --paper: #1b1b1b; --soft: #999; --edge: #444; --draft: {dark(ACCEPTED)};
-    --bonus: {dark(BONUS)} }}
-}}
-body {{ font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em; color: var(--ink);
-  background: var(--paper) }}
-pre {{ white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--edge); padding: .8em; tab-size: 4 }}
-th {{ text-align: left; font-weight: normal; color: var(--soft); padding-right: 1.5em }}
-a {{ color: inherit; text-decoration: none }}
-.prompt {{ color: var(--soft) }}
-.draft {{ background: var(--draft) }}
-.bonus {{ background: var(--bonus) }}
-details {{ margin: .3em 0 }}
-summary {{ cursor: pointer }}
-.wide {{ overflow-x: auto; scroll-margin-top: 3em }}
-.wide:target {{ outline: 2px solid var(--soft) }}
-svg {{ display: block; margin: .5em 0 }}
+_STYLE = """
+:root { color-scheme: light dark; --ink: #222; --paper: #fff; --soft: #666; --edge: #ddd; --root: #bbb; --left: #eee;
+  --draft: #9fe2c6; --bonus: #a9d3f2 }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #ddd; --paper: #1b1b1b; --soft: #999; --edge: #444; --root: #666; --left: #3a3a3a;
+    --draft: #1d6b50; --bonus: #1f5a86 }
+}
+body { font: 15px/1.5 sans-serif; margin: 1.5em auto; max-width: 60em; padding: 0 1em; color: var(--ink);
+  background: var(--paper) }
+pre { white-space: pre-wrap; overflow-wrap: anywhere; border: 1px solid var(--edge); padding: .8em; tab-size: 4 }
+td { padding-right: 1.5em }
+caption { font-weight: bold; padding-top: .8em }
+a { color: inherit; text-decoration: none }
+.prompt { color: var(--soft) }
+.root { background: var(--root) }
+.left { background: var(--left) }
+.draft { background: var(--draft) }
+.bonus { background: var(--bonus) }
+details { margin: .3em 0 }
+summary { cursor: pointer }
+.wide { overflow-x: auto; scroll-margin-top: 3em }
+.wide:target { outline: 2px solid var(--soft) }
+.node { display: flex; align-items: flex-start; font-size: 80% }
+.node .node { font-size: 100% }
+.node > span { flex: none; width: 9em; margin: 0 1em .4em 0; padding: 0 .3em; white-space: nowrap; overflow: hidden;
+  text-overflow: ellipsis }
+.node > div { border-left: 1px solid var(--edge); padding-left: 1em }
 """
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
@@ -49,7 +53,7 @@ class View:
         tokenizer: of the target.
         prompt: token ids.
         tokens: generated ids.
-        stats: of the call, with its trace.
+        stats: the `hf_dart.decoding.stats.DraftStats` of the call, with its trace.
         row: which row of the batch this is.
         notes: sentences for the top of the page.
     """
@@ -57,7 +61,7 @@ class View:
     tokenizer: Any
     prompt: list[int]
     tokens: list[int]
-    stats: Figures
+    stats: Any
     row: int = 0
     notes: tuple[str, ...] = ()
 
@@ -85,9 +89,8 @@ class View:
         return cls(tokenizer, prompt, ids[start : start + written], stats, row, notes)
 
     @property
-    def rounds(self) -> Sequence[Round]:
-        """The rounds of the call, in order."""
-        assert self.stats.trace is not None
+    def rounds(self) -> list[Any]:
+        """The rounds of the call, in order: each a `hf_dart.decoding.trace.TracedRound`."""
         return self.stats.trace.rounds
 
     def save(self, file: str | Path) -> None:
@@ -150,19 +153,59 @@ Per cent: the drafter's own estimate of the path.</p>
             if not count:
                 continue
             written += count
-            last = self.tokens[written - 1]
-            title = f"Round {number + 1}: {count - 1} accepted of {sum(p >= 0 for p in one.parents[self.row])} drafted"
-            picture = tree_picture(one, self.row, self._label, title, last)
+            last = self._label(self.tokens[written - 1])
+            drafted = sum(parent >= 0 for parent in one.parents[self.row])
+            title = f"Round {number + 1}: {count - 1} accepted of {drafted} drafted, then {last}"
+            spent = ", ".join(f"{name} {1000 * seconds:.1f} ms" for name, seconds in one.seconds.items())
             found.append(
                 # The id lies inside: browsers open what hides the place that a link leads to.
-                f'<details{" open" if not found else ""}><summary>{title}, then {_clean(self._label(last))}</summary>'
-                f'<div class="wide" id="round-{number + 1}">{picture}</div></details>'
+                f'<details{" open" if not found else ""}><summary title="{escape(spent)}">{title}</summary>'
+                f'<div class="wide" id="round-{number + 1}">{self._tree(one, last)}</div></details>'
             )
         return "\n".join(found)
 
+    def _tree(self, one: Any, bonus: str) -> str:
+        """The tree of a round from left to right: the accepted path runs straight, what was not taken hangs below."""
+        tokens, parents, path = one.tokens[self.row], one.parents[self.row], one.paths[self.row]
+        scores = None if one.scores is None else one.scores[self.row]
+
+        def drawn(node: int) -> str:
+            children = [child for child, parent in enumerate(parents) if parent == node]
+            below = [drawn(child) for child in sorted(children, key=lambda child: (child not in path, child))]
+            if node == path[-1]:
+                below.insert(0, _box("bonus", "the target's own token", bonus))
+            kind, about = ("draft", "accepted") if node in path else ("left", "not taken")
+            if node == 0:
+                kind, about = "root", "already written"
+            chance = f" {exp(scores[node]):.0%}" if scores is not None and node > 0 else ""
+            return _box(kind, about, self._label(tokens[node]) + chance, below)
+
+        return drawn(0)
+
     def _label(self, token: int) -> str:
-        text = repr(self.tokenizer.decode([token]))[1:-1]
-        return text if len(text) <= _LABEL else text[: _LABEL - 1] + "…"
+        return _clean(repr(self.tokenizer.decode([token]))[1:-1])
+
+
+def _box(kind: str, about: str, label: str, below: Iterable[str] = ()) -> str:
+    """A node with its children, as HTML; `label` is HTML already."""
+    inside = "".join(below)
+    after = f"<div>{inside}</div>" if inside else ""
+    return f'<div class="node"><span class="{kind}" title="{label}: {escape(about)}">{label}</span>{after}</div>'
+
+
+def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
+    """The round of each of a row's generated tokens (from 0; -1 for the prefill), and whether it was drafted.
+
+    The prefill gives the first token; all tokens of a round but the last (the bonus token) were drafted.
+
+    Args:
+        tokens: how many the row has.
+        committed: tokens per round.
+    """
+    found = [(-1, False)]
+    for number, count in enumerate(committed):
+        found += [(number, True)] * (count - 1) + [(number, False)] * min(count, 1)
+    return found[:tokens]
 
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 STOCK, OURS = "stock", "hf_dart"
@@ -86,27 +87,24 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
     return "\n".join(lines)
 
 
-def summary(report: dict[str, Any]) -> str:
-    """A Markdown table of the ratios alone: a row for every case, the text that repeats itself least first."""
-    rows: dict[tuple[Any, ...], dict[str, dict[str, Any]]] = {}
-    for one, case in zip(report["results"], labels(report), strict=True):
-        rows.setdefault((case, one["mode"], one["batch"]), {})[one["method"]] = one
-    ordered = sorted(rows.items(), key=lambda row: (row[0][0], row[1][STOCK]["repeated_4grams"]))
-    methods = dict.fromkeys(one["method"] for one in report["results"] if one["method"] != STOCK)
-    cells = [
-        [
-            ", ".join(word for word in (case, mode, f"batch {batch}") if word),
-            f"{by_method[STOCK]['repeated_4grams']:.0%}",
-            *(ratio(by_method[name]["ratio"]) if name in by_method else "" for name in methods),
-        ]
-        for (case, mode, batch), by_method in ordered
-    ]
-    return "\n".join([headline(report), "", *markdown(["", "repeated 4-grams", *methods], cells)])
-
-
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
     """The lines of a table: its columns' names, then each row's cells."""
     return [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
+
+
+def aligned(text: str) -> str:
+    """Text for a terminal: the columns of Markdown tables padded to one width, and marks of Markdown left out."""
+    plain = text.replace("**", "").replace("`", "").splitlines()
+    lines: list[str] = []
+    for is_table, group in groupby(plain, key=lambda line: line.startswith("|")):
+        if not is_table:
+            lines += group
+            continue
+        rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in group]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for row in rows:
+            lines.append("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip())
+    return "\n".join(lines)
 
 
 def ratio(spread: dict[str, float]) -> str:

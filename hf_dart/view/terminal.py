@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_dart.view.records import Round
-
 GREEN, DIM, BOLD, PLAIN = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
 
 
@@ -36,8 +34,12 @@ def colored_text(pen: Pen, tokenizer: Any, prompt: str, ids: list[int], drafted:
     return "".join(pieces)
 
 
-def tree_lines(pen: Pen, tokenizer: Any, one: Round) -> list[str]:
-    """One line per node of row 0 of a round; those that the target's text passes through are filled."""
+def tree_lines(pen: Pen, tokenizer: Any, one: Any) -> list[str]:
+    """One line per node of row 0 of a round; those that the target's text passes through are filled.
+
+    Args:
+        one: a `hf_dart.decoding.trace.TracedRound`.
+    """
     tokens, parents, path = one.tokens[0], one.parents[0], set(one.paths[0])
     children: dict[int, list[int]] = {}
     for node, parent in enumerate(parents):

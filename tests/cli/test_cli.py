@@ -21,7 +21,7 @@ from hf_dart.cli import main
 from hf_dart.cli.common import check_file, check_folder, write_json
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.view.records import origins
+from hf_dart.view.page import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["audit"], ["profile"]]

@@ -7,8 +7,8 @@ from html.parser import HTMLParser
 
 _VOID = {"base", "meta", "br", "img", "hr", "input", "link"}
 _ALLOWED = {
-    "html", "head", "base", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "tr", "th",
-    "td", "div", "details", "summary", "svg", "rect", "text", "polyline", "circle", "iframe",
+    "html", "head", "base", "meta", "title", "style", "body", "h1", "h2", "p", "span", "pre", "a", "table", "caption",
+    "tr", "td", "div", "details", "summary", "iframe",
 }  # fmt: skip
 
 

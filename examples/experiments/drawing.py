@@ -19,11 +19,6 @@ _RULES = "".join(
 _STYLE = f"<style>@media (prefers-color-scheme:dark){{{_RULES}}}</style>"
 
 
-def dark(color: str) -> str:
-    """What a colour of a picture becomes where the reader's system is dark."""
-    return _DARK.get(color, color)
-
-
 class Drawing:
     """An SVG picture that is put together piece by piece; coordinates in pixels from the upper left."""
 
