@@ -204,7 +204,7 @@ def outcome(copy: Path, tests: list[str], limit: float | None) -> str:
 
 def copy_of_the_repository(folder: Path) -> Path:
     """Copy the library and its tests to `folder`, where bugs may be put into them."""
-    for part in ("hf_dart", "tests"):
+    for part in ("hf_dart", "tests", "examples/experiments"):
         shutil.copytree(ROOT / part, folder / part, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
     return folder

@@ -24,7 +24,7 @@ SHORT = ("1_quick_start",)
 def test_every_cell_shows_what_is_kept(file: Path, tmp_path: Path) -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TMPDIR": str(tmp_path)}
     done = subprocess.run(
-        [sys.executable, str(TESTS / "support" / "run_notebook.py"), str(file)],
+        [sys.executable, str(FOLDER / "run.py"), str(file)],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -58,7 +58,7 @@ def test_another_text_is_noticed(tmp_path: Path) -> None:
         cells = [{**cell, "outputs": outputs, "metadata": {"tags": tags}}]
         file.write_text(json.dumps({"cells": cells}), encoding="utf8")
         done = subprocess.run(
-            [sys.executable, str(TESTS / "support" / "run_notebook.py"), str(file)],
+            [sys.executable, str(FOLDER / "run.py"), str(file)],
             capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert (done.returncode == 0) == right, done.stderr

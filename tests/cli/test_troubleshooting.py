@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from support.messages import PAGE, by_room, messages, with_list
+from messages import PAGE, by_room, messages, with_list
 from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import detach
@@ -16,7 +16,7 @@ SYMPTOMS = {"Slower than without drafts, and no error", "The text differs from s
 
 
 def test_every_error_is_on_the_page() -> None:
-    assert with_list(TEXT) == TEXT, "run python tests/support/messages.py, which writes the list again"
+    assert with_list(TEXT) == TEXT, "run python docs/site/messages.py, which writes the list again"
 
 
 def test_a_new_error_is_found() -> None:

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-from support import matrix
 from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
 from support.compare import assert_identical, tally
 from support.interruptions import interrupt
@@ -21,6 +20,7 @@ from support.refusals import ROUTES, assert_refused_option
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_target
 from support.turns import CASES, RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
 from support.turns import taken_up as taken_up
+from surveys import matrix
 from transformers import DynamicCache
 
 from hf_dart import DiffusionDrafter, TreeConfig

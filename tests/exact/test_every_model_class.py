@@ -7,10 +7,10 @@ from collections import Counter
 
 import pytest
 import torch
-from support.classes import QUICK, WAYS, Report, examine
 from support.families import needs_running_states
-from support.small import WORDS, build, class_names
 from support.tiny import prompts, tiny_target
+from surveys.classes import QUICK, WAYS, Report, examine
+from surveys.small import WORDS, build, class_names
 from transformers import DynamicCache
 
 from hf_dart import DartHead, LookupDrafter, attach

@@ -12,9 +12,9 @@ import pytest
 import torch
 from support.cases import MODES
 from support.compare import assert_identical_up_to_near_ties, tally
-from support.matrix import attentions
 from support.simulated_gpu import needs_a_driver
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from surveys.matrix import attentions
 
 from hf_dart import TreeConfig
 from hf_dart.bench.auditing import audit

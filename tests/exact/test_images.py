@@ -16,7 +16,6 @@ from support.families import needs_running_states
 from support.modules import with_module
 from support.refusals import refused
 from support.sights import SEEING, TEXT, behind_sights, seeing_target, sights
-from support.sights_of_classes import examine, seeing_classes
 from support.tiny import (
     VOCABULARY,
     ReplayDrafter,
@@ -26,6 +25,7 @@ from support.tiny import (
     tiny_uno_drafter,
 )
 from support.turns import taken_up  # noqa: F401
+from surveys.sights_of_classes import examine, seeing_classes
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, LlavaProcessor, PreTrainedTokenizerFast

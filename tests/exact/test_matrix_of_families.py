@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from support.compare import tally
 from support.families import REFUSED
-from support.matrix import CELLS, COLUMNS, TESTED, run_cell
+from surveys.matrix import CELLS, COLUMNS, TESTED, run_cell
 
 
 @pytest.mark.matrix

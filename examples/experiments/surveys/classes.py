@@ -1,4 +1,6 @@
-"""Every class that transformers maps, against stock: `python tests/support/classes.py FILE` fills `MATRIX.md`.
+"""Every class that transformers maps, against stock, for the tables of `tests/MATRIX.md`.
+
+    PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/classes.py FILE
 
 A class is exact in a cell (attention, rows, mode, drafter), refused there in a sentence of ours, or stock itself fails
 on text alone. Those that no small config of ours builds are told. Anything else is wrong tokens or a crash, of which
@@ -10,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 import traceback
 import warnings
 from collections import Counter
@@ -19,16 +20,14 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
 import torch
 import transformers
+from support.compare import NEAR_TIE, Run, first_difference, run, top2_gap
+from support.tiny import ReplayDrafter, prompts
+from surveys.small import NOT_BUILT, WORDS, CannotBuild, build, class_names, vocabulary_of
 
 import hf_dart
 from hf_dart import DartHead, LookupDrafter, TreeConfig, attach
-from support.compare import NEAR_TIE, Run, first_difference, run, top2_gap
-from support.small import NOT_BUILT, WORDS, CannotBuild, build, class_names, vocabulary_of
-from support.tiny import ReplayDrafter, prompts
 
 TOKENS = 8
 MODES: dict[str, dict[str, Any]] = {
@@ -280,4 +279,4 @@ if __name__ == "__main__":
             had.append(examine(name, QUICK if asked.quick else WAYS))
             file.write(json.dumps(asdict(had[-1])) + "\n")
             file.flush()
-    fill_in(Path(__file__).parents[1] / "MATRIX.md", had)
+    fill_in(Path(__file__).parents[3] / "tests" / "MATRIX.md", had)

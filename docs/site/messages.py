@@ -1,6 +1,6 @@
 """Every error text of the library, read from its code: what docs/troubleshooting.md has to list.
 
-python tests/support/messages.py    # writes the list into that page again
+python docs/site/messages.py    # writes the list into that page again
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Runs the code of a notebook, cell by cell, as a notebook does, and compares what it shows with what is kept in it.
 
-    python tests/support/run_notebook.py FILE           fails where a text differs
-    python tests/support/run_notebook.py FILE --save    keeps what it shows
+    python examples/notebooks/run.py FILE           fails where a text differs
+    python examples/notebooks/run.py FILE --save    keeps what it shows
 
-What a cell ends with is shown as text, and by `_repr_html_` if it has one, which has to be HTML. Of cells with the tag
+What a cell ends with is shown as text, and by `_repr_html_` if it has one. Of cells with the tag
 "varies" (times), numbers are not compared; with the tag "machine" (training, hardware, versions) nothing is but that
 there is a text.
 """
@@ -15,15 +15,10 @@ import ast
 import io
 import json
 import re
-import sys
 import warnings
 from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from support import pages
 
 _NUMBER = re.compile(r"-?\d+(\.\d+)?(e[+-]?\d+)?")
 
@@ -63,7 +58,6 @@ def data(shown: Any) -> dict[str, Any]:
     if not hasattr(shown, "_repr_html_"):
         return {"text/plain": lines(repr(shown))}
     page = shown._repr_html_()
-    assert pages.read(page).parts
     kept = {"text/plain": [f"<{type(shown).__name__}>"]}
     if page.startswith("<svg"):  # a picture, which GitHub shows as such alone
         return {"image/svg+xml": lines(page), **kept}

@@ -3,7 +3,7 @@
 What shape a class takes, and how many tokens that becomes, is asked of the model itself: of the usual shapes, the first
 that its encoder takes; as many tokens as it gives.
 
-    PYTHONPATH=.:tests python tests/support/sights_of_classes.py [CLASS ...]
+    PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/sights_of_classes.py [CLASS ...]
 
 prints rows of the table in `MATRIX.md`.
 """
@@ -19,16 +19,16 @@ from typing import Any
 
 import torch
 import transformers
+from support.compare import run
+from support.tiny import ReplayDrafter, tiny_head
+from surveys.classes import sentence_of_ours, shortened
+from surveys.sights_by_class import SIGHTS, Sight
+from surveys.small import CannotBuild, build, builds_with, vocabulary_of
 from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from hf_dart import attach
 from hf_dart.models.stock_steps import beside_text
-from support.classes import sentence_of_ours, shortened
-from support.compare import run
-from support.sights_by_class import SIGHTS, Sight
-from support.small import CannotBuild, build, builds_with, vocabulary_of
-from support.tiny import ReplayDrafter, tiny_head
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",

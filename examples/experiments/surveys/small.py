@@ -17,11 +17,10 @@ from typing import Any
 
 import torch
 import transformers
+from support.families import PAD, VOCABULARY
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-
-from support.families import PAD, VOCABULARY
 
 _MAPPINGS = (
     "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",

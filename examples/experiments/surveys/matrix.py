@@ -1,29 +1,27 @@
-"""Every family × attention × batch, drafted against stock: `python tests/support/matrix.py` prints the table.
+"""Every family × attention × batch, drafted against stock, as a table.
+
+    PYTHONPATH=tests:examples/experiments python examples/experiments/surveys/matrix.py
 
 `tests/MATRIX.md` is its output; `pytest -m matrix` runs the same cells.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import torch
 import transformers
+from support.cases import MODES, replay
+from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
+from support.families import FAMILIES, HYBRIDS, REFUSED
+from support.tiny import prompts, tiny_head, tiny_target
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, DynamicCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.models.masks import mask_kinds
 from hf_dart.models.stock_steps import cache_after, cache_name
-from support.cases import MODES, replay
-from support.compare import Tally, assert_identical, assert_identical_up_to_near_ties
-from support.families import FAMILIES, HYBRIDS, REFUSED
-from support.tiny import prompts, tiny_head, tiny_target
 
 RUN = ("greedy", "T=1")
 TESTED = {**FAMILIES, **HYBRIDS}
@@ -139,7 +137,7 @@ def table() -> Iterator[str]:
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}, CPU"
     yield "# Families against stock `generate`"
     yield ""
-    yield f"Printed by `python tests/support/matrix.py` ({versions})."
+    yield f"Printed by `python examples/experiments/surveys/matrix.py` ({versions})."
     yield "A cell counts runs whose tokens, and the generator after them, equal stock's:"
     yield f"{' and '.join(RUN)}, each with a random head and with a drafter that is mostly right, {TOKENS} tokens;"
     yield "in float64 without tolerance unless a column says fp32. The last column is the mean over the runs of τ,"
