@@ -125,7 +125,7 @@ _INTERFACES = {
         "hf_dart.drafters.base_config.DrafterConfig",
         "hf_dart.drafters.head_config.HeadConfig",
         "hf_dart.drafters.registry.register",
-        "hf_dart.training.trainers.base.DrafterTrainer",
+        "hf_dart.training.trainers.trainer.DrafterTrainer",
         "hf_dart.hub.kinds.CardTexts",
     ),
     "N-gram tables": ("hf_dart.trees.ngram.build.build", "hf_dart.trees.ngram.build.merge"),

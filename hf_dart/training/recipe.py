@@ -17,7 +17,7 @@ from hf_dart.drafters.registry import trainers
 from hf_dart.errors import did_you_mean, sentence
 from hf_dart.training.data.sources import DataArguments
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments, TargetArguments
-from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from hf_dart.training.data.sources import load_rows
 from hf_dart.training.recipe import Recipe, trainer_of
 from hf_dart.training.record import last_evaluation
 from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments
-from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.trainer import DrafterTrainer
 from hf_dart.trees.config import TreeConfig
 
 FINAL = "final"
@@ -57,10 +57,6 @@ def run(recipe: Recipe) -> tuple[Path, dict[str, float]]:
     if recipe.head.head is None:
         revision = recipe.target.target_revision or constants.DEFAULT_REVISION
         head.config.target_revision = cached_commit(recipe.target.target, revision)
-    metric = args.metric_for_best_model
-    if metric is not None and metric.removeprefix("eval_") not in (names := args.metric_names(head.draft_length)):
-        rest = "" if args.decode_prompts else ", or, with decode_prompts, tau_decoded"
-        raise ValueError(f"metric_for_best_model is {metric!r}; give one of {', '.join(sorted(names))}{rest}.")
     with args.main_process_first(desc="preparing the data"):
         train_rows, eval_rows = load_rows(recipe.data, tokenizer, head.draft_length, head.config)
     size = recipe.head.config().get("draft_vocab_size")

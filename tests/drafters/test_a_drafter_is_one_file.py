@@ -36,7 +36,7 @@ from hf_dart.drafters.registry import register
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts
-from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
 class ToyConfig(DrafterConfig):

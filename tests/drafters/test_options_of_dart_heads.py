@@ -25,7 +25,6 @@ from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.vocabulary import check_unused, frequent_tokens, unused_token
 from hf_dart.hub.loading import load_target
-from hf_dart.training.objective.blocks import build_blocks
 from hf_dart.trees.vocabulary import spread
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
@@ -158,22 +157,6 @@ def test_the_trainer_reaches_every_weight(option: str, tmp_path: Path) -> None:
     logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     assert logs[-1] < 0.9 * logs[0]
     assert all(not torch.equal(value, before[name]) for name, value in head.named_parameters())
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_gives_what_sdpa_gives() -> None:
-    head = tiny_training.tiny_head(tiny_training.tiny_target(torch.float64), num_layers=2, inject_features=True)
-    documents = tiny_training.documents_of(*tiny_training.LENGTHS)
-    anchors = torch.tensor([[1, 5, 14, -1], [0, 3, 9, 19], [4, 5, 6, 13]])
-    generator = torch.Generator().manual_seed(2)
-    features = torch.randn(3, 23, head.config.features_width, generator=generator, dtype=torch.float64)
-    embeddings = torch.randn(3, 23, head.config.embedding_size, generator=generator, dtype=torch.float64)
-    hidden = []
-    for flex in (True, False):
-        blocks = build_blocks(documents, anchors, head.draft_length, flex=flex, injected=True)
-        hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
-    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("loss", ["dart", "left_to_right", "dpace", "lk"])

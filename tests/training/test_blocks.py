@@ -7,12 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.simulated_gpu import needs_a_driver
 from support.tiny_training import LENGTHS, batch_of, documents_of, tiny_head, tiny_target, tiny_trainer, token_rows
-from torch.nn.attention.flex_attention import create_mask
 
 from hf_dart.drafters.layers import take
-from hf_dart.training.objective.blocks import Blocks, build_blocks, draw_anchors
+from hf_dart.training.objective.blocks import build_blocks, draw_anchors
 from hf_dart.training.objective.losses import annealed_kl
 
 
@@ -24,7 +22,6 @@ def test_mask_and_positions_against_brute_force(draft_length: int, bidirectional
     anchors[1, -1] = -1
     blocks = build_blocks(documents, anchors, draft_length, bidirectional)
     length, slots = documents.shape[1], draft_length - 1
-    assert isinstance(blocks.mask, torch.Tensor)
     assert blocks.mask.dtype == torch.bool
     for row, entries in enumerate(blocks.entries):
         assert torch.equal(blocks.entries_mask[row, 0], blocks.mask[row, 0, entries])
@@ -113,23 +110,6 @@ def test_blocks_are_what_propose_drafts(tmp_path: Path, draft_length: int, layer
         assert trainer.compute_loss(head, batch).item() == pytest.approx(np.mean(losses), rel=1e-5)
 
 
-def flex_and_bool(bidirectional: bool, draft_length: int = 4) -> tuple[Blocks, Blocks]:
-    documents = documents_of(*LENGTHS)
-    anchors = draw_anchors(documents, 9, draft_length, torch.Generator().manual_seed(1))
-    flex, reference = (build_blocks(documents, anchors, draft_length, bidirectional, flex) for flex in (True, False))
-    assert torch.equal(flex.positions, reference.positions)
-    return flex, reference
-
-
-@pytest.mark.parametrize("bidirectional", [False, True])
-def test_the_block_mask_is_the_bool_mask(bidirectional: bool) -> None:
-    flex, reference = flex_and_bool(bidirectional)
-    for name in ("mask", "entries_mask"):
-        expected = getattr(reference, name)
-        written_out = create_mask(getattr(flex, name).mask_mod, 3, 1, *expected.shape[2:], device="cpu")
-        assert torch.equal(written_out, expected)
-
-
 @pytest.mark.parametrize("layers", [1, 2])
 def test_gradients_do_not_miss_what_is_not_computed(tmp_path: Path, layers: int) -> None:
     """The last layer leaves out the real positions that draft nothing; the reference computes all of them."""
@@ -147,43 +127,3 @@ def test_gradients_do_not_miss_what_is_not_computed(tmp_path: Path, layers: int)
     gradients = [torch.autograd.grad(some.sin().sum(), list(head.parameters())) for some in states]
     for expected, found in zip(*gradients, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
-
-
-@torch.no_grad()
-@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.bfloat16, 0.1)])
-def test_flex_attention_gives_what_sdpa_gives(block_attention: str, dtype: torch.dtype, tolerance: float) -> None:
-    """bfloat16 is that of mixed precision, under which operators see operands of several types."""
-    mixed = dtype == torch.bfloat16
-    head = tiny_head(tiny_target(torch.float32 if mixed else dtype), num_layers=2, block_attention=block_attention)
-    hidden = []
-    for blocks in flex_and_bool(block_attention == "bidirectional"):
-        real = 23
-        random = torch.Generator().manual_seed(2)
-        features = torch.randn(3, real, head.config.features_width, generator=random, dtype=head.dtype)
-        embeddings = torch.randn(3, real, head.config.embedding_size, generator=random, dtype=head.dtype)
-        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
-            hidden.append(head(features, embeddings, blocks.positions, blocks.mask))
-    torch.testing.assert_close(hidden[0], hidden[1], rtol=0, atol=tolerance)
-
-
-@pytest.mark.gpu
-@needs_a_driver
-@pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
-@pytest.mark.parametrize(("bf16", "tolerance"), [(False, 1e-4), (True, 0.1)])
-def test_flex_attention_trains_as_sdpa_does(block_attention: str, bf16: bool, tolerance: float, tmp_path: Path) -> None:
-    """Compiled, forward and backward, through the trainer that chooses it by itself."""
-    rows = token_rows([[130, 70], [200], [3, 150, -47]])
-    runs = []
-    for attention in ("auto", "sdpa"):
-        target = tiny_target(head_dim=32)
-        head = tiny_head(target, block_attention=block_attention)
-        trainer = tiny_trainer(tmp_path, head, target, rows, attention=attention, bf16=bf16, use_cpu=False)
-        assert trainer.flex == (attention == "auto")
-        torch.manual_seed(1)
-        batch = trainer._prepare_inputs(batch_of(rows, head.draft_length, 200))
-        loss = trainer.compute_loss(head.to(trainer.args.device), batch)
-        loss.backward()
-        runs.append((loss.detach(), {name: weight.grad for name, weight in head.named_parameters()}))
-    torch.testing.assert_close(*runs, rtol=tolerance, atol=tolerance)

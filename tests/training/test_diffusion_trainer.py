@@ -20,8 +20,8 @@ from hf_dart.training import DiffusionTrainer, DiffusionTrainingArguments
 from hf_dart.training.objective.blocks import labels_after, target_positions
 from hf_dart.training.objective.losses import NO_LABEL, masked_cross_entropy
 from hf_dart.training.objective.objective import PRESETS
-from hf_dart.training.trainers.base import seeded
 from hf_dart.training.trainers.diffusion import draw_times
+from hf_dart.training.trainers.trainer import seeded
 
 
 def tiny_drafter(target: Any, **config: Any) -> DiffusionDrafter:

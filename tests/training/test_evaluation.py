@@ -278,16 +278,14 @@ def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:
 
 
 def test_prompts_are_taken_from_the_evaluation_rows(tmp_path: Path) -> None:
-    trainer, head = checkpointed_trainer(
-        tmp_path, decode_prompts=2, decode_prompt_tokens=6, decode_new_tokens=12, max_steps=1
-    )
+    trainer, head = checkpointed_trainer(tmp_path, decode_prompts=2, decode_prompt_tokens=6, max_steps=1)
     trainer.train()
     (logged,) = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
     tokens = rounds = 0
     for row in ROWS[:2]:
         prompt = row["input_ids"][None, :6]
         tree = replace(head.tree_config, lookup=0, nodes=32)
-        trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=12)
+        trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=64)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
     assert tokens / rounds == logged
     assert first_prompts([{"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}], 3, 4)[

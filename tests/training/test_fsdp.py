@@ -82,7 +82,6 @@ def main(part: str, folder: str) -> None:
         eval_steps=1,
         decode_prompts=2,
         decode_prompt_tokens=6,
-        decode_new_tokens=8,
         per_device_train_batch_size=4 // processes,
         selector_only=part == "selector",
         fsdp=processes > 1,

@@ -65,7 +65,7 @@ def test_blocks_read_what_drafting_reads(family: str, tmp_path: Path) -> None:
     head = tiny_head(target)
     trainer = tiny_trainer(tmp_path, head, target, rows)
     batch = collate(rows)
-    features, logits, read = trainer.teach_seen(batch["input_ids"], batch["beside"])
+    features, logits, read = trainer.teacher.images(batch["input_ids"], batch["beside"])
     for number, row in enumerate(rows):
         length = len(row["input_ids"])
         with torch.no_grad():

@@ -25,7 +25,7 @@ from transformers import HfArgumentParser
 from hf_dart.training import DartTrainingArguments, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.objective.objective import PRESETS, Objective
-from hf_dart.training.trainers.base import Drafts
+from hf_dart.training.trainers.drafts import Drafts
 
 
 def test_every_divergence_can_be_chosen() -> None:

@@ -18,7 +18,7 @@ def masked(rows: list[dict[str, Any]], learned: bool) -> list[dict[str, Any]]:
 def test_a_selector_learns_nothing_from_rows_without_blocks(tmp_path: Path, chunk: int) -> None:
     target = tiny_target()
     rows = masked(token_rows([[24]] * 2), False) + masked(token_rows([[24]] * 2), True)
-    options: dict[str, Any] = {"selector_only": True, "selector_candidates": 4, "loss_chunk": chunk, "max_steps": 4}
+    options: dict[str, Any] = {"selector_only": True, "loss_chunk": chunk, "max_steps": 4}
     head = tiny_head(target).add_selector(4)
     trainer = tiny_trainer(tmp_path, head, target, rows, rows, per_device_train_batch_size=1, **options)
     before = {name: weight.clone() for name, weight in head.selector.state_dict().items()}

@@ -9,18 +9,21 @@ import pytest
 import torch
 from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
 
-from hf_dart.training.trainers.base import Drafts
+from hf_dart.training.trainers.drafts import Drafts
 
 
 @pytest.mark.parametrize("chunk", [64, 3])
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
-def test_the_loss_is_that_of_the_reference(share: float, chunk: int, tmp_path: Path) -> None:
+def test_the_loss_is_that_of_the_reference(
+    share: float, chunk: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     target, blocks, candidates, gamma = tiny_target().double(), 7, 5, 0.8
     head = tiny_head(target).add_selector(4).double()
     generator = torch.Generator().manual_seed(3)
     for weight in head.selector.parameters():
         torch.nn.init.normal_(weight, generator=generator)
-    options: dict[str, Any] = {"selector_candidates": candidates, "selector_noise": share, "loss_chunk": chunk}
+    monkeypatch.setattr("hf_dart.training.trainers.dart._CANDIDATES", candidates)
+    options: dict[str, Any] = {"selector_noise": share, "loss_chunk": chunk}
     rows = token_rows([[24]] * 2)
     trainer = tiny_trainer(tmp_path, head, target, rows, rows, selector_only=True, gamma=gamma, **options)
     depth, size, vocabulary = head.draft_length, head.config.hidden_size, head.config.vocab_size
@@ -71,7 +74,7 @@ def test_the_loss_is_that_of_the_reference(share: float, chunk: int, tmp_path: P
 def test_evaluations_draw_the_same_noise(tmp_path: Path) -> None:
     target, rows = tiny_target(), token_rows([[24]] * 4)
     head = tiny_head(target).add_selector(4)
-    options: dict[str, Any] = {"selector_only": True, "selector_candidates": 4, "learning_rate": 0.0, "max_steps": 3}
+    options: dict[str, Any] = {"selector_only": True, "learning_rate": 0.0, "max_steps": 3}
     trainer = tiny_trainer(tmp_path, head, target, rows, rows, **options)
     before = trainer.evaluate()["eval_loss"]
     trainer.train()
@@ -82,7 +85,7 @@ def test_evaluations_draw_the_same_noise(tmp_path: Path) -> None:
 def test_every_micro_batch_has_noise_of_its_own(tmp_path: Path) -> None:
     target, rows = tiny_target(), token_rows([[24]] * 8)
     head = tiny_head(target).add_selector(4)
-    options: dict[str, Any] = {"selector_candidates": 4, "gradient_accumulation_steps": 2}
+    options: dict[str, Any] = {"gradient_accumulation_steps": 2}
     trainer = tiny_trainer(tmp_path, head, target, rows, selector_only=True, **options)
     seeds = []
     for _ in range(2):  # a resumed run draws the same again

@@ -23,6 +23,8 @@ from hf_dart.trees.vocabulary import same_vocabulary
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _COMPLETION = "completion"  # the field of what follows that called "prompt"
+# Fields of datasets that hold more than text, their plural left out.
+_NO_TEXT = {"image", "video", "audio", "pixel_value", "input_feature"}
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
 
 
@@ -154,8 +156,18 @@ def pack_dataset(
         A `datasets.Dataset` of `input_ids`, `documents` and `loss_mask` [T].
 
     Raises:
-        ValueError: there is no such field, nothing to train on, or the tokenizer does not fit.
+        ValueError: there is no such field, nothing to train on, or the tokenizer is missing or does not fit.
     """
+    if seen := [name for name in documents.column_names if name.rstrip("s") in _NO_TEXT]:
+        raise ValueError(
+            f"The dataset has the field {seen[0]!r}, and what is packed here is text; make rows of such examples "
+            "with hf_dart.training.image_row."
+        )
+    if tokenizer is None:
+        raise ValueError(
+            f"The dataset has the fields {', '.join(map(repr, documents.column_names))}, which are no packed rows; "
+            "pass processing_class=tokenizer, so that they can be tokenized."
+        )
     streaming = not hasattr(documents, "__len__")
     arguments = DataArguments(train_data=["the dataset"], max_length=max_length, streaming=streaming)
     _check_tokenizer(tokenizer, config)

@@ -10,75 +10,59 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
 from hf_dart.training.objective.losses import NO_LABEL
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(row, head, query, key) to bool, elementwise; FlexAttention's `mask_mod`."""
 
 
 @dataclass(frozen=True)
 class Blocks:
     """Positions and masks of blocks, which a drafter's `forward` takes beside features and embeddings.
 
+    A mask is bool, True where a query sees a key: [B, 1, queries, keys]. Keys are all S entries; where features are
+    injected, T - 1 more.
+
     Attributes:
         anchors: [B, K] real position of each block; -1 is no block.
         positions: [B, S] with S = T - 1 + K M, counted from the start of each document; M mask slots per block.
         entries: [B, K d] of each block, as `DartHead.propose` gives them: the anchor's real position (shifted
             logits), then its d - 1 mask slots, or d of these; those of absent blocks mean nothing.
-        sees: what sees what, by the numbers of the entries.
+        sees: the mask [B, 1, Q, keys] of some entries [B, Q].
         real: T - 1.
-        keys: S; where features are injected, T - 1 more.
-        flex: masks are `BlockMask`s for FlexAttention.
     """
 
     anchors: Tensor
     positions: Tensor
     entries: Tensor
-    sees: MaskFunction
+    sees: Callable[[Tensor], Tensor]
     real: int
-    keys: int
-    flex: bool
 
     def drafts(self, hidden: Tensor) -> Tensor:
         """The hidden states [B, K, d, H] of the blocks, of those of all entries [B, S, H]."""
         index = self.entries[..., None].expand(-1, -1, hidden.shape[-1])
         return hidden.gather(1, index).unflatten(1, (self.anchors.shape[1], -1))
 
-    @cached_property
-    def mask(self) -> Tensor | BlockMask:
-        """[B, 1, S, keys] bool, True where a query (dim 2) sees a key (dim 3); or the same as a `BlockMask`."""
-        return self._mask(self.sees, self.positions.shape[1])
+    @property
+    def mask(self) -> Tensor:
+        """Mask of all entries [B, 1, S, keys]."""
+        return self.sees(self._all)
 
-    @cached_property
-    def entries_mask(self) -> Tensor | BlockMask:
-        """[B, 1, K d, keys] as `mask`: what the blocks' entries see."""
+    @property
+    def entries_mask(self) -> Tensor:
+        """Mask of the blocks' entries [B, 1, K d, keys]."""
+        return self.sees(self.entries)
 
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self.sees(row, head, self.entries[row, query], key)
+    @property
+    def slot_mask(self) -> Tensor:
+        """Mask of the slots [B, 1, K M, keys], for passes that run them alone."""
+        return self.sees(self._all[:, self.real :])
 
-        return self._mask(sees, self.entries.shape[1])
-
-    @cached_property
-    def slot_mask(self) -> Tensor | BlockMask:
-        """[B, 1, K M, keys] as `mask`: what the slots see, for passes that run them alone."""
-        real = self.real
-        count = self.positions.shape[1] - real
-
-        def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return self.sees(row, head, query + real, key)
-
-        return self._mask(sees, count)
-
-    def _mask(self, sees: MaskFunction, queries: int) -> Tensor | BlockMask:
-        create = _block_mask if self.flex else _bool_mask
-        return create(sees, len(self.anchors), queries, self.keys, self.anchors.device)
+    @property
+    def _all(self) -> Tensor:
+        return torch.arange(self.positions.shape[1], device=self.positions.device).expand_as(self.positions)
 
 
 def document_positions(documents: Tensor) -> Tensor:
@@ -134,7 +118,6 @@ def build_blocks(
     anchors: Tensor,
     draft_length: int,
     bidirectional: bool = False,
-    flex: bool = False,
     window: int | None = None,
     injected: bool = False,
     shifted: bool = True,
@@ -150,7 +133,6 @@ def build_blocks(
         anchors: [B, K] of `draw_anchors`.
         draft_length: d.
         bidirectional: the slots of a block see each other in both directions.
-        flex: give masks as `BlockMask`s, which leave the tiles that nobody looks at out of the work.
         window: how many positions back real positions are seen, one's own included; None sees them all.
         injected: also for the keys of injected features, which come after all others; those of a real position are
             seen by whoever sees that position.
@@ -176,32 +158,22 @@ def build_blocks(
     slot_entries = torch.arange(real, real + count * slots, device=device).view(count, slots)
     of_block = [at[..., None]] * shifted + [slot_entries.expand(batch, -1, -1)]
     entries = torch.cat(of_block, dim=2).flatten(1)
-    queries = positions.shape[1]
+    key = torch.arange(positions.shape[1], device=device)
 
-    def sees(row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        if injected:
-            key = torch.where(key < queries, key, key - queries)
-        prefix = (key <= last_seen[row, query]) & (entry_documents[row, query] == entry_documents[row, key])
+    def sees(queries: Tensor) -> Tensor:
+        def of(values: Tensor) -> Tensor:
+            return values.gather(1, queries)[..., None]
+
+        prefix = (key <= of(last_seen)) & (of(entry_documents) == entry_documents[:, None])
         if window is not None:
-            prefix = prefix & (positions[row, query] - positions[row, key] < window)
-        own_block = block[query] == block[key]
+            prefix &= of(positions) - positions[:, None] < window
+        own_block = block[queries][..., None] == block
         if not bidirectional:
-            own_block = own_block & (key <= query)
-        return torch.where(block[key] < 0, prefix, own_block)
+            own_block &= key <= queries[..., None]
+        seen = torch.where(block < 0, prefix, own_block)
+        return (torch.cat([seen, seen[..., :real]], dim=-1) if injected else seen)[:, None]
 
-    return Blocks(anchors, positions, entries, sees, real, queries + real if injected else queries, flex)
-
-
-def _bool_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> Tensor:
-    """[B, 1, queries, keys]"""
-    row, query, key = (torch.arange(size, device=device) for size in (batch, queries, keys))
-    return sees(row[:, None, None], row[:1], query[:, None], key)[:, None]
-
-
-def _block_mask(sees: MaskFunction, batch: int, queries: int, keys: int, device: torch.device) -> BlockMask:
-    # Uncompiled, it writes the whole mask down before it looks for empty tiles.
-    create = torch.compile(create_block_mask) if device.type == "cuda" else create_block_mask
-    return create(sees, B=batch, H=None, Q_LEN=queries, KV_LEN=keys, device=device)
+    return Blocks(anchors, positions, entries, sees, real)
 
 
 def target_positions(anchors: Tensor, draft_length: int) -> Tensor:

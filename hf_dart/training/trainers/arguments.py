@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import json
-import logging
-import math
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
@@ -17,12 +15,9 @@ from transformers import TrainingArguments
 from hf_dart.errors import check_fields
 from hf_dart.training.objective.objective import PRESETS, Objective
 from hf_dart.training.options import option
-from hf_dart.training.trainers.evaluate import DraftQuality
 
-_LOGGER = logging.getLogger(__name__)
-
-# Options for models that transformers trains by losses of its own.
-_OF_NO_USE = ("label_smoothing_factor", "neftune_noise_alpha", "use_liger_kernel")
+# How the metrics begin that an evaluation may choose the best checkpoint by.
+_METRICS = ("tau", "acceptance_", "waste", "loss")
 
 
 @dataclass
@@ -57,13 +52,7 @@ class DrafterArguments:
     draft_length: int | None = option(None, "d, tokens guessed at a time")
     feature_layers: list[int] | None = option(None, "hidden_states of the target to read")
     num_layers: int | None = option(None, "decoder layers of the drafter")
-    num_attention_heads: int | None = option(None, "default: as the target")
-    num_key_value_heads: int | None = option(None, "default: as the target")
-    head_dim: int | None = option(None, "default: as the target")
     intermediate_size: int | None = option(None, "default: as the target")
-    rms_norm_eps: float | None = option(None, "default: as the target")
-    rope_theta: float | None = option(None, "default: as the target")
-    initializer_range: float | None = option(None, "standard deviation of new weights")
     target_name: str | None = option(None, "kept in the config; default: the target's name")
     tree: str | None = option(None, "fields of the TreeConfig that suits it, as JSON")
 
@@ -113,14 +102,12 @@ class DrafterTrainingArguments(TrainingArguments):
         loss: "dart" (annealed KL), "left_to_right", "dpace", "lk" or "tv".
         divergence, ce_share, position_weights, gamma, dpace_alpha, lk_eta, token_weight, focal_weight,
         chain_weight, chain_form: change that field of the preset (`Objective`).
-        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head, for
-            which `save_steps` becomes a multiple of `eval_steps`; None or 0 goes on to the end.
+        early_stopping_patience: stop after so many evaluations in a row without a better τ, and keep the best head;
+            None or 0 goes on to the end.
         decode_prompts: at every evaluation also decode so many prompts ([`DecodingCallback`]), the beginnings of the
             first evaluation rows, or of conversations what comes before the first reply; 0 for none.
-        decode_prompt_tokens, decode_new_tokens: length of each, and of what is written after it.
+        decode_prompt_tokens: length of each.
         loss_chunk: blocks whose logits are held at a time; 0 holds all.
-        attention: of the blocks' pass: "sdpa" with a mask of every pair of positions, "flex" (FlexAttention,
-            CUDA only) which skips what no block looks at, or "auto", flex wherever it can be had.
     """
 
     anchors_per_row: int = option(32, "blocks trained per row")
@@ -131,16 +118,14 @@ class DrafterTrainingArguments(TrainingArguments):
     gamma: float | None = option(None, "exponential weights: that of a draft token relative to the one before")
     dpace_alpha: float | None = option(None, "smoothing of the dpace weights")
     lk_eta: float | None = option(None, "how fast lk leaves KL for total variation")
-    token_weight: float | None = option(None, "of the weighted divergence")
-    focal_weight: float | None = option(None, "of the cross-entropy at the first error")
-    chain_weight: float | None = option(None, "of the chain loss")
+    token_weight: float | None = option(None, "weight of the token divergence")
+    focal_weight: float | None = option(None, "weight of the first-error focal loss")
+    chain_weight: float | None = option(None, "weight of the chain loss")
     chain_form: str | None = option(None, "linear or log")
     early_stopping_patience: int | None = option(None, "evaluations in a row without a better tau before it stops")
     decode_prompts: int = option(0, "prompts to decode at every evaluation")
     decode_prompt_tokens: int = option(32, "tokens of each")
-    decode_new_tokens: int = option(64, "tokens written after each")
     loss_chunk: int = option(64, "blocks whose logits are held at a time; 0: all")
-    attention: str = option("auto", "auto, sdpa, or flex (CUDA only)")
     resume_from_checkpoint: str | None = option(
         None, "go on from this checkpoint; alone: the newest of the run", nargs="?", const="true"
     )
@@ -159,40 +144,20 @@ class DrafterTrainingArguments(TrainingArguments):
             if self.metric_for_best_model is None:
                 self.metric_for_best_model = "tau"
             self.load_best_model_at_end = True
-            self._save_what_is_evaluated()
         sharded = str(self.__dict__["fsdp"]).lower()
         if sharded in ("true", "false"):  # in a recipe it is a word
             self.__dict__["fsdp"] = sharded == "true"
         super().__post_init__()
-        ones = ("anchors_per_row", "decode_prompt_tokens", "decode_new_tokens", "early_stopping_patience")
-        check_fields(
-            self,
-            least={**dict.fromkeys((*ones, "gradient_accumulation_steps"), 1), "decode_prompts": 0, "loss_chunk": 0},
-            choices={"loss": list(PRESETS), "attention": ("auto", "sdpa", "flex")},
-        )
-        for name in _OF_NO_USE:
-            if getattr(self, name):
-                raise ValueError(f"{name} has no effect on how drafters are trained; leave it out.")
-        _ = self.objective  # says what is out of range
-        if self.attention == "flex" and self.device.type != "cuda":
-            raise ValueError(f"attention='flex' has no backward pass on {self.device.type}; give 'sdpa' or 'auto'.")
-        if self.remove_unused_columns:
-            raise ValueError("remove_unused_columns drops the tokens that the target reads; leave it False.")
-
-    def _save_what_is_evaluated(self) -> None:
-        """Raise `save_steps` to a multiple of `eval_steps`: the best head is one of those that were saved."""
-        every, asked = self.eval_steps or self.logging_steps, self.__dict__["save_steps"]
-        if self.eval_strategy == self.save_strategy == "steps" and every >= 1 and asked % every:
-            self.__dict__["save_steps"] = becomes = every * math.ceil(asked / every)
-            _LOGGER.warning(
-                "save_steps %g becomes %g, a multiple of eval_steps, so that early stopping can keep the best head.",
-                asked,
-                becomes,
+        ones = ("anchors_per_row", "decode_prompt_tokens", "early_stopping_patience", "gradient_accumulation_steps")
+        least = {**dict.fromkeys(ones, 1), "decode_prompts": 0, "loss_chunk": 0}
+        check_fields(self, least=least, choices={"loss": list(PRESETS)})
+        metric = self.metric_for_best_model
+        if metric is not None and not metric.removeprefix("eval_").startswith(_METRICS):
+            raise ValueError(
+                f"metric_for_best_model is {metric!r}; give tau, tau_sampled, acceptance_1, waste, loss, or, with "
+                "decode_prompts, tau_decoded."
             )
-
-    def metric_names(self, draft_length: int) -> set[str]:
-        """The metrics of evaluations of drafts of that length, for `metric_for_best_model`."""
-        return {"loss", *DraftQuality.names(draft_length), *(["tau_decoded"] if self.decode_prompts else [])}
+        _ = self.objective  # says what is out of range
 
     @property
     def objective(self) -> Objective:
@@ -207,17 +172,15 @@ class DartTrainingArguments(DrafterTrainingArguments):
 
     Args:
         selector_only: train the head's bigram selector on the frozen head, by annealed KL.
-        selector_candidates: K, tokens per depth that the selector learns to rank.
         selector_noise: share of the blocks in which it learns to rank them as drafts for sampling do, with the noise
             that the target draws its tokens with (`TreeConfig.shared_noise`); 0 for none, as greedy drafts do.
     """
 
     selector_only: bool = option(False, "train the bigram selector of a frozen head")
-    selector_candidates: int = option(32, "tokens per depth that it learns to rank")
     selector_noise: float = option(0.5, "share of the blocks in which it learns with the noise of sampling")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, least={"selector_candidates": 2}, shares=("selector_noise",))
+        check_fields(self, shares=("selector_noise",))
         if self.selector_only and self.objective != replace(PRESETS["dart"], gamma=self.objective.gamma):
             raise ValueError("selector_only trains by annealed KL; leave loss at 'dart' and change gamma only.")

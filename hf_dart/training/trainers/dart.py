@@ -13,9 +13,11 @@ from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import DrafterTrainer, Drafts, read_tokens
+from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
+_CANDIDATES = 32  # tokens per depth that a selector learns to rank
 _CERTAIN = 1e4
 """A logit beside which all others vanish."""
 
@@ -69,7 +71,6 @@ class DartTrainer(DrafterTrainer[DartHead]):
             inputs["anchors"],
             config.draft_length,
             config.block_attention == "bidirectional",
-            self.flex,
             injected=config.inject_features,
             shifted=config.shift_logits,
         )
@@ -98,7 +99,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
                 gumbel = torch.zeros_like(logits, dtype=torch.float32)
                 if noisy.any():
                     gumbel = torch.where(noisy, -gumbel.exponential_(generator=generator).log(), 0.0)
-                best = (logits + gumbel).topk(self.args.selector_candidates)
+                best = (logits + gumbel).topk(min(_CANDIDATES, logits.shape[-1]))
                 candidates = token_ids(best.indices, head.draft_vocabulary)
                 goals = part.target_logits[part.goals].gather(-1, candidates) + gumbel.gather(-1, best.indices)
                 taken = goals == goals.amax(-1, keepdim=True)
@@ -127,8 +128,6 @@ def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
             raise ValueError("selector_only needs a head with a selector; call head.add_selector(rank) first.")
         if head.adapted:
             raise ValueError("An adapter would be saved without the selector; merge it into its head first.")
-        if args.selector_candidates > (drafted := head.config.draft_vocab_size or head.config.vocab_size):
-            raise ValueError(f"selector_candidates is {args.selector_candidates}; give 2 to {drafted}.")
         head.requires_grad_(False)
         head.selector.requires_grad_(True)
         if args.ddp_find_unused_parameters is None:

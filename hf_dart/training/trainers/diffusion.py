@@ -25,7 +25,8 @@ from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.base import DrafterTrainer, Drafts
+from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
 
@@ -118,7 +119,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, anchors, slots = inputs["input_ids"], inputs["anchors"], inputs["slots"]
         length, window = self.drafter.draft_length, self.drafter.config.context_window
-        blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, flex=self.flex, window=window)
+        blocks = build_blocks(inputs["documents"], anchors, length, bidirectional=True, window=window)
         entries = {
             "tokens": torch.cat([ids[:, 1:], slots[..., :-1].flatten(1)], dim=1),
             "features": features[:, :-1],

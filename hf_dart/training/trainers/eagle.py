@@ -11,7 +11,7 @@ from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.training.objective.blocks import build_blocks, target_positions
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.base import DrafterTrainer, read_tokens
+from hf_dart.training.trainers.trainer import DrafterTrainer, read_tokens
 
 
 @dataclass

@@ -1,9 +1,9 @@
 """`EditTrainer`: a head learns to look at its own drafts again, wrong tokens and all.
 
-After the first drafts of all blocks come edit passes over the same blocks, whose slots now hold tokens. An editor that
-has only seen right tokens before a slot would follow wrong ones: so the slots of a part of the blocks hold the head's
-own draft, of others the true tokens. In a third part random true tokens are shown and the others stay masked: those
-are trained by the bound of a masked diffusion model.
+After the first drafts of all blocks comes an edit pass over the same blocks, whose slots now hold tokens. An editor
+that has only seen right tokens before a slot would follow wrong ones: so the slots of a part of the blocks hold the
+head's own draft, of others the true tokens. In a third part random true tokens are shown and the others stay masked:
+those are trained by the bound of a masked diffusion model.
 """
 
 from __future__ import annotations
@@ -20,55 +20,38 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
-from hf_dart.errors import check_fields
 from hf_dart.training.objective.blocks import target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
-from hf_dart.training.trainers.base import Drafts, read_tokens
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
+from hf_dart.training.trainers.drafts import Drafts
 from hf_dart.training.trainers.evaluate import DraftQuality
+from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
 
 
 @dataclass
 class EditTrainingArguments(DartTrainingArguments):
-    """`DartTrainingArguments` and those of edit passes alone.
+    """`DartTrainingArguments` and that of the edit pass alone.
 
     Args:
-        edit_passes: passes after the first one.
         editor_only: train the editor alone; the head's first drafts stay as they are.
-        true_share: share of the blocks that hold the true tokens; the others hold the head's own draft. With causal
-            slots true tokens alone are on target: what is drafted after a wrong token is never accepted.
-        sampled_share: share of the blocks whose drafts are sampled, with the noise that the target's token was
-            sampled with, as in `generate`; the others take the likeliest tokens.
-        revealed_share: share of the blocks that show random true tokens, as far as a time t in (0, 1) leaves them
-            unmasked, and learn the others.
     """
 
-    edit_passes: int = option(1, "passes after the first one")
     editor_only: bool = option(False, "train the editor of a frozen head")
-    true_share: float = option(0.5, "of the blocks: those that hold the true tokens")
-    sampled_share: float = option(0.5, "of the blocks: those whose drafts are sampled")
-    revealed_share: float = option(0.1, "of the blocks: those with true tokens revealed")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_fields(self, least={"edit_passes": 1}, shares=("true_share", "sampled_share", "revealed_share"))
         if self.selector_only:
             raise ValueError("selector_only and edit passes are trained apart; leave one of them out.")
-
-    def metric_names(self, draft_length: int) -> set[str]:
-        passes = {f"tau_pass_{number}" for number in range(1, self.edit_passes + 1)}
-        return super().metric_names(draft_length) | passes | {"tau_sampled_edited"}
 
 
 class EditTrainer(DartTrainer):
     """Trains a [`DartHead`] together with its editor, or the editor alone.
 
-    Metrics of an evaluation also say how good greedy drafts are after each pass, `tau_pass_1` and so on, and
-    `tau_sampled_edited`, that of sampled drafts whose every token is drafted after the true ones.
+    Metrics of an evaluation also have `tau_edited`, that of greedy drafts after the edit pass.
 
     Args:
         head: it is given an editor if it has none (`DartHead.add_editor`).
@@ -77,6 +60,16 @@ class EditTrainer(DartTrainer):
     Raises:
         ValueError: the head takes no editor, or one that would not be saved.
     """
+
+    true_share = 0.5
+    """Share of the blocks that hold the true tokens; the others hold the head's own draft. With causal slots true
+    tokens alone are on target: what is drafted after a wrong token is never accepted."""
+    sampled_share = 0.5
+    """Share of the blocks whose drafts are sampled, with the noise that the target's token was sampled with, as in
+    `generate`; the others take the likeliest tokens."""
+    revealed_share = 0.1
+    """Share of the blocks that show random true tokens, as far as a time t in (0, 1) leaves them unmasked, and learn
+    the others."""
 
     drafter_arguments = (HeadArguments,)
     training_arguments = EditTrainingArguments
@@ -90,17 +83,17 @@ class EditTrainer(DartTrainer):
             head.requires_grad_(False)
         super().__init__(head, target, args, **kwargs)
         head.get_submodule("editor").requires_grad_(True)
-        self._edits: list[DraftQuality] = []  # while an evaluation runs: of each pass, and of one over true tokens
+        self._edited: DraftQuality | None = None  # while an evaluation runs
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
         """Adds `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
         blocks = super().draw(inputs, generator)
         training, anchors = self._quality is None, inputs["anchors"]
         shape, device = anchors.shape, anchors.device
-        for name, share in (("true", self.args.true_share), ("sampled", self.args.sampled_share)):
+        for name, share in (("true", self.true_share), ("sampled", self.sampled_share)):
             inputs[name] = (torch.rand(shape, generator=generator) < share * training).to(device)
         inputs["times"] = torch.ones(shape, device=device)
-        times = draw_times(blocks, self.args.revealed_share * training, generator)
+        times = draw_times(blocks, self.revealed_share * training, generator)
         inputs["times"][anchors >= 0] = times.to(device)
         chances = torch.rand(*shape, self.drafter.draft_length, generator=generator).to(device)
         inputs["masked"] = chances < inputs["times"][..., None]
@@ -108,41 +101,38 @@ class EditTrainer(DartTrainer):
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of each later pass, and `blocks`."""
+        """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of the edit pass, and `blocks`."""
         blocks = inputs["blocks"] = self.blocks(inputs)
-        # The last pass of an evaluation sees the true tokens.
-        passes = self.args.edit_passes + (self._quality is not None)
-        first, *edited = model(
+        first, edited = model(
             features=features[:, :-1],
             next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
-            edits=Edits(passes, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
+            edits=Edits(1, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
         )
-        inputs["edited"] = [blocks.drafts(states) for states in edited]
+        inputs["edited"] = blocks.drafts(edited)
         return blocks.drafts(first)
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], target_logits: Tensor, number: int, states: Tensor) -> Tensor:
-        """The tokens that the slots hold in pass `number` [B, K (d - 1)]; -1 for slots that stay masked.
+        """The tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
             inputs: of `block_states`.
             target_logits: [B T, V].
+            number: of the pass, 1.
             states: [B, T - 1 + K (d - 1), H] of the pass before.
         """
         ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
         places = target_positions(anchors[present], length)
         goals = present.nonzero()[:, :1] * ids.shape[1] + places  # [N, d]
-        tokens = truth = ids.flatten()[goals[:, 1:]]
-        if number <= self.args.edit_passes:
-            known = inputs["true"][present][:, None]
-            if not bool(known.all()):
-                hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
-                tokens = torch.where(known, truth, self._own_drafts(inputs, target_logits, hidden, goals, truth))
-            shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
-            tokens = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
+        truth = ids.flatten()[goals[:, 1:]]
+        hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
+        own = self._own_drafts(inputs, target_logits, hidden, goals, truth)
+        tokens = torch.where(inputs["true"][present][:, None], truth, own)
+        shown = torch.where(inputs["masked"][present][:, :-1], -1, truth)
+        tokens = torch.where((inputs["times"][present] < 1)[:, None], shown, tokens)
         held = ids.new_full((*anchors.shape, length - 1), -1)
         held[present] = tokens
         return held.flatten(1)
@@ -169,36 +159,29 @@ class EditTrainer(DartTrainer):
         return torch.cat(drafted)
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
-        """The objective of the first drafts, and the mean of that of the passes after them."""
+        """The sum of the objective of the first drafts, and of the edit pass."""
         inputs = drafts.inputs
         present = inputs["anchors"] >= 0
-        edited = [states[present] for states in inputs["edited"]]
+        states = inputs["edited"][present]
         # Their first token is the first draft's, and not trained again.
-        edited = [torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1) for states in edited]
-        if self._edits:
-            for quality, states in zip(self._edits, edited, strict=True):
-                self.measure(quality, replace(drafts, hidden=states))
+        edited = replace(drafts, hidden=torch.cat([states[:, :1].detach(), states[:, 1:]], dim=1))
+        if self._edited is not None:
+            self.measure(self._edited, edited)
         loss = drafts.hidden.new_zeros(()) if self.args.editor_only else super().draft_loss(drafts)
         times, masked = inputs["times"][present], inputs["masked"][present]
         chunk = self.args.loss_chunk * self.drafter.draft_length
         _, columns = restricted(drafts.target_logits[:1], drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
-        for states in edited[: self.args.edit_passes]:
-            edit = super().draft_loss(replace(drafts, hidden=states).of(times == 1))
-            edit = edit + revealed_loss(self.drafter.logits, states, columns, masked, times, chunk)
-            loss = loss + edit / self.args.edit_passes
-        return loss
+        revealed = revealed_loss(self.drafter.logits, edited.hidden, columns, masked, times, chunk)
+        return loss + super().draft_loss(edited.of(times == 1)) + revealed
 
     def evaluation_loop(self, *args: Any, metric_key_prefix: str = "eval", **kwargs: Any) -> Any:
-        self._edits = [DraftQuality(self.drafter.draft_length) for _ in range(self.args.edit_passes + 1)]
-        edits = self._edits
+        quality = self._edited = DraftQuality(self.drafter.draft_length)
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
-            self._edits = []
-        *passes, true = (quality.metrics() for quality in edits)
-        figures = {f"tau_pass_{number}": found.get("tau") for number, found in enumerate(passes, start=1)}
-        figures["tau_sampled_edited"] = true.get("tau_sampled")
-        output.metrics.update({f"{metric_key_prefix}_{name}": v for name, v in figures.items() if v is not None})
+            self._edited = None
+        if "tau" in (figures := quality.metrics()):
+            output.metrics[f"{metric_key_prefix}_tau_edited"] = figures["tau"]
         return output
 
 

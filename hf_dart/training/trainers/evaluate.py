@@ -6,6 +6,7 @@ import itertools
 import math
 import operator
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,9 +15,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import TrainerCallback
 
+from hf_dart.decoding.chain import best_chain
+from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
+from hf_dart.training.trainers.drafts import Drafts
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.vocabulary import spread
+
+_DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
 
 
 class DraftQuality:
@@ -53,13 +61,6 @@ class DraftQuality:
         """Add the counts [..., 4 + 2 d] of some blocks."""
         self.sums += counts.flatten(0, -2).sum(0).double().cpu()
 
-    @classmethod
-    def names(cls, draft_length: int) -> set[str]:
-        """The names of all figures of `metrics`."""
-        quality = cls(draft_length)
-        quality.sums.add_(1)
-        return set(quality.metrics())
-
     def metrics(self) -> dict[str, float]:
         """The figures so far; those that no block says anything about are left out.
 
@@ -86,6 +87,48 @@ class DraftQuality:
         if right:
             figures["waste"] = wasted / right
         return figures
+
+
+@torch.no_grad()
+def counts_by_row(drafter: PretrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
+    """The counts [B, 4 + 2 d] of the blocks of each row, for `DraftQuality.add`.
+
+    Args:
+        drafter: the drafter that made them.
+        drafts: the blocks of a batch.
+        chunk_size: blocks whose logits are held at a time; 0 holds all.
+    """
+    ids = drafts.inputs["input_ids"]
+    counts = []
+    for part in drafts.split(chunk_size):
+        # What is never drafted is never right.
+        logits = spread(drafter.logits(part.hidden), drafter.draft_vocabulary, drafts.target_logits.shape[-1])
+        roots = ids.flatten()[part.goals[:, 0]]
+        scores, candidates = logits.log_softmax(-1).topk(min(drafter.tree_config.top_k, logits.shape[-1]))
+        table = drafter.transitions(Proposal(logits, part.hidden), roots, candidates, scores)
+        chains = best_chain(candidates, scores[:, :, None] if table is None else table)
+        counts.append(DraftQuality.count(logits, part.target_logits[part.goals], part.labels, chains))
+    per_block = torch.cat(counts).float()
+    rows = (drafts.inputs["anchors"] >= 0).nonzero()[:, 0]
+    return per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
+
+
+@torch.no_grad()
+def agreement(drafter: PretrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | None:
+    """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any."""
+    part = next(drafts.split(blocks), None)
+    if part is None or not len(part.hidden):
+        return None
+    best = spread(drafter.logits(part.hidden), drafter.draft_vocabulary, part.target_logits.shape[-1]).argmax(-1)
+    return (best == part.target_logits[part.goals].argmax(-1)).float().mean(0)
+
+
+def decoded_tree(tree: TreeConfig) -> TreeConfig:
+    """The trees of decoding evaluations: of a given size, and without copied text.
+
+    Copied text would hide what the drafter knows. Trees of a given size are drafted in every round, on every machine.
+    """
+    return replace(tree, lookup=0, nodes=tree.nodes or _DECODED_NODES)
 
 
 def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) -> list[Tensor]:

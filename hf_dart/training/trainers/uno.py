@@ -17,7 +17,7 @@ from hf_dart.models.features import features_request, gather_features, layer_cou
 from hf_dart.training.objective.blocks import document_positions, target_positions
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.base import DrafterTrainer
+from hf_dart.training.trainers.trainer import DrafterTrainer
 
 
 @dataclass

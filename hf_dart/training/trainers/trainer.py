@@ -8,8 +8,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Iterator
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar
 
@@ -19,61 +18,32 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.chain import best_chain
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.publish import push_folder
-from hf_dart.models.attention import for_trees
-from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
-from hf_dart.training.objective.blocks import document_positions, draw_anchors, labels_after, target_positions
+from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
 from hf_dart.training.record import training_record, write_training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.evaluate import DecodingCallback, DraftQuality, first_prompts
-from hf_dart.trees.vocabulary import spread
+from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.evaluate import (
+    DecodingCallback,
+    DraftQuality,
+    agreement,
+    counts_by_row,
+    decoded_tree,
+    first_prompts,
+)
+from hf_dart.training.trainers.teacher import Teacher
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
-_DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's own have no given size
-
-# Fields of datasets that hold more than text, their plural left out.
-_NO_TEXT = {"image", "video", "audio", "pixel_value", "input_feature"}
 
 AnyDrafter = TypeVar("AnyDrafter", bound=PretrainedDrafter)
-
-
-@dataclass(frozen=True)
-class Drafts:
-    """The N blocks of a batch, with what the drafter made of them and what it should have.
-
-    Attributes:
-        inputs: the batch, with what `draw` has added.
-        hidden: [N, d, H] of the drafter.
-        target_logits: [B T, V].
-        goals: [N, d] the rows of `target_logits` that each draft token is to be like.
-        labels: [N, d] the tokens that follow, `NO_LABEL` where none is known.
-    """
-
-    inputs: dict[str, Any]
-    hidden: Tensor
-    target_logits: Tensor
-    goals: Tensor
-    labels: Tensor
-
-    def of(self, chosen: Tensor) -> Drafts:
-        """Those of the blocks that `chosen` [N] (bool) names."""
-        return replace(self, hidden=self.hidden[chosen], goals=self.goals[chosen], labels=self.labels[chosen])
-
-    def split(self, size: int) -> Iterator[Drafts]:
-        """So many blocks at a time; 0 gives all at once."""
-        parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.goals, self.labels))
-        for hidden, goals, labels in zip(*parts, strict=True):
-            yield replace(self, hidden=hidden, goals=goals, labels=labels)
 
 
 class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
@@ -141,49 +111,28 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         for name in ("train_dataset", "eval_dataset"):
             columns = getattr(kwargs.get(name), "column_names", None)  # of `datasets`
             if columns is not None and "documents" not in columns:
-                kwargs[name] = self._packed(kwargs[name], processing_class, max_length, drafter)
+                kwargs[name] = pack_dataset(
+                    kwargs[name], processing_class, drafter.draft_length, max_length, drafter.config
+                )
         super().__init__(model=drafter, args=args, **kwargs)
         self.args: Any = args
         self.drafter: AnyDrafter = drafter
-        self.target = target.eval()
+        self.target, self.teacher = target, Teacher(target, drafter)
         if places is None:
-            self.target.to(args.device)
+            target.to(args.device)
         # The loss is divided by the items of the whole step (`compute_loss`), not by micro-batch.
         self.model_accepts_loss_kwargs = True
-        # The compiled kernels take no smaller heads, and no float64.
-        fits = args.device.type == "cuda" and drafter.config.head_dim >= 16 and drafter.dtype != torch.float64
-        self.flex = args.attention == "flex" or (args.attention == "auto" and fits)
         self._empty_steps = 0
         self._quality: DraftQuality | None = None  # while an evaluation runs
         self._evaluated = np.zeros(2)  # the sum of the losses of an evaluation, and its items
-        self._packing_checked = False
         self._agreement: Tensor | None = None  # of the step that is logged next
         if args.decode_prompts:
             if self.eval_dataset is None:
                 raise ValueError("decode_prompts takes its prompts from the evaluation rows; give an eval_dataset.")
             prompts = first_prompts(self.eval_dataset, args.decode_prompts, args.decode_prompt_tokens)
-            # Copied text would hide what the drafter knows. Trees of a given size are drafted in every round, on every
-            # machine.
-            nodes = drafter.tree_config.nodes or _DECODED_NODES
-            tree = replace(drafter.tree_config, lookup=0, nodes=nodes)
-            self.add_callback(DecodingCallback(self, prompts, args.decode_new_tokens, tree))
+            self.add_callback(DecodingCallback(self, prompts, tree_config=decoded_tree(drafter.tree_config)))
         if args.early_stopping_patience is not None:
             self.add_callback(Patience(args.early_stopping_patience))
-
-    @staticmethod
-    def _packed(documents: Any, tokenizer: Any, max_length: int, drafter: PretrainedDrafter) -> Any:
-        """Rows of a dataset of text or conversations."""
-        if seen := [name for name in documents.column_names if name.rstrip("s") in _NO_TEXT]:
-            raise ValueError(
-                f"The dataset has the field {seen[0]!r}, and what is packed here is text; make rows of such examples "
-                "with hf_dart.training.image_row."
-            )
-        if tokenizer is None:
-            raise ValueError(
-                f"The dataset has the fields {', '.join(map(repr, documents.column_names))}, which are no packed rows; "
-                "pass processing_class=tokenizer, so that they can be tokenized."
-            )
-        return pack_dataset(documents, tokenizer, drafter.draft_length, max_length, drafter.config)
 
     # ---- what a kind of drafter may say otherwise ---------------------------------------------------------
 
@@ -201,6 +150,10 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         drawn = draw_anchors(inputs["documents"], count, self.drafter.draft_length, generator, mask)
         inputs["anchors"] = drawn
         return int((drawn >= 0).sum())
+
+    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
+        """Features [B, T, F] and logits [B, T, V] of the target for rows `ids`, `documents` [B, T] of text."""
+        return self.teacher.text(ids, documents)
 
     @abstractmethod
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
@@ -242,7 +195,9 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """
         ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
         if "beside" in inputs:
-            features, target_logits, inputs["read"] = self.teach_seen(ids, inputs["beside"])
+            if not self.takes_images:
+                raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
+            features, target_logits, inputs["read"] = self.teacher.images(ids, inputs["beside"])
         else:
             features, target_logits = self.teach(ids, documents)
         present = anchors >= 0  # [B, K]
@@ -254,18 +209,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         if self._quality is not None:
             self.measure(self._quality, drafts)
         elif (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0 and target_logits.shape[-1]:
-            self._agreement = self._agreement_of(drafts)
+            self._agreement = agreement(self.drafter, drafts, self.args.loss_chunk or 256)
         return self.draft_loss(drafts), hidden
-
-    @torch.no_grad()
-    def _agreement_of(self, drafts: Drafts) -> Tensor | None:
-        """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any."""
-        part = next(drafts.split(self.args.loss_chunk or 256), None)
-        if part is None or not len(part.hidden):
-            return None
-        size = part.target_logits.shape[-1]
-        best = spread(self.drafter.logits(part.hidden), self.drafter.draft_vocabulary, size).argmax(-1)
-        return (best == part.target_logits[part.goals].argmax(-1)).float().mean(0)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log; training logs also say how often draft token k is the target's best one, as `agreement_k`."""
@@ -286,84 +231,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         counts = torch.full_like(sums, len(drafts.hidden))
         total, counts = self.accelerator.reduce(torch.stack([sums, counts]), "sum")
         return total / counts.clamp(min=1)
-
-    @torch.no_grad()
-    def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """One forward of the target: features [B, T, F] and logits [B, T, V] of `ids` [B, T].
-
-        Padding comes after the documents, where causal attention does not look: it needs no mask. Documents of one row
-        are kept apart by positions that begin again at 0, which transformers turns into the mask of every kind of
-        layer.
-
-        Raises:
-            ValueError: rows hold several documents and this target does not keep them apart.
-        """
-        packed = bool((documents > 0).any())
-        if packed and not self._packing_checked:
-            self._check_packing(ids.device)
-        with for_trees(self.target) if packed else nullcontext():
-            output = self.target(
-                input_ids=ids,
-                position_ids=document_positions(documents) if packed else None,
-                use_cache=False,
-                **features_request(self.drafter.feature_layers),
-            )
-        return self._features_of(output, ids), output.logits.to(self.drafter.device)
-
-    @torch.no_grad()
-    def teach_seen(self, ids: Tensor, beside: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-        """One forward of the target over rows of one document each, with images or sounds.
-
-        Args:
-            ids: [B, T].
-            beside: what else it is given (`collate`).
-
-        Returns:
-            Features [B, T, F], logits [B, T, V], and what the drafter reads of each token: the embeddings [B, T, E]
-            with those of images in their places where it reads as the target does, else ids [B, T].
-
-        Raises:
-            ValueError: this trainer takes no images.
-        """
-        if not self.takes_images:
-            raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
-        merges, layers = self.drafter.reads_embeddings, self.drafter.feature_layers
-        seen = {
-            name: value.to(self.target.dtype) if value.is_floating_point() else value for name, value in beside.items()
-        }
-        output = self.target(
-            input_ids=ids, use_cache=False, **seen, **features_request(sorted({*layers, 0}) if merges else layers)
-        )
-        read = merged_embeddings(self.target, output, ids) if merges else None
-        if read is None:  # ids of images may have no embedding
-            read = torch.where(ids < self.target.get_input_embeddings().num_embeddings, ids, 0)
-        return self._features_of(output, ids), output.logits.to(self.drafter.device), read
-
-    def _features_of(self, output: Any, ids: Tensor) -> Tensor:
-        features = gather_features(output, self.drafter.feature_layers, ids, streams_of(self.target))
-        features = features.to(self.drafter.device)
-        if not torch.is_autocast_enabled(self.drafter.device.type):
-            features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32
-        return features
-
-    def _check_packing(self, device: torch.device) -> None:
-        """Change a token of a first document: the logits of a second one in the row must not notice."""
-        positions = torch.arange(8, device=device).repeat(2)[None]
-        ids = torch.arange(16, device=device)[None].repeat(2, 1)
-        ids[1, 0] += 1
-        try:
-            with for_trees(self.target):
-                output = self.target(input_ids=ids, position_ids=positions.expand(2, -1), use_cache=False)
-            change = (output.logits[0] - output.logits[1]).abs().float()
-            apart = bool(change[8:].max() <= 1e-2 * change[:8].max())
-        except TypeError:  # no position_ids
-            apart = False
-        if not apart:
-            raise ValueError(
-                f"{type(self.target).__name__} does not keep packed documents apart by their positions; give "
-                "rows of one document each, as PackedTokens(..., share_rows=False) does."
-            )
-        self._packing_checked = True
 
     # ---- steps --------------------------------------------------------------------------------------------
 
@@ -473,29 +340,11 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
-    @torch.no_grad()
     def measure(self, quality: DraftQuality, drafts: Drafts) -> None:
         """Add the blocks of an evaluation to `quality`."""
-        ids = drafts.inputs["input_ids"]
-        counts = []
-        for part in drafts.split(self.args.loss_chunk):
-            # What is never drafted is never right.
-            vocabulary, size = self.drafter.draft_vocabulary, drafts.target_logits.shape[-1]
-            logits = spread(self.drafter.logits(part.hidden), vocabulary, size)
-            chains = self._chains(part.hidden, logits, ids.flatten()[part.goals[:, 0]])
-            counts.append(quality.count(logits, part.target_logits[part.goals], part.labels, chains))
-        per_block = torch.cat(counts).float()
-        rows = (drafts.inputs["anchors"] >= 0).nonzero()[:, 0]
-        per_row = per_block.new_zeros(len(ids), per_block.shape[1]).index_add_(0, rows, per_block)
         # By row, so that rows which only fill up the last batch of several processes can be left out.
+        per_row = counts_by_row(self.drafter, drafts, self.args.loss_chunk)
         quality.add(self.accelerator.gather_for_metrics(per_row))
-
-    def _chains(self, hidden: Tensor, logits: Tensor, roots: Tensor) -> Tensor:
-        """The tokens [n, d] of greedy drafts after the roots [n], of hidden [n, d, H] and logits [n, d, V]."""
-        width = min(self.drafter.tree_config.top_k, logits.shape[-1])
-        scores, candidates = logits.log_softmax(-1).topk(width)
-        table = self.drafter.transitions(Proposal(logits, hidden), roots, candidates, scores)
-        return best_chain(candidates, scores[:, :, None] if table is None else table)
 
     # ---- what is written ----------------------------------------------------------------------------------
 
