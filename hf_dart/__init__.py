@@ -1,10 +1,15 @@
 """Lossless, faster `model.generate()`: DART draft heads, token trees, exact verification."""
 
+from functools import partial
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from hf_dart.drafters import hooks
 
 if TYPE_CHECKING:
     from hf_dart.decoding.api import attach, detach, generate
     from hf_dart.decoding.candidate_generator import DartCandidateGenerator
+    from hf_dart.decoding.load_drafter import load_drafter, load_once
     from hf_dart.drafters.dart.configuration import DartConfig
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
@@ -13,7 +18,6 @@ if TYPE_CHECKING:
     from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
-    from hf_dart.drafters.registry import load_drafter, load_once
     from hf_dart.drafters.uno.drafter import UnoDrafter
     from hf_dart.engine.compiled import compile
     from hf_dart.trees.config import TreeConfig
@@ -58,17 +62,18 @@ _HOMES = {
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.compiled",
-    "load_drafter": "drafters.registry",
-    "load_once": "drafters.registry",
+    "load_drafter": "decoding.load_drafter",
+    "load_once": "decoding.load_drafter",
     "detach": "decoding.api",
     "generate": "decoding.api",
 }
 
 
+hooks.decoding = partial(import_module, "hf_dart.decoding.api")
+
+
 def __getattr__(name: str) -> Any:
     # Imported on first use: `hf-dart --help` does not wait for torch.
-    from importlib import import_module
-
     if name in _HOMES:
         return getattr(import_module(f"hf_dart.{_HOMES[name]}"), name)
     if not name.startswith("_"):

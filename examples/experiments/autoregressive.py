@@ -21,10 +21,10 @@ from typing import Any
 
 import torch
 
+from hf_dart import load_drafter
 from hf_dart.bench import profiling, report, rivals, speed, suites
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.profiling import Profile
-from hf_dart.drafters.registry import load_drafter
 from hf_dart.hub.loading import load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.run import FINAL, run

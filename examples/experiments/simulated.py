@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.state import SlotState
 
 _FIELDS = (

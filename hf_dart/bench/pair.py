@@ -122,7 +122,7 @@ def load_head(path: str, model: Any, tokenizer: Any, dtype: str | None = None) -
         model, tokenizer: the target.
         dtype: of the head; None is the target's, "auto" as it was saved.
     """
-    from hf_dart.drafters.registry import load_drafter
+    from hf_dart.decoding.load_drafter import load_drafter
 
     path = str(PACKAGED_HEAD) if path == PACKAGED else path
     check_path("head", path)

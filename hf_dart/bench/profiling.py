@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.mixers import level_by_level, tree_forms
 from hf_dart.models.tree_forward import by_levels
 from hf_dart.trees.config import TreeConfig

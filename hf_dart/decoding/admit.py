@@ -21,9 +21,9 @@ from transformers.integrations.fsdp import is_fsdp_managed_module
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
 from hf_dart.decoding.costs import estimated_costs
 from hf_dart.decoding.processors import needs_stocks_steps
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
+from hf_dart.drafters.base import Drafter
 from hf_dart.models.masks import layer_windows
 from hf_dart.models.mixers import own_states, takes_levels
 from hf_dart.models.positions import refuse_crossing
@@ -54,7 +54,7 @@ def admit(
     processors: LogitsProcessorList,
     criteria: StoppingCriteriaList,
     generation_config: Any,
-    drafter: Proposer[Any],
+    drafter: Drafter[Any],
     tree_config: TreeConfig | None,
     refine: int | None,
     trace: bool | None,
@@ -140,7 +140,7 @@ def admit(
     )
 
 
-def refuse_drafter(drafter: Proposer[Any]) -> None:
+def refuse_drafter(drafter: Drafter[Any]) -> None:
     """Raise for drafters that would draw from the generator that tokens are drawn from.
 
     Raises:

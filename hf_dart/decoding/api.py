@@ -11,7 +11,7 @@ from os import PathLike
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import (
     GenerationMixin,
     LogitsProcessorList,
@@ -24,8 +24,9 @@ from hf_dart.decoding.admit import admit
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.noise import NoiseStream
 from hf_dart.decoding.prefill import prefill
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.round import one_round
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.models.devices import host_by_default, users_default
 from hf_dart.models.trial import check_verification, forget
 from hf_dart.trees.config import TreeConfig
@@ -33,7 +34,7 @@ from hf_dart.trees.config import TreeConfig
 _KEYWORDS = ("assistant", "tree_config", "refine", "trace")
 
 
-def attach(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
+def attach(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
     """Let `model.generate` take `assistant=` (and `tree_config=`, `refine=`, `trace=`); other calls are stock's own.
 
     With a `drafter`, calls without `assistant=` draft too, so that whatever calls `model.generate` itself (a pipeline,
@@ -67,7 +68,7 @@ def attach(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
     return attached(model, drafter)
 
 
-def attached(model: PreTrainedModel, drafter: Proposer[Any] | None = None) -> Any:
+def attached(model: PreTrainedModel, drafter: Drafter[Any] | None = None) -> Any:
     """`model`, attached; what its target has passed before is not tried again."""
     target = unwrapped(model)
     if not target.training:
@@ -98,32 +99,6 @@ def detach(model: PreTrainedModel) -> Any:
     return model
 
 
-def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
-
-    Raises:
-        TypeError: it is no model, or a drafter.
-    """
-    _refuse_no_target(model)
-    while True:
-        inner = getattr(model, "_orig_mod", None)
-        if inner is None and hasattr(model, "get_base_model"):
-            inner = model.get_base_model()
-        if inner is None or inner is model:
-            return model
-        model = inner
-
-
-def _refuse_no_target(model: Any) -> None:
-    if isinstance(model, Proposer):
-        raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
-    if not isinstance(model, nn.Module):
-        raise TypeError(
-            f"The target is a model of transformers, not {model!r:.100}; load it with "
-            "AutoModelForCausalLM.from_pretrained, and give that."
-        )
-
-
 class AttachedGenerate:
     """`generate` of an attached model; see the function of that name. Unlike bound methods, pickles keep it.
 
@@ -133,7 +108,7 @@ class AttachedGenerate:
         default: drafts for calls that name no drafter and no other way to generate; None: they are stock's own.
     """
 
-    def __init__(self, model: PreTrainedModel, own: Any, default: Proposer[Any] | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, own: Any, default: Drafter[Any] | None = None) -> None:
         self.model, self.own, self.default = model, own, default
         self._reasons: set[str] = set()  # why calls ran without drafts, each told once
 
@@ -182,7 +157,7 @@ def _stocks(kwargs: dict[str, Any]) -> dict[str, Any]:
 def generate(
     model: PreTrainedModel,
     *args: Any,
-    assistant: Proposer[Any] | None = None,
+    assistant: Drafter[Any] | None = None,
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,
@@ -206,7 +181,7 @@ def generate(
         TypeError: `assistant` is no drafter of ours, `tree_config` no [`TreeConfig`], or `trace` no truth value.
         ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
-    if isinstance(kwargs.get("assistant_model"), Proposer):
+    if isinstance(kwargs.get("assistant_model"), Drafter):
         raise TypeError("assistant_model= takes a language model; hand a hf_dart drafter to assistant=.")
     named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
     custom = kwargs.get("custom_generate")
@@ -262,7 +237,7 @@ def _refuse_other(drafter: Any, target: Any) -> None:
         raise TypeError(f"assistant= takes a drafter, not a path; give load_drafter({path!r}, target=model).")
     if drafter is target:
         raise TypeError("assistant= is the target itself, which cannot be its own draft; give a smaller drafter.")
-    if not isinstance(drafter, Proposer):
+    if not isinstance(drafter, Drafter):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; wrap a small language "
             "model in LanguageModelDrafter(small, model), or hand it to assistant_model=."
@@ -317,7 +292,7 @@ def speculative_generate(
     logits_processor: LogitsProcessorList,
     stopping_criteria: StoppingCriteriaList,
     generation_config: Any,
-    assistant: Proposer[Any],
+    assistant: Drafter[Any],
     tree_config: TreeConfig | None = None,
     refine: int | None = None,
     trace: bool | None = None,

@@ -20,9 +20,9 @@ from transformers.generation import CandidateGenerator
 
 from hf_dart.cache.stock_layers import keeps_states, slots_of
 from hf_dart.decoding.admit import left_padding, refuse_options
-from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.features import features_request, gather_features, streams_of
 from hf_dart.models.positions import position_limit
@@ -53,7 +53,7 @@ class DartCandidateGenerator(CandidateGenerator):
     requires_model_outputs = True
 
     def __init__(
-        self, drafter: Proposer[Any], target: PreTrainedModel, generation_config: Any, processors: Any, pads: int
+        self, drafter: Drafter[Any], target: PreTrainedModel, generation_config: Any, processors: Any, pads: int
     ) -> None:
         self.model_kwargs_overrides = features_request(drafter.feature_layers)
         self.stats = DraftStats()
@@ -69,7 +69,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self._drafted = 0
 
     @staticmethod
-    def stock_loop(drafter: Proposer[Any], streamer: Any = None) -> Callable[..., Any]:
+    def stock_loop(drafter: Drafter[Any], streamer: Any = None) -> Callable[..., Any]:
         """What `custom_generate=` takes: the stock loop with this drafter's candidates.
 
         Nothing is put on the model, so that calls in several threads do not meet.
@@ -199,7 +199,7 @@ def _assisted_decoding(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    drafter: Proposer[Any],
+    drafter: Drafter[Any],
     synced_gpus: bool = False,
     streamer: Any = None,
     **model_kwargs: Any,

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.pace import PAUSE
-from hf_dart.decoding.proposal import Proposal, Score, Verified
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.turns import DrafterState
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import Proposal, Score, Verified
 
 ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "Proposal | None"]
-"""`Proposer.propose_ranked`, or a captured pass in its place."""
+"""`Drafter.propose_ranked`, or a captured pass in its place."""
 
 
 @dataclass
@@ -37,7 +37,7 @@ class DrafterRunner:
         pending: verified positions that it has not read, rounds having had no draft.
     """
 
-    drafter: Proposer[Any]
+    drafter: Drafter[Any]
     drafter_state: DrafterState
     propose_with: ProposeFunction
     depth: int

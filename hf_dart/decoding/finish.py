@@ -12,10 +12,10 @@ from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from hf_dart.decoding.admit import FILL
-from hf_dart.decoding.proposal import Verified
 from hf_dart.decoding.session import Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.turns import leave
+from hf_dart.drafters.proposal import Verified
 from hf_dart.trees.tree import DraftTree
 
 

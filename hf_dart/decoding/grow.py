@@ -13,8 +13,8 @@ from transformers import LogitsProcessorList
 from hf_dart.decoding.candidates import Ranker, SeenTokens
 from hf_dart.decoding.chain import ChainScores, best_chain
 from hf_dart.decoding.costs import RoundCosts
-from hf_dart.decoding.proposal import Proposal
-from hf_dart.decoding.proposer import Proposer
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, RowLookup, alone, padded, up_to_end, with_copies
@@ -40,7 +40,7 @@ class TreeGrower:
 
     def __init__(
         self,
-        drafter: Proposer[Any],
+        drafter: Drafter[Any],
         config: TreeConfig,
         processors: LogitsProcessorList,
         texts: list[list[int]],
@@ -76,7 +76,7 @@ class TreeGrower:
             gumbel: [B, depth, V] the noise that the target will sample those positions with; None for greedy,
                 or to rank without it.
             deepest: deepest node per row.
-            refine: `Proposer.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
+            refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
             shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
                 as much in all.

@@ -16,7 +16,7 @@ from typing import Any
 
 from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.experience import Course, Experience, Surplus
-from hf_dart.decoding.proposer import Proposer
+from hf_dart.drafters.base import Drafter
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Alone, Copy, alone
 
@@ -170,7 +170,7 @@ class Pace:
         level = self._course.level + by
         return level if self._chains or LEVELS[level] != CHAIN else level + by
 
-    def warn_once(self, drafter: Proposer[Any]) -> None:
+    def warn_once(self, drafter: Drafter[Any]) -> None:
         """Say once per drafter that its drafts do not pay, and what is likely wrong."""
         if self._course.pauses < _TOLD_AFTER or drafter.warned:
             return

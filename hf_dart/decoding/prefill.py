@@ -21,8 +21,6 @@ from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
-from hf_dart.decoding.proposal import AT_ONCE, Verified, entries_of
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.session import HiddenStates, Noise, Session
@@ -30,6 +28,8 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.trace import Trace
 from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import AT_ONCE, Verified, entries_of
 from hf_dart.models.beside import refuse_what_matters
 from hf_dart.models.devices import users_default
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
@@ -60,7 +60,7 @@ class PromptFeed:
         pads: left padding of each row within them.
     """
 
-    def __init__(self, drafter: Proposer[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
+    def __init__(self, drafter: Drafter[Any], state: Any, prompt: Tensor, pads: list[int]) -> None:
         self._drafter, self._state = drafter, state
         self._prompt = prompt
         self._pads = torch.tensor(pads)
@@ -224,7 +224,8 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_logits=request.collects("output_logits"),
         )
         # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
-        experience = Experience() if is_shared(request.model) else request.drafter.experience
+        records = {} if is_shared(request.model) else request.drafter.pace_records
+        experience = records.setdefault("", Experience())
         costs = RoundCosts(request.tree_config, rows.device.type, experience.timings, request.estimated)
         costs.begin(batch)
         grower = TreeGrower(

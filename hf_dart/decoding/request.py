@@ -11,7 +11,7 @@ from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaL
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.states import OwnState
-from hf_dart.decoding.proposer import Proposer
+from hf_dart.drafters.base import Drafter
 from hf_dart.models.stock_steps import cache_name
 from hf_dart.trees.config import TreeConfig
 
@@ -43,7 +43,7 @@ class Request:
     """
 
     model: PreTrainedModel
-    drafter: Proposer[Any]
+    drafter: Drafter[Any]
     tree_config: TreeConfig
     processors: LogitsProcessorList
     criteria: StoppingCriteriaList

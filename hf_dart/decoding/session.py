@@ -15,11 +15,11 @@ from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, shares
-from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.walk import Accepted, Walker
+from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.models.features import Streams, row_axis, states_at
 from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree

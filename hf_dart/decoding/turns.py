@@ -15,8 +15,8 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 from hf_dart.cache.stock_layers import attention_layers, slots_of
-from hf_dart.decoding.proposal import Verified
-from hf_dart.decoding.proposer import Proposer
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import Verified
 
 
 @dataclass
@@ -44,7 +44,7 @@ class DrafterState:
 class _StateLeft:
     """What a call left with a cache."""
 
-    drafter: ref[Proposer[Any]]
+    drafter: ref[Drafter[Any]]
     state: DrafterState
     pending: list[Verified]
     first: int  # slot of the first token that is known
@@ -56,7 +56,7 @@ _left: WeakKeyDictionary[Cache, _StateLeft] = WeakKeyDictionary()
 
 
 def leave(
-    cache: Cache, drafter: Proposer[Any], state: DrafterState, pending: list[Verified], first: int, tokens: Tensor
+    cache: Cache, drafter: Drafter[Any], state: DrafterState, pending: list[Verified], first: int, tokens: Tensor
 ) -> None:
     """Keep a drafter's state for the next call over this cache.
 
@@ -68,7 +68,7 @@ def leave(
 
 
 def resume_state(
-    cache: Cache, drafter: Proposer[Any], input_ids: Tensor, first: int, pads: list[int]
+    cache: Cache, drafter: Drafter[Any], input_ids: Tensor, first: int, pads: list[int]
 ) -> DrafterState | None:
     """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 

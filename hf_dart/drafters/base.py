@@ -1,29 +1,54 @@
-"""`Drafter`: what `assistant=` takes."""
+"""`Drafter`: what `assistant=` takes, and all that the decoding loop asks of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Generic, Self, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import speculative_generate
-from hf_dart.decoding.proposal import AT_ONCE, Proposal, Verified
-from hf_dart.decoding.proposer import Proposer, State
+from hf_dart.drafters import hooks
+from hf_dart.drafters.proposal import AT_ONCE, Proposal, Score, Verified
 from hf_dart.trees.config import TreeConfig
+from hf_dart.trees.costs import DRAFT_COST
 from hf_dart.trees.ngram.table import NgramTable
 from hf_dart.trees.vocabulary import columns_of
 
+State = TypeVar("State")
 
-class Drafter(Proposer[State]):
-    """A drafter for `model.generate(..., assistant=drafter)`; subclass it for one of your own.
 
-    It implements `draft_length`, `feature_layers`, `check_target`, `begin`, `extend` and `propose`, and sets
+class Drafter(ABC, Generic[State]):
+    """A model that guesses the target's next d tokens: `model.generate(..., assistant=drafter)`; subclass it.
+
+    A subclass implements `draft_length`, `feature_layers`, `check_target`, `begin`, `extend` and `propose`, and sets
     `tree_config` and `last_stats`; trees, sampling, batches, caches and statistics then work as they are.
+
+    The decoding loop calls `begin` once, `extend` for every chunk of verified positions, `propose` once a
+    round. All that belongs to one call lives in the state that `begin` returns, so that one drafter serves
+    several calls at a time.
     """
+
+    tree_config: TreeConfig
+    """The shape of its draft trees in calls that give none themselves (`generate(..., tree_config=...)`)."""
+    last_stats: Any
+    """The `DraftStats` of the last finished call with it: τ, acceptance, time; None before the first."""
+    engine: Any = None
+    """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
+    warned: bool = False
+    """Has the user been warned that its drafts cost more than they bring?"""
+    _ngram: NgramTable | None = None
+    _pace_records: dict[Hashable, Any] | None = None
+
+    @property
+    def pace_records(self) -> dict[Hashable, Any]:
+        """Records of earlier calls by their kind (`decoding.pace`); they change drafts, never tokens."""
+        if self._pace_records is None:
+            self._pace_records = {}
+        return self._pace_records
 
     def generate(
         self, model: PreTrainedModel, input_ids: Tensor, tree_config: TreeConfig | None = None, **kwargs: Any
@@ -44,7 +69,153 @@ class Drafter(Proposer[State]):
         Raises:
             ValueError: something was asked for that could not equal stock's output.
         """
-        return speculative_generate(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
+        run = hooks.decoding().speculative_generate
+        return run(model, input_ids, assistant=self, tree_config=tree_config, **kwargs)
+
+    @property
+    def ngram(self) -> NgramTable | None:
+        """Counts of a corpus that tell which draft tokens go together (`TreeConfig.ngram_weight`); None for none.
+
+        Setting it raises a `ValueError` if it was counted with another tokenizer than the target's.
+        """
+        return self._ngram
+
+    @ngram.setter
+    def ngram(self, table: NgramTable | None) -> None:
+        if table is not None:
+            self.check_ngram(table)
+        self._ngram = table
+
+    def check_ngram(self, table: NgramTable) -> None:
+        """Raise a `ValueError` that names the remedy if the table's token ids are not the target's.
+
+        By default every table will do.
+        """
+
+    @property
+    @abstractmethod
+    def draft_length(self) -> int:
+        """d, the number of tokens that `propose` guesses."""
+
+    @property
+    @abstractmethod
+    def feature_layers(self) -> list[int]:
+        """Indices of the target's `hidden_states` that the drafter reads; may be empty."""
+
+    @property
+    def reads_embeddings(self) -> bool:
+        """Does it read tokens as the target does, so that the embeddings of an image may stand for its tokens?
+
+        Then `extend` gets those of a prompt with images or sounds, and token ids otherwise.
+        """
+        return False
+
+    @abstractmethod
+    def check_target(self, target: nn.Module) -> None:
+        """Raise a `ValueError` that names the remedy if this drafter cannot draft for `target`."""
+
+    def draft_cost(self, target: nn.Module, depth: int | None = None) -> float:
+        """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
+
+        It decides where `TreeConfig.draft_cost` does not say: on a CPU until the first rounds have shown what their
+        drafts took (`decoding.costs`), elsewhere in all rounds.
+        """
+        return DRAFT_COST
+
+    @abstractmethod
+    def begin(self, batch_size: int, capacity: int) -> State:
+        """A state for one call: `batch_size` rows of about `capacity` positions."""
+
+    def read_first(self, state: State, tokens: Tensor, counts: Tensor) -> None:
+        """Take in the tokens that come before those which positions bring: a text's first one, or a cached prefix.
+
+        Called once, right after `begin`. By default they are not looked at: features say what came before.
+
+        Args:
+            tokens: [B, A] the tokens up to the one at the first position to come, or their embeddings [B, A, E].
+            counts: [B] how many of the A entries of a row are real, at least one; the rest is padding.
+        """
+
+    def lend(self, state: State, verify: Any) -> None:
+        """What runs trees through the target over its cache, for a drafter that is the target itself.
+
+        Called once, when the prompt has been run. Whatever a drafter runs there has to be dropped again by
+        `cache.commit`. By default it is not looked at.
+
+        Args:
+            verify: the `models.verify.Verifier` of the call.
+        """
+
+    @abstractmethod
+    def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+        """Take in verified positions without drafting.
+
+        Args:
+            features: [B, A, F] hidden states of the target at `feature_layers`, concatenated.
+            next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given
+                as `inputs_embeds`, or has images or sounds (`reads_embeddings`).
+            counts: [B] how many of the A entries of a row are real; the rest is padding, and the longest row has none.
+        """
+
+    def resume(self, state: State, pending: list[Verified], lengths: Tensor) -> bool:
+        """Go on with a state of an earlier call: take in what it lacks, then drop what follows `lengths` [B].
+
+        Returns:
+            Whether the state now holds `lengths` positions per row; a new one is begun otherwise.
+        """
+        return False
+
+    @abstractmethod
+    def propose(
+        self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+    ) -> Proposal | None:
+        """Take in verified positions (as `extend`) and draft `depth` tokens (d where left out) after the last one.
+
+        What is returned for a row with no new position (`counts` 0) is not used. None drafts nothing: then copied
+        text alone is verified (`TreeConfig.lookup`).
+        """
+
+    def propose_ranked(
+        self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal | None:
+        """Take in verified positions and draft, for drafters that choose tokens to draft on from by their `score`.
+
+        The score knows the target's processors and, when sampling, the noise that it will draw its tokens with.
+        By default nothing is chosen, and this is `propose`.
+        """
+        return self.propose(state, features, next_tokens, counts, depth)
+
+    @property
+    def refines(self) -> bool:
+        """Can this drafter look at its own draft again (`refine`)?"""
+        return False
+
+    def refine(self, state: State, first: Proposal, tokens: Tensor) -> Proposal:
+        """A better draft than the one that `propose` has just returned.
+
+        Args:
+            first: what `propose` returned.
+            tokens: [B, d] the tokens that are drafted so far; the last one is not looked at.
+
+        Returns:
+            Distributions of which entry i holds after the tokens 0..i - 1 of that draft.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not refine its drafts.")
+
+    def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
+        """Scores that depend on the token in front, where the drafter has them.
+
+        Args:
+            proposal: as `propose` returned it.
+            roots: [B] last committed tokens.
+            candidates: [B, d, K] token ids; -1 is no candidate.
+            scores: [B, d, K] their log-probabilities by `proposal` alone, with the noise if there is any.
+
+        Returns:
+            [B, d, K, K], entry (i, j, k) for candidate k of depth i after candidate j of depth i - 1 (at
+            depth 0 after the root, whatever j); None if a draft's tokens are independent of each other.
+        """
+        return None
 
     def read_ahead(self, state: State, seen: Verified) -> Verified:
         """Take in all but the last positions of a long text, whose masks would be large; returns those."""
@@ -68,10 +239,10 @@ def pair_scores(
     scores: Tensor,
     added: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """`Proposer.transitions` of drafters that score pairs of tokens.
+    """`Drafter.transitions` of drafters that score pairs of tokens.
 
     Args:
-        proposal, roots, candidates, scores: as for `Proposer.transitions`.
+        proposal, roots, candidates, scores: as for `Drafter.transitions`.
         added: what is added to logits, [B, d, J, K] of the hidden states [B, d, H], the candidates' logits [B, d, K],
             the tokens in front [B, d, J], and the candidates [B, d, K], as tokens and as columns of the logits.
     """

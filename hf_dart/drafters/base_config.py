@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Self
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from hf_dart.decoding.api import unwrapped
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.errors import annotated, check_fields, check_types, refuse_unknown
 from hf_dart.hub.custom_code import write_custom_generate
 from hf_dart.hub.download import cached_commit

@@ -15,9 +15,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.proposal import Proposal, Score, Verified
-from hf_dart.decoding.proposer import State
-from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.base import Drafter, State
+from hf_dart.drafters.proposal import Proposal, Score, Verified
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -7,7 +7,7 @@ from typing import Any, Self
 import torch
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import attached
+from hf_dart.drafters import hooks
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.state import SlotDrafter
 from hf_dart.drafters.target_modules import TargetModules, TargetReader
@@ -33,7 +33,7 @@ class BoundDrafter(SlotDrafter, TargetReader):
         """
         self._check_compatible(target, tokenizer)
         self._shared = TargetModules(target)
-        self._experience = None  # drafts cost and bring something else beside another target
+        self._pace_records = None  # drafts cost and bring something else for another target
         return self
 
     def check_target(self, target: PreTrainedModel) -> None:
@@ -68,5 +68,5 @@ def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torc
     lm_head = lm_head_of(target)
     floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
     drafter.to(device=device_of(lm_head), dtype=dtype or floating)
-    attached(target)
+    hooks.decoding().attached(target)
     return drafter.eval()

@@ -5,8 +5,10 @@ from __future__ import annotations
 import warnings
 from typing import Any, Protocol
 
+from torch import nn
 from transformers import PreTrainedModel
 
+from hf_dart.drafters.base import Drafter
 from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.tokenizers import template_hash, tokenizer_beside
 from hf_dart.trees.vocabulary import same_vocabulary
@@ -38,6 +40,32 @@ class TargetNeeds(Protocol):
 
     @property
     def chat_template_hash(self) -> str | None: ...
+
+
+def unwrapped(model: Any) -> Any:
+    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
+
+    Raises:
+        TypeError: it is no model, or a drafter.
+    """
+    _refuse_no_target(model)
+    while True:
+        inner = getattr(model, "_orig_mod", None)
+        if inner is None and hasattr(model, "get_base_model"):
+            inner = model.get_base_model()
+        if inner is None or inner is model:
+            return model
+        model = inner
+
+
+def _refuse_no_target(model: Any) -> None:
+    if isinstance(model, Drafter):
+        raise TypeError(f"{type(model).__name__} is a drafter and no target; give the target first, then the drafter.")
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"The target is a model of transformers, not {model!r:.100}; load it with "
+            "AutoModelForCausalLM.from_pretrained, and give that."
+        )
 
 
 def check_compatible(config: TargetNeeds, target: PreTrainedModel, tokenizer: Any = None) -> None:

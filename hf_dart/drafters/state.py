@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec, SlotStore
-from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.proposal import Verified
 
 
 @dataclass

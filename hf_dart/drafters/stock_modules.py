@@ -21,8 +21,8 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
-from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
+from hf_dart.drafters.proposal import Verified
 from hf_dart.errors import sentence
 from hf_dart.models.masks import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
@@ -93,7 +93,7 @@ class SlotCacheState:
     Attributes:
         cache: keys and values.
         lengths: [B] entries of each row that are verified, on the CPU.
-        first: [B] how many of them came before those that verified positions bring (`Proposer.read_first`).
+        first: [B] how many of them came before those that verified positions bring (`Drafter.read_first`).
         full: the text is longer than the positions that the drafter knows: it drafts no more.
     """
 

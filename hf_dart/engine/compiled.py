@@ -8,8 +8,8 @@ from typing import Any
 
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import unwrapped
 from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.engine.config import EngineConfig
 from hf_dart.engine.engine import Engine
 

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.engine.cache import FixedDraftCache
 from hf_dart.engine.compiling import compiled
 from hf_dart.engine.graphs import Capture, Launch

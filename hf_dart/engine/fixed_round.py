@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from hf_dart.decoding.candidates import Ranker
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.topk import largest
 from hf_dart.decoding.walk import drawn
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.engine.attention import PackedVerifier
 from hf_dart.engine.budget import computed, shared
 from hf_dart.engine.cache import FixedCache, FixedDraftCache

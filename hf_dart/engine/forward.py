@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding.proposal import Proposal, Score
+from hf_dart.drafters.proposal import Proposal, Score
 from hf_dart.engine.attention import PackedVerifier
 from hf_dart.engine.cache import FixedCache
 from hf_dart.engine.compiling import compiled

@@ -9,9 +9,9 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.hybrid import HybridCache
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.decoding.proposer import Proposer
 from hf_dart.decoding.rows import Rows
 from hf_dart.decoding.session import Session
+from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.config import TreeConfig
@@ -39,7 +39,7 @@ class Job:
         return self.session.request.model
 
     @property
-    def drafter(self) -> Proposer[Any]:
+    def drafter(self) -> Drafter[Any]:
         """What drafts."""
         return self.session.request.drafter
 

@@ -22,11 +22,10 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import AutoTokenizer
 
-from hf_dart import DartConfig, DartHead, TreeConfig
+from hf_dart import DartConfig, DartHead, TreeConfig, load_drafter
 from hf_dart.bench import suites
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.registry import load_drafter
 from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
 from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts

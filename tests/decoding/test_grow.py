@@ -12,7 +12,7 @@ from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.candidates import SeenTokens
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.proposal import Proposal
 
 
 @pytest.mark.parametrize("penalty", [None, 1.3])

@@ -17,9 +17,9 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.drafter_runner import joined
 from hf_dart.decoding.experience import Course, Experience, Surplus
 from hf_dart.decoding.pace import Pace, shares
-from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
+from hf_dart.drafters.proposal import Verified
 from hf_dart.trees.copies import Copy
 
 DEPTH = 4

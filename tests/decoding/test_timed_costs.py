@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.costs import BLOCK, KEPT, LEAST, RoundCosts, Shown, Timed, Timings, estimated_costs
-from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.drafters.lookup import LookupDrafter
 
@@ -184,7 +183,7 @@ def test_calls_learn_what_nodes_cost() -> None:
     head = tiny_head(target)
     options = {"do_sample": False, "max_new_tokens": 6 * BLOCK, "tree_config": TreeConfig(lookup=0)}
     assert_identical(target, head, prompts([7, 5]), **options)
-    assert (2, 0.0) in head.experience.timings.verify
+    assert (2, 0.0) in head.pace_records[""].timings.verify
 
 
 def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,6 +230,6 @@ def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pyt
 def test_a_drafter_bound_to_another_target_forgets_what_it_has_learnt() -> None:
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    head.experience.timings.drafts[1, None] = (9.0,) * LEAST
+    head.pace_records["kind"] = 1
     head.bind(tiny_target("qwen3"))
-    assert head.experience == Experience()
+    assert head.pace_records == {}

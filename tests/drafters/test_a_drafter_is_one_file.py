@@ -15,8 +15,9 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
 
 import hf_dart
+from hf_dart import load_drafter
 from hf_dart.drafters import registry
-from hf_dart.drafters.registry import load_drafter, trainers
+from hf_dart.drafters.registry import trainers
 from hf_dart.hub.card import render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS
@@ -28,7 +29,7 @@ TOY = '''
 import torch
 from torch import nn
 
-from hf_dart.decoding.proposer import Proposal
+from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter

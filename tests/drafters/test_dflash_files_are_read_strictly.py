@@ -19,8 +19,7 @@ from support.hub import hub as hub
 from support.letters import letters
 from support.tiny import VOCABULARY, prompts, tiny_target
 
-from hf_dart import DFlashDrafter, TreeConfig
-from hf_dart.drafters.registry import load_drafter
+from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 

@@ -17,9 +17,8 @@ from support.relatives import VARIANTS, pair_score, relative, relative_config, r
 from support.sentences import one_sentence
 from support.tiny import prompts, tiny_target
 
-from hf_dart import DFlashDrafter, TreeConfig
+from hf_dart import DFlashDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
-from hf_dart.drafters.registry import load_drafter
 from hf_dart.models.features import features_request, gather_features
 
 EXACT = tally("float64, relatives of DFlash")

@@ -15,11 +15,10 @@ from support.diffusion import one_pass
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
 
-from hf_dart import DartHead, DiffusionDrafter
+from hf_dart import DartHead, DiffusionDrafter, load_drafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK
-from hf_dart.drafters.registry import load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}

@@ -27,11 +27,10 @@ from support.heads import drafts, peagle_head
 from support.letters import letters
 from support.tiny import prompts, tiny_target
 
-from hf_dart import DartHead, EagleDrafter, TreeConfig
+from hf_dart import DartHead, EagleDrafter, TreeConfig, load_drafter
 from hf_dart.cli import main
 from hf_dart.drafters.beams import BeamProposal
 from hf_dart.drafters.dart.export import write_vllm
-from hf_dart.drafters.registry import load_drafter
 from hf_dart.models.features import features_request, gather_features
 
 EXACT = tally("float64, published EAGLE-3 heads")

@@ -18,8 +18,7 @@ from support.compare import assert_identical
 from support.eagle3 import MODELOPT, ORIGINAL, SPECULATORS, eagle3_config, eagle3_tensors, save_eagle3, variant
 from support.tiny import prompts, tiny_target
 
-from hf_dart import EagleDrafter, LanguageModelDrafter, TreeConfig
-from hf_dart.drafters.registry import load_drafter
+from hf_dart import EagleDrafter, LanguageModelDrafter, TreeConfig, load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 12}
 FIRST = {ORIGINAL: "midlayer", MODELOPT: "layers.0", SPECULATORS: "layers.0"}

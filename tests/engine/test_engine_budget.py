@@ -17,7 +17,7 @@ from support.trees import candidates_of
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.engine.attention import MASKS, NODES
 from hf_dart.engine.budget import computed, shared
 from hf_dart.trees.in_tensors import grow_in_tensors

@@ -26,7 +26,7 @@ from hf_dart import TreeConfig, attach
 from hf_dart.decoding import prefill
 from hf_dart.decoding.candidate_generator import DartCandidateGenerator
 from hf_dart.decoding.candidates import Ranker
-from hf_dart.decoding.proposal import Proposal
+from hf_dart.drafters.proposal import Proposal
 
 
 class SecondBest(ReplayDrafter):

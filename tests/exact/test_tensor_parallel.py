@@ -96,7 +96,7 @@ def what_one_alone_has_learnt_is_not_used(target: Any, head: Any, inputs: dict[s
     options = {"do_sample": False, "max_new_tokens": 4, "assistant": head}
     with pytest.raises(OSError, match="gone") if first else nullcontext():
         target.generate(**inputs, **options, streamer=Breaks(4) if first else None)
-    for course in head.experience.courses.values():
+    for course in head.pace_records[""].courses.values():
         course.level = LEVELS.index(PAUSE if first else TREE)
     exact(target, head, inputs, **SAMPLED)
 

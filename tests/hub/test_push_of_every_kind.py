@@ -14,9 +14,8 @@ from support.hub import Hub, card_errors
 from support.hub import hub as hub
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_target
 
-from hf_dart import DiffusionDrafter, EagleDrafter
+from hf_dart import DiffusionDrafter, EagleDrafter, load_drafter
 from hf_dart.cli import main
-from hf_dart.drafters.registry import load_drafter
 from hf_dart.hub.card import BEGIN, render_card
 from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.kinds import KINDS

@@ -43,8 +43,8 @@ def write(folder: Path) -> None:
     from support.heads import peagle_head
     from support.tiny import prompts, tiny_target
 
+    from hf_dart import load_drafter
     from hf_dart.drafters.dart.export import write_vllm
-    from hf_dart.drafters.registry import load_drafter
     from hf_dart.models.features import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
@@ -84,7 +84,7 @@ def write_relatives(folder: Path, target: Any) -> None:
     from support.relatives import VARIANTS, relative
     from support.tiny import prompts
 
-    from hf_dart.drafters.registry import load_drafter
+    from hf_dart import load_drafter
     from hf_dart.models.features import features_request, gather_features
 
     tokens = prompts([16], vocabulary=40)["input_ids"]
@@ -110,7 +110,7 @@ def write_mtp(place: Path) -> None:
     """A head that its code saves as `mtp_layers.0.*`, and the first token that it drafts after every text."""
     from support.tiny import prompts, tiny_target
 
-    from hf_dart.drafters.registry import load_drafter
+    from hf_dart import load_drafter
 
     target = tiny_target("qwen3", dtype=torch.float32)
     width, layer = target.config.hidden_size, target.model.layers[0].state_dict()

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.dart.adaptable import AdaptableHead
@@ -22,6 +21,7 @@ from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.published import load_published, note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState

@@ -21,13 +21,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.bound import BoundDrafter, attach_to
 from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
 from hf_dart.drafters.dflash.saved import CARD, DFlashFile
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files

@@ -19,11 +19,11 @@ import torch
 from torch import Tensor
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
 from hf_dart.drafters.layers import rotation_at, take
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers

@@ -16,12 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Verified
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel, Memory
 from hf_dart.drafters.layers import KeyValueWriter
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState

@@ -18,10 +18,11 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from hf_dart.decoding.api import attached, unwrapped
-from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters import hooks
+from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.mtp.modules import module_count
+from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds, refused
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
@@ -92,7 +93,7 @@ class LanguageModelDrafter(StockDrafter):
         check_vocabulary(model, target, tokenizer)
         self._vocab_size = _logits_of(target)
         self._targets: WeakSet[Any] = WeakSet([target])
-        attached(target)
+        hooks.decoding().attached(target)
 
     @classmethod
     def from_pretrained(

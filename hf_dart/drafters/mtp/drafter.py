@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.decoding.api import attached
-from hf_dart.decoding.proposal import Verified
+from hf_dart.drafters import hooks
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.mtp.modules import has_unnamed_modules, is_speculators, module_count, read_module
+from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
 from hf_dart.models.devices import device_of, users_default
@@ -81,7 +81,7 @@ class MtpDrafter(StockDrafter):
         self._device = device_of(lm_head_of(target))
         self._features = [layer_count(target)]
         self._targets: WeakSet[Any] = WeakSet([target])
-        attached(target)
+        hooks.decoding().attached(target)
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **options: Any) -> Self:

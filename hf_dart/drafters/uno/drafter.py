@@ -31,13 +31,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.decoding.proposal import Proposal, Verified
 from hf_dart.drafters import adapters
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.uno.configuration import UnoConfig

@@ -16,9 +16,9 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from hf_dart.decoding.chain import best_chain
-from hf_dart.decoding.proposal import Proposal
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 from hf_dart.training.trainers.drafts import Drafts
 from hf_dart.trees.config import TreeConfig

@@ -22,10 +22,10 @@ Score = Callable[[int, Tensor], Tensor]
 
 
 class Verified(NamedTuple):
-    """Verified positions of all rows, as `Proposer.extend` takes them in.
+    """Verified positions of all rows, as `Drafter.extend` takes them in.
 
     Attributes:
-        features: [B, A, F] hidden states of the target at `Proposer.feature_layers`, concatenated.
+        features: [B, A, F] hidden states of the target at `Drafter.feature_layers`, concatenated.
         next_tokens: [B, A] the token after each position; [B, A, E] its embedding where the prompt was given as
             `inputs_embeds`.
         counts: [B] how many of the A entries of a row are real.

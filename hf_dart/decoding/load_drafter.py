@@ -1,0 +1,74 @@
+"""Loading a drafter of whichever kind: `load_drafter`, and `load_once` for folders with a `custom_generate`."""
+
+from __future__ import annotations
+
+import logging
+from functools import cache, partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from transformers import PreTrainedModel
+
+from hf_dart.decoding.api import AttachedGenerate, attach, detach
+from hf_dart.drafters.registry import check_options, registered
+from hf_dart.hub.download import HUB_OPTIONS, head_config, tensor_names
+
+_LOGGER = logging.getLogger(__name__)
+
+
+def load_drafter(path: str, *, default: bool = False, **options: Any) -> Any:
+    """Load the drafter in a folder or Hub repository, of whichever kind and format its config.json says.
+
+    What was found there is logged in one sentence, at the level of information.
+
+    Args:
+        path: a folder or a Hub repository.
+        default: let every later `generate` of `target` draft with it, as `hf_dart.attach(target, drafter)` does.
+        options: as for the `from_pretrained` of [`DartHead`] and the others: target, tokenizer, revision, token, ...
+
+    Returns:
+        The drafter, such as a [`DartHead`], for `generate(..., assistant=...)`.
+
+    Raises:
+        OSError: there are no such files, or the Hub does not give them.
+        TypeError: an option is unknown, or `target` is no model.
+        ValueError: drafter and target do not fit together, or the files are not those of a drafter.
+    """
+    if default and options.get("target") is None:
+        raise ValueError("default=True needs the target that shall draft; pass target=model.")
+    where = {name: options[name] for name in HUB_OPTIONS if name in options}
+    content = head_config(path, **where)[0]
+    kinds, names = registered(), cache(partial(tensor_names, path, **where))
+    named = ((kind, found) for kind in kinds.values() if (found := kind.reads_named(content, names)))
+    told = ((kind, found) for kind in kinds.values() if (found := kind.recognises(content)))
+    kind, found = next(chain(named, told), (kinds["dart"], None))
+    check_options(kind.drafter, content, options, "default")
+    drafter = kind.drafter.from_pretrained(path, **options)
+    _LOGGER.info("%s holds %s, which %s reads.", path, found or kind.called, kind.drafter.__name__)
+    if default:
+        attach(options["target"], drafter)
+    return drafter
+
+
+_LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], tuple[int, Any]]] = WeakKeyDictionary()
+
+
+def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
+    """The drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
+
+    `target.generate` stays as it is. Folders and repositories with a `custom_generate` folder load their own drafter
+    so; a folder that was written again is loaded again.
+
+    Raises:
+        OSError, ValueError: as [`load_drafter`].
+    """
+    drafters = _LOADED.setdefault(target, {})
+    written = max((file.stat().st_mtime_ns for file in Path(path).glob("*")), default=0)  # 0: it lies on the Hub
+    if (path, revision) not in drafters or drafters[path, revision][0] != written:
+        was_attached = isinstance(vars(target).get("generate"), AttachedGenerate)
+        drafters[path, revision] = written, load_drafter(path, target=target, revision=revision, token=token)
+        if not was_attached:
+            detach(target)
+    return drafters[path, revision][1]
