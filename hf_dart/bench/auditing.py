@@ -24,7 +24,7 @@ from hf_dart.bench.exact import (
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import MODES, Settings, pad_left, pad_token
 from hf_dart.models.attention import TreeAttention
-from hf_dart.models.rounding import rounding_of
+from hf_dart.models.quantised import rounding_of
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import Verdict, headline, markdown
 

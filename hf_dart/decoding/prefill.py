@@ -30,7 +30,6 @@ from hf_dart.decoding.turns import DrafterState, resume_state
 from hf_dart.decoding.walk import Walker
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import AT_ONCE, Verified, entries_of
-from hf_dart.models.beside import refuse_what_matters
 from hf_dart.models.devices import users_default
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
@@ -38,6 +37,7 @@ from hf_dart.models.positions import refuse_shifted
 from hf_dart.models.processes import is_shared
 from hf_dart.models.stock_steps import beside_text, cache_after, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
+from hf_dart.models.trial import refuse_what_matters
 from hf_dart.models.verify import Verifier
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.

@@ -17,7 +17,8 @@ from hf_dart.engine.graphs import Capture, Launch
 from hf_dart.engine.job import HeadJob
 from hf_dart.engine.processing import FixedProcessors
 from hf_dart.engine.state import Shape, State
-from hf_dart.engine.trial import allowance, difference
+from hf_dart.engine.trial import difference
+from hf_dart.models.tolerance import allowance, coarsest
 from hf_dart.trees.copies import BatchLookup
 from hf_dart.trees.tree import DraftTree
 
@@ -160,7 +161,7 @@ class Tier:
             roots.append(self.state.features[:, 0].clone())
         running = torch.tensor(job.rows.rooms, device=roots[0].device)[self.seats] > 0
         gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
-        yield float(gap.max()), allowance(roots[0], dtype)
+        yield float(gap.max()), allowance(coarsest(roots[0], dtype)) * float(roots[0].abs().max())
 
     def _verifies(self, job: HeadJob) -> tuple[float, float, torch.dtype]:
 

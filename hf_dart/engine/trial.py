@@ -8,24 +8,13 @@ import torch
 from torch import Tensor
 
 from hf_dart.engine.job import Job
-from hf_dart.models.rounding import narrow_dtype
+from hf_dart.models.tolerance import allowance, coarsest
 from hf_dart.models.trial import TRIAL_TREE
 from hf_dart.trees.tree import DraftTree
 
 _DEPTH = 3  # of the trial's tree
 # Trees that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
-
-
-def allowance(values: Tensor, dtype: torch.dtype | None = None) -> float:
-    """How far rounding may bring any of `values` of a forward.
-
-    Args:
-        dtype: in which it multiplies, where the values do not show that: autocast leaves sums in float32.
-    """
-    dtype = dtype or narrow_dtype(values) or values.dtype
-    rounding = max(32 * torch.finfo(dtype).eps, 64 * torch.finfo(torch.float32).eps)
-    return rounding * float(values.abs().max())
 
 
 def difference(
@@ -58,7 +47,7 @@ def difference(
         found, verified = verify(some, running[seats])
         gap = (found.double() - wanted.double()).abs().amax(-1)
         error = float(gap.masked_fill(~(verified & running[seats, None]), 0).max())
-        allowed = allowance(wanted)
+        allowed = allowance(coarsest(wanted)) * float(wanted.abs().max())
         if error <= allowed:
             break
-    return error, allowed, narrow_dtype(wanted) or wanted.dtype
+    return error, allowed, coarsest(wanted)

@@ -8,13 +8,13 @@ start from copies of the same cache, so the comparison is as sharp as on a real 
 among thousands would drown in rounding, the entries at the edge of each window are enlarged.
 
 One row, a batch and a padded batch are three facts: each is shown when it is first needed, by the first call of its
-kind. What stock's own steps differ by is measured once for all three.
+kind.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
@@ -23,8 +23,8 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import Cache
 
+from hf_dart.cache.base import TreeCache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
 from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
@@ -35,16 +35,16 @@ from hf_dart.models.devices import (
     host_by_default,
     matmul_precision,
     set_generator_state,
-    users_default,
 )
 from hf_dart.models.identity import identity
-from hf_dart.models.masks import layer_windows, mask_kinds
+from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.models.mixers import own_states
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
-from hf_dart.models.rounding import narrow_dtype, refuse_shared_scales, rounding_of
+from hf_dart.models.quantised import refuse_shared_scales, rounding_of
 from hf_dart.models.stock_steps import StockSteps, cache_name
 from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
+from hf_dart.models.tolerance import allowance, coarsest, difference
 from hf_dart.models.untouched import as_before
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
@@ -62,17 +62,8 @@ _AT_ATTACH = 8191
 # Entries at the edge of a window are made this much louder than the others, at most.
 _LOUDEST = 64.0
 
-# How far logits of a tree may lie apart from those of stock's steps, above what these themselves differ by in a batch:
-# roundings of the largest one.
-_ULPS = 8
-
-# Texts that may differ before a target is refused.
+# Texts that may differ before a target is refused: rounding may send a token to another expert.
 _TRIES = 3
-
-# What a target's logits may differ by between one row and a batch of the same: roundings of the largest logit, but
-# (some families compute parts in fp32 whatever their dtype) no less than this share of it.
-_ROUNDINGS = 16
-_SHARE = 2**-12
 
 # Left padding of the rows of a trial: one row, a batch, a padded batch.
 _ONE, _LEVEL, _PADDED = (0,), (0, 0), (0, 3)
@@ -82,8 +73,6 @@ _STATES = 64
 _Case = tuple[Any, ...]
 # Models, and up to how many slots each was found right in this process, as it was then.
 _passed: WeakKeyDictionary[Any, dict[_Case, int]] = WeakKeyDictionary()
-# What their stock steps were found to differ by (`_Trial.noise`), as they were then.
-_noise: WeakKeyDictionary[Any, dict[_Case, float]] = WeakKeyDictionary()
 
 
 class _RefusalError(ValueError):
@@ -123,7 +112,6 @@ def _unmoved(model: PreTrainedModel) -> Iterator[None]:
 def forget(model: PreTrainedModel) -> None:
     """Try the model again when that is next asked for."""
     _passed.pop(model, None)
-    _noise.pop(model, None)
 
 
 @host_by_default
@@ -157,15 +145,11 @@ def check_verification(
     slots = min(_AT_ATTACH, table) if text is None else text + nodes
     if not highest(model, slots > passed.get(case, 0))[0]:  # one process alone may have a hook, which is tried in all
         return
-    known = _noise.setdefault(model, {})
-    noise = known.get(case[:-1])
-    if highest(model, noise is None)[0]:
-        noise = None
-        with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
-            ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
-            StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
+    with as_before(model), _unmoved(model), _explained(model, "plain text over a DynamicCache"):
+        ids = torch.zeros(1, 1, dtype=torch.long, device=device_of(model.get_input_embeddings()))
+        StockSteps(model, ids, [0], _empty_cache(model)).prefill()  # the first forward of all may unpack weights
     with as_before(model):
-        trial = _Trial(model, list(pads), noise)
+        trial = _Trial(model, list(pads))
         longest = max(table, text or 0) - len(TRIAL_TREE)
         lengths = {min(mark + shift, longest) for mark in trial.marks if mark <= slots for shift in _AROUND}
         for length in sorted({_PROMPT} | {length for length in lengths if length > _PADDED[1]}):
@@ -174,14 +158,7 @@ def check_verification(
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
     if len(passed) >= _STATES:
         passed.clear()
-        known.clear()
-    now = identity(model)  # of unpacked weights
-    passed[*now, pads] = max(slots, min(ahead, default=sys.maxsize))
-    known[now] = trial.noise
-
-
-def _empty_cache(model: PreTrainedModel) -> DynamicCache:
-    return DynamicCache(config=model.config.get_text_config(decoder=True))
+    passed[*identity(model), pads] = max(slots, min(ahead, default=sys.maxsize))  # of unpacked weights
 
 
 class _Trial:
@@ -189,50 +166,58 @@ class _Trial:
 
     Args:
         pads: left padding of each row.
-        noise: as below, where an earlier trial has found it.
 
     Attributes:
         noise: what logits of stock's steps differ by in a batch of equal rows, or where the target attends as trees
-            are verified; a share of the largest. The rows are the first one, which is that of every trial.
+            are verified (`tolerance.difference`).
         short: a stock cache that holds 12 random tokens per row.
         marks: lengths beyond which the target may compute otherwise: windows, chunks, steps of attention scales.
             Those of the cache's layers and all that the config names, as some models slide without telling the
             cache.
     """
 
-    def __init__(self, model: PreTrainedModel, pads: list[int], noise: float | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, pads: list[int]) -> None:
         self._model, self._pads = model, pads
         embeddings = model.get_input_embeddings()
         generator = torch.Generator().manual_seed(0)
         size = (len(pads), _PROMPT + _TRIES * (len(TRIAL_TREE) + 1))
         tokens = torch.randint(embeddings.weight.shape[0], size, generator=generator)
         self._tokens = tokens.to(device_of(embeddings))
-        with _unmoved(model), _explained(model, self._described("plain text over a DynamicCache")):
+        rows = "" if len(pads) == 1 else " in a padded batch" if any(pads) else " in a batch"
+        self._text, self._tree = f"plain text over a DynamicCache{rows}", f"a token tree{rows}"
+        with _unmoved(model), _explained(model, self._text):
             self._outputs = self._prefill(_PROMPT, pads)
         short = self._outputs[cache_name(model)]
-        if not isinstance(short, Cache) or (type(short) is DynamicCache and not _holds_anything(short)):
+        holds_nothing = type(short) is DynamicCache and not states_of(short)
+        if type(short) is not DynamicCache or (
+            holds_nothing and not any(layer.is_initialized for layer in attention_layers(short))
+        ):
             raise _RefusalError(
-                f"{type(model).__name__} keeps neither keys and values nor running states in a cache, from which "
-                "rejected drafts could be taken back; call generate without assistant=."
-            )
-        if type(short) is not DynamicCache:
-            raise _RefusalError(
-                f"{type(model).__name__} keeps its past in a cache of its own ({type(short).__name__}), from which "
-                "rejected drafts cannot be taken back; call generate without assistant=."
+                f"{type(model).__name__} keeps its past in a {type(short).__name__} that holds neither keys and values "
+                "nor running states, from which rejected drafts could be taken back; call generate without assistant=."
             )
         refuse_shared_scales(model)
-        self._eps = torch.finfo(rounding_of(model)).eps
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
         with _explained(model, "a token tree"):
             self._own = {slot: slot.read() for slot in own_states(model, short)}
+        held = (held_by(layer)[1].dtype for layer in attention_layers(short))
+        self._dtype = coarsest(self._outputs.logits, rounding_of(model), *held)
         self._attention = TreeAttention(model)
-        if noise is None:
-            with _explained(model, self._described("plain text")):
-                noise = self._noise_of_batches()
-            if self._attention.differs:
-                noise = max(noise, self._noise_of_attention())
-        self.noise = noise
+        self.noise = self._measured_noise()
+
+    @cached_property
+    def marks(self) -> set[int]:
+        text = self._model.config.get_text_config(decoder=True).to_dict()
+        named = [
+            value
+            for name, value in text.items()
+            if any(part in name for part in ("window", "chunk", "floor_scale"))
+            and not any(part in name for part in ("layers", "pattern"))  # numbers of layers, such as Qwen3's 28
+        ]
+        windows = [window_of(layer) for layer in self.short.layers]
+        numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
+        return {int(value) for value in numbers if value > 0}
 
     def run(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are, packed or by the target's own SDPA."""
@@ -250,49 +235,60 @@ class _Trial:
             forget(self._model)  # other rows have been tried packed
 
     def _compare(self, length: int) -> None:
-        """Raise if trees after `length` tokens are not what stock's steps are.
-
-        A right target may differ once, where rounding sends a token to another expert; a wrong one always does.
-        """
+        """Raise if trees after `length` tokens are not what stock's steps are in any of some texts."""
+        allowed = allowance(self._dtype, self.noise)
         for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
-            error, allowed = highest(self._model, *self._tree_against_steps(length, tokens))
+            (error,) = highest(self._model, self._tree_against_steps(length, tokens))
             if error <= allowed:
                 return
-        name, text = type(self._model).__name__, f"after {length} tokens logits differ by {error:.2g}"
+        trees, instead = "a token tree", "it is not supported"
         if len(self._pads) > 1:
-            kind, instead = ("several rows", "pass one row at a time")
-            if any(self._pads):
-                kind, instead = ("padded rows", "pass rows of one length")
-            raise _RefusalError(
-                f"{name} computes something else for trees of {kind} than stock does step by step ({text}, allowed "
-                f"{allowed:.2g}); {instead}, or call generate without assistant=."
-            )
-        if self._feeds_otherwise(length, tokens, allowed):
-            raise _RefusalError(
-                f"{name} computes other logits when several tokens are fed at once ({text}, allowed {allowed:.2g}); it "
-                "is not supported, call generate without assistant=."
-            )
+            trees, instead = "trees of several rows", "pass one row at a time"
+        if any(self._pads):
+            trees, instead = "trees of padded rows", "pass rows of one length"
         raise _RefusalError(
-            f"{name} computes something else for a token tree than for plain text ({text}, allowed {allowed:.2g}); it "
-            "is not supported, call generate without assistant=."
+            f"{type(self._model).__name__} computes something else for {trees} than stock does token by token (after "
+            f"{length} tokens logits differ by {error:.2g} of the largest, allowed {allowed:.2g}); {instead}, or call "
+            "generate without assistant=."
         )
 
-    @cached_property
-    def marks(self) -> set[int]:
-        text = self._model.config.get_text_config(decoder=True).to_dict()
-        named = [
-            value
-            for name, value in text.items()
-            if any(part in name for part in ("window", "chunk", "floor_scale"))
-            and not any(part in name for part in ("layers", "pattern"))  # numbers of layers, such as Qwen3's 28
-        ]
-        windows = [window_of(layer) for layer in self.short.layers]
-        numbers = (value for value in [*named, *windows] if isinstance(value, (int, float)) and value is not True)
-        return {int(value) for value in numbers if value > 0}
+    def _tree_against_steps(self, length: int, tokens: Tensor) -> float:
+        """The largest difference of a logit between trees and stock's steps over their paths.
 
-    def _described(self, what: str) -> str:
-        rows = "" if len(self._pads) == 1 else " in a padded batch" if any(self._pads) else " in a batch"
-        return what + rows
+        Args:
+            tokens: [B, 9], of which 8 are nodes, one comes after.
+        """
+        nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
+        kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
+        # Rows of paths [B, n], a shorter one filled up by what is not looked at.
+        filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
+        committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
+        with _explained(self._model, self._text):
+            steps = self._steps(length)
+            wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
+        with _explained(self._model, self._tree):
+            logits, following = self._trees(length, nodes, after, kept, steps.shift)
+        pairs = [(logits[:, left], text) for left, text in zip(_LEFT, wanted[1:], strict=True)]
+        for row, path in enumerate(kept):
+            pairs.append((torch.cat([logits[row, path], following[row]]), wanted[0][row, : len(path) + 1]))
+        found, texts = (torch.cat([one.flatten(0, -2) for one in some]) for some in zip(*pairs, strict=True))
+        return difference(found, texts)
+
+    def _trees(
+        self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
+        prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
+        windows = layer_windows(self._model, prefix)
+        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows, own=[*self._own])
+        verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
+        parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
+        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
+        width = max(map(len, kept))
+        trees.commit(torch.tensor([path + [0] * (width - len(path)) for path in kept]), [len(path) for path in kept])
+        return logits, verify(DraftTree.chain(after))[0]
+
+    # ---- stock's steps ------------------------------------------------------------------------------------
 
     def _ids(self, length: int) -> Tensor:
         """[B, length] tokens, whichever, in front of those that are looked at."""
@@ -303,6 +299,10 @@ class _Trial:
         ids = self._ids(length)
         ids = ids.repeat(-(-len(pads) // len(ids)), 1)[: len(pads)]
         return StockSteps(self._model, ids, pads, _empty_cache(self._model)).prefill()
+
+    def _steps(self, length: int) -> StockSteps:
+        """Stock's loop after a prefix."""
+        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
 
     def _prefix(self, length: int) -> Any:
         """A cache of `length` entries: those of a short prompt, repeated, and of random running states.
@@ -344,82 +344,37 @@ class _Trial:
             own.write(None, torch.randn(state.shape, generator=generator).to(state))
         return cache
 
-    def _steps(self, length: int) -> StockSteps:
-        """Stock's loop after a prefix."""
-        return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
+    # ---- what stock's own steps differ by -----------------------------------------------------------------
 
-    def _tree_against_steps(self, length: int, tokens: Tensor) -> tuple[float, float]:
-        """The largest difference of a logit between trees and stock's steps over their paths, and what is allowed.
-
-        Args:
-            tokens: [B, 9], of which 8 are nodes, one comes after.
-        """
-        nodes, after = tokens.split([len(TRIAL_TREE), 1], dim=1)
-        kept = [_KEPT if row == 0 else _SHORTER for row in range(len(tokens))]
-        # Rows of paths [B, n], a shorter one filled up by what is not looked at.
-        filled = [torch.cat([nodes[row, path], after[row], nodes[row]]) for row, path in enumerate(kept)]
-        committed = torch.stack([row[: len(_KEPT) + 1] for row in filled])
-        with _explained(self._model, self._described("plain text")):
-            steps = self._steps(length)
-            wanted = [steps(committed), *(self._steps(length)(nodes[:, path]) for path in _LEFT)]
-        with _explained(self._model, self._described("a token tree")):
-            logits, following = self._trees(length, nodes, after, kept, steps.shift)
-        error = largest = 0.0
-        for row, path in enumerate(kept):
-            pairs = [(torch.cat([logits[row, path], following[row]]), wanted[0][row, : len(path) + 1])]
-            pairs += [(logits[row, left], text[row]) for left, text in zip(_LEFT, wanted[1:], strict=True)]
-            error = max(error, *(_difference(*pair) for pair in pairs))
-            largest = max(largest, *(float(text.abs().max()) for _, text in pairs))
-        # Some families compute parts in fp32 whatever their dtype.
-        least = max(_ULPS * self._coarsest(logits), 64 * torch.finfo(torch.float32).eps)
-        return error, (8 * self.noise + least) * largest
-
-    def _trees(
-        self, length: int, nodes: Tensor, after: Tensor, kept: list[list[int]], shift: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
-        prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
-        windows = layer_windows(self._model, prefix)
-        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows, own=[*self._own])
-        verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
-        parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
-        logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
-        width = max(map(len, kept))
-        trees.commit(torch.tensor([path + [0] * (width - len(path)) for path in kept]), [len(path) for path in kept])
-        return logits, verify(DraftTree.chain(after))[0]
-
-    def _noise_of_batches(self) -> float:
-        """What logits of stock's steps differ by when each row is run 8 times side by side; a share of the largest.
+    def _measured_noise(self) -> float:
+        """The `noise` of the model.
 
         Raises:
-            ValueError: that is no rounding.
+            ValueError: it is no rounding.
         """
-        one, many = self._alone(1), self._alone(8)
-        noise, is_rounding = self._noise_of(one.expand_as(many), many)
-        if not is_rounding:
+        with _explained(self._model, self._text):
+            one, many = self._alone(1), self._alone(8)
+        lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
+        dtype = coarsest(self._dtype, torch.float16) if lowered else self._dtype  # as coarse as TF32
+        (noise,) = highest(self._model, difference(many, one.expand_as(many)))
+        if not noise <= allowance(dtype):
             raise _RefusalError(
                 f"{type(self._model).__name__} computes other logits when several rows are fed at once (they differ by "
-                f"{noise:.2g}, which is no rounding); it is not supported, call generate without assistant=."
+                f"{noise:.2g} of the largest); it is not supported, call generate without assistant=."
             )
-        return noise
-
-    def _noise_of_attention(self) -> float:
-        """What they differ by where the target attends as trees are verified; a share of the largest.
-
-        Raises:
-            ValueError: that is no rounding.
-        """
-        own, name = self._alone(1), self._attention.shown
+        if not self._attention.differs:
+            return noise
+        own, name = self._attention.own, self._attention.shown
         with _explained(self._model, f"with attention {name!r}"), self._attention.switched():
             trees = self._alone(1)
-        noise, is_rounding = self._noise_of(own, trees)
-        if not is_rounding:
+        (change,) = highest(self._model, difference(trees, one))
+        if not change <= allowance(dtype):
             raise _RefusalError(
-                f"Attention {self._attention.own!r} takes no tree mask, and {name!r} computes something else with "
-                f"{type(self._model).__name__} (logits differ by {noise:.2g} of the largest, which is no rounding); "
-                f"call model.set_attn_implementation({name!r}), or generate without assistant=."
+                f"Attention {own!r} takes no tree mask, and {name!r} computes something else with "
+                f"{type(self._model).__name__} (logits differ by {change:.2g} of the largest); call "
+                f"model.set_attn_implementation({name!r}), or generate without assistant=."
             )
-        return noise
+        return max(noise, change)
 
     def _alone(self, rows: int) -> Tensor:
         """Logits [rows, 2, V] of stock's steps after the first row's prompt, as so many rows."""
@@ -428,41 +383,57 @@ class _Trial:
         steps.prefill()
         return steps(tokens.expand(rows, -1))
 
-    def _noise_of(self, one: Tensor, other: Tensor) -> tuple[float, bool]:
-        """The largest difference of two ways to compute logits, as a share of the largest, and is it rounding?"""
-        largest = float(one.abs().max())
-        lowered = one.device.type != "cpu" or not {"highest", "ieee", "none"}.issuperset(matmul_precision())
-        coarsest = max(self._coarsest(one), 2**-10) if lowered else self._coarsest(one)  # TF32
-        allowed = max(_ROUNDINGS * coarsest, _SHARE) * largest
-        noise, allowed, largest = highest(self._model, _difference(one, other), allowed, largest)
-        return noise / largest if largest else 0.0, noise <= allowed
 
-    def _coarsest(self, logits: Tensor) -> float:
-        """The relative rounding of what the target computes in: weights do not tell it under autocast, or quantised."""
-        return max(self._eps, _eps(logits), *self._eps_of_values)
-
-    @cached_property
-    def _eps_of_values(self) -> list[float]:
-        return [_eps(layer.values) for layer in attention_layers(self.short)]
-
-    def _feeds_otherwise(self, length: int, tokens: Tensor, allowed: float) -> bool:
-        """Is plain text another one when it is fed at once?"""
-        steps, cache = self._steps(length)(tokens), self._prefix(length)
-        try:
-            with users_default():
-                whole = self._model(input_ids=tokens, **{cache_name(self._model): cache}, use_cache=True).logits
-        except Exception:  # unknown code may fail in any way at all
-            return False
-        return whole.shape == steps.shape and _difference(steps, whole) > allowed
+# ---- a step of stock's that is handed more than text ----------------------------------------------------------
 
 
-def _holds_anything(cache: DynamicCache) -> bool:
-    return bool(states_of(cache)) or any(layer.is_initialized for layer in attention_layers(cache))
+class _Handing(Verifier):
+    """A verifier that hands the target more than drafts are verified with."""
+
+    beside: Mapping[str, Any] = {}
+
+    def extra_inputs(
+        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
+    ) -> dict[str, Any]:
+        return dict(self.beside)
 
 
-def _eps(numbers: Tensor) -> float:
-    return torch.finfo(narrow_dtype(numbers) or numbers.dtype).eps
+def refuse_what_matters(
+    target: PreTrainedModel, cache: TreeCache, kinds: list[MaskKind], shift: Tensor | None, beside: Mapping[str, Any]
+) -> None:
+    """Raise where a token after the prompt has other logits with what stock hands on beside text than without.
+
+    PaliGemma's processor marks the tokens of the prompt, and stock goes on marking those that it generates, which
+    nothing looks at; of Qwen2.5-Omni stock keeps the mask of a sound that the prefill has read. GPT-2 has embeddings of
+    such marks, and Mllama attends by them to images.
+
+    Args:
+        target: the causal LM.
+        cache: after the prefill; it is left as it was.
+        kinds: `mask_kinds` of it.
+        shift: [..., B] of `position_shift`.
+        beside: those inputs of stock's step after the prompt that are not text (`beside_text`).
+
+    Raises:
+        ValueError: the message names them.
+    """
+    if not beside:
+        return
+    batch, logits = len(cache.lengths), []
+    for handed in ({}, beside):
+        verify = _Handing(target, cache, kinds, [], shift=shift)
+        verify.beside = handed
+        cache.prepare(1)
+        roots = cache.lengths - 1  # at the end of the text, where the position table cannot end yet
+        root = DraftTree.chain(torch.zeros(batch, 1, dtype=torch.long, device=target.device))
+        logits.append(verify.run(root, roots.to(target.device))[0])
+        cache.commit(torch.zeros(batch, 1, dtype=torch.long), [0] * batch)
+    if not torch.equal(*logits):
+        raise ValueError(
+            f"{type(target).__name__} is handed more than text with every token ({', '.join(beside)}), and drafts are "
+            "not verified with it; leave it out, or leave assistant= out."
+        )
 
 
-def _difference(left: Tensor, right: Tensor) -> float:
-    return float((left.cpu().double() - right.cpu().double()).abs().max())  # Apple GPUs have no float64
+def _empty_cache(model: PreTrainedModel) -> DynamicCache:
+    return DynamicCache(config=model.config.get_text_config(decoder=True))

@@ -23,7 +23,7 @@ from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
-from hf_dart.models.rounding import rounding_of
+from hf_dart.models.quantised import rounding_of
 from hf_dart.models.trial import check_verification, forget
 
 EXACT = tally("float64, quantised weights")
@@ -68,13 +68,6 @@ class PerTensorFloat8(Int8Linear):
     def rounded(self, x: Tensor) -> Tensor:
         scale = x.abs().max().clamp(min=1e-5) / 448
         return (x / scale).to(torch.float8_e4m3fn).to(x.dtype) * scale
-
-
-class Activated(Int8Linear):
-    """With an activation in it, which is a function and no rounding."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.silu(super().forward(x))
 
 
 def to_8_bits(x: Tensor, largest: Tensor) -> Tensor:
@@ -163,8 +156,6 @@ def test_modules_put_in_later_are_looked_at() -> None:
         (PerToken, torch.bfloat16, torch.bfloat16),
         (Int8Linear, torch.float32, torch.float32),
         (Int8Linear, torch.float16, torch.float16),
-        (Activated, torch.float64, torch.float64),
-        (Activated, torch.float32, torch.float32),
     ],
 )
 def test_what_a_target_rounds_like(kind: Any, dtype: torch.dtype, rounds_like: torch.dtype) -> None:

@@ -22,7 +22,7 @@ from hf_dart import attach
 from hf_dart.bench.auditing import audit
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
-from hf_dart.models.rounding import rounding_of
+from hf_dart.models.quantised import rounding_of
 from hf_dart.models.trial import forget
 
 pytest.importorskip("accelerate")  # transformers asks for it

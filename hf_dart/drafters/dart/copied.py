@@ -21,14 +21,13 @@ from hf_dart.drafters.dart.modeling import DartModel
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.models.attention import for_trees
 from hf_dart.models.features import default_feature_layers, layer_count
+from hf_dart.models.tolerance import same
 
 _NAMES = {"input_layernorm": "input_norm", "post_attention_layernorm": "mlp_norm"}
 # Entries of a matrix that its fingerprint looks at.
 _SAMPLES = 1 << 16
 # Rounding to 16 bits moves a fingerprint by some 0.002; those of two matrices are about 1 apart.
 _TOLERANCE = 0.02
-# What a trial may differ by, relative to the largest output.
-_CLOSE = {torch.float64: 1e-6, torch.float32: 1e-4}
 
 
 def fingerprint(weights: Iterable[Tensor]) -> list[float]:
@@ -185,8 +184,7 @@ def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) ->
     except (TypeError, AttributeError, RuntimeError, KeyError) as error:
         raise _misfit(target, "it takes another input") from error
     theirs = theirs[0] if isinstance(theirs, tuple) else theirs
-    close = _CLOSE.get(weight.dtype, 3e-2)
-    if theirs.shape != ours.shape or not (ours - theirs).abs().max() <= close * theirs.abs().max():
+    if not same(ours, theirs):
         raise _misfit(target, "it computes something else")
 
 

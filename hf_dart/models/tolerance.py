@@ -1,0 +1,54 @@
+"""The one rule for what rounding may do to a result, behind every comparison of two ways to compute it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+# Roundings of the largest number that sums in another order may differ by, and the least share of it that is allowed:
+# some families compute parts in float32 whatever their dtype.
+_ROUNDINGS, _LEAST = 16, 2.0**-15
+# Times that a difference which is known to be rounding may be exceeded by another one.
+_NOISE = 8
+
+
+def narrow_dtype(numbers: Tensor) -> torch.dtype | None:
+    """The dtype of 16 bits that all `numbers` fit into, whatever dtype they are kept in; None if there is none.
+
+    Autocast multiplies in 16 bits, and accelerate's hands its results on in float32.
+    """
+    narrow = (torch.bfloat16, torch.float16)
+    return next((dtype for dtype in narrow if torch.equal(numbers.to(dtype).to(numbers), numbers)), None)
+
+
+def coarsest(*found: Tensor | torch.dtype) -> torch.dtype:
+    """The dtype that rounds most coarsely among some, and those that tensors show (`narrow_dtype`)."""
+    dtypes = [narrow_dtype(one) or one.dtype if isinstance(one, Tensor) else one for one in found]
+    return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+
+
+def allowance(dtype: torch.dtype, noise: float = 0.0) -> float:
+    """The difference, as a share of the largest number, up to which two results are the same.
+
+    Args:
+        dtype: in which both are computed.
+        noise: a `difference` of two results that are known to be the same.
+    """
+    return max(_ROUNDINGS * torch.finfo(dtype).eps, _LEAST) + _NOISE * noise
+
+
+def difference(one: Tensor, other: Tensor) -> float:
+    """The largest difference of two results of one shape, as a share of the largest number in `other`."""
+    one, other = one.cpu().double(), other.cpu().double()  # Apple GPUs have no float64
+    return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
+
+
+def same(one: Tensor, other: Tensor, dtype: torch.dtype | None = None, noise: float = 0.0) -> bool:
+    """Whether two results differ by no more than rounding; NaN is never the same.
+
+    Args:
+        dtype: in which they are computed, where that is coarser than what `one` shows.
+        noise: as for `allowance`.
+    """
+    dtypes = (one,) if dtype is None else (one, dtype)
+    return one.shape == other.shape and difference(one, other) <= allowance(coarsest(*dtypes), noise)
