@@ -109,30 +109,18 @@ def _run(arguments: argparse.Namespace) -> int:
             {**text, **describe(data, sources, settings)},
             {**versions(("torch", "transformers", "datasets")), "head": head},
         )
-        regenerate(
-            sources,
-            writer,
-            settings,
-            arguments.output,
-            rank=rank,
-            processes=processes,
-            rows=arguments.rows,
-            stop=lambda: arguments.minutes is not None and monotonic() - began > 60 * arguments.minutes,
-            report=_Report(rank, began),
-        )
+        written = 0
+        for batch, records in regenerate(
+            sources, writer, settings, arguments.output, rank=rank, processes=processes, rows=arguments.rows
+        ):
+            written += len(records)
+            seconds = monotonic() - began
+            print(
+                f"process {rank}: batch {batch}; now {written} rows, {written / seconds:.2f} a second", file=sys.stderr
+            )
+            if arguments.minutes is not None and seconds > 60 * arguments.minutes:
+                break
     return 0
-
-
-class _Report:
-    """A line on standard error for every batch."""
-
-    def __init__(self, rank: int, began: float) -> None:
-        self.rank, self.began, self.rows = rank, began, 0
-
-    def __call__(self, batches: int, records: list[dict[str, Any]]) -> None:
-        self.rows += len(records)
-        rate = self.rows / (monotonic() - self.began)
-        print(f"process {self.rank}: {batches} batches; now {self.rows} rows, {rate:.2f} a second", file=sys.stderr)
 
 
 def _mixture(arguments: argparse.Namespace) -> Any:

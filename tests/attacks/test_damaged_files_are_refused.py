@@ -361,18 +361,23 @@ def test_fields_of_another_type(kind: Any) -> None:
 
 @pytest.mark.parametrize("part", seeds(60, 1500))
 def test_progress_of_regenerated_text(tmp_path: Path, part: range) -> None:
-    """A damaged note of what is done never costs text that a whole one would have kept."""
+    """What is damaged in the middle is refused, and what was cut off its end is written again."""
     settings = {"temperature": 1.0, "seed": 0}
     begin(tmp_path, settings, {})
     output = Shard(tmp_path)
-    output.append([{"text": "import os"}, {"text": "class A:"}])
-    note, text = output.path.with_suffix(".progress"), output.path.read_bytes()
-    good = json.loads(note.read_text(encoding="utf8"))
-    kept, read = (tmp_path / "settings.json").read_text(encoding="utf8"), 0
+    rows = [{"text": f"import {name}", "batch": batch, "batch_rows": 2} for batch in (0, 2) for name in ("os", "re")]
+    output.append(rows)
+    text, read = output.path.read_bytes(), 0
+    kept = (tmp_path / "settings.json").read_text(encoding="utf8")
     for seed in part:
-        output.path.write_bytes(text)
-        note.write_text(changed(good, seed), encoding="latin1")
-        read += survives(lambda: Shard(tmp_path))
+        place = seed % 4
+        lines = [json.dumps(row).encode() for row in rows]
+        lines[place] = changed(rows[place], seed).encode("latin1")
+        output.path.write_bytes(damaged(text, seed) if seed % 3 else b"\n".join([*lines, b""]))
+        before = output.path.read_bytes()
+        known = survives(lambda: Shard(tmp_path))
+        read += known
+        assert known or output.path.read_bytes() == before
         (tmp_path / "settings.json").write_text(changed(json.loads(kept), seed), encoding="latin1")
         survives(lambda: begin(tmp_path, settings, {}))
     assert 0 < read < len(part)

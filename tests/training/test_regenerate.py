@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import resource
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,12 +13,10 @@ import torch
 from support.attacks import changed, damaged, seeds, survives
 from support.chats import CONVERSATION, PLAIN, chat_tokenizer
 from support.endpoint import serving
-from support.scripts import command, environment
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from hf_dart import DartHead, attach
 from hf_dart.cli import main
-from hf_dart.errors import UserError
 from hf_dart.training import DataArguments, load_rows
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.regenerate.regenerate import RegenerateSettings, Shard, begin, open_sources, plan, regenerate
@@ -78,7 +72,8 @@ def records_in(folder: Path) -> list[dict[str, Any]]:
 
 def run(folder: Path, sources: Any, writer: Any, settings: RegenerateSettings = SETTINGS, **options: Any) -> Path:
     begin(folder, {}, {})
-    regenerate(sources, writer, settings, folder, **options)
+    for _ in regenerate(sources, writer, settings, folder, **options):
+        pass
     return folder
 
 
@@ -129,91 +124,44 @@ def test_with_a_head_the_text_is_the_same(tmp_path: Path) -> None:
     assert len(records_in(plain)) == 12
 
 
-def killed_run(folder: str, source: str, batches: str) -> None:
-    """Writes until the bytes of a batch are on the disk, and dies before it counts."""
-    sources = sources_of(Path(folder).parent, source)
-    synced, count = os.fsync, 2 * int(batches) + 1  # text and note of each, and the note before all
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
+    """Wherever the end of the file was cut off: within a row, or between two rows of a batch."""
+    sources = sources_of(tmp_path, text_file(tmp_path))
+    (part,) = run(tmp_path / "whole", sources, small_writer()).glob("*.jsonl")
+    whole, out = part.read_bytes(), tmp_path / "out" / part.name
+    begin(out.parent, {}, {})
+    ends = [at + 1 for at, byte in enumerate(whole) if byte == ord("\n")]
+    for end in (0, 7, ends[3], ends[3] + 20, ends[5], ends[-1] - 1, ends[-1]):
+        out.write_bytes(whole[:end])
+        written = [number for number, _ in regenerate(sources, small_writer(), SETTINGS, out.parent)]
+        assert out.read_bytes() == whole
+        assert written[:1] == ([] if end == len(whole) else [sum(at <= end for at in ends) // 4])
 
-    def fsync(file: int) -> None:
-        nonlocal count
-        synced(file)
-        count -= 1
-        if count < 0:
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.fsync = fsync
-    regenerate(sources, small_writer(), SETTINGS, Path(folder))
-
-
-def test_a_killed_run_goes_on_as_if_nothing_had_been(tmp_path: Path) -> None:
-    source = text_file(tmp_path)
-    sources = sources_of(tmp_path, source)
-    whole = run(tmp_path / "whole", sources, small_writer())
-    out = tmp_path / "out"
-    begin(out, {}, {})
-    done = subprocess.run(command(__file__, str(out), source, "2"), capture_output=True, env=environment())
-    assert done.returncode == -signal.SIGKILL, done.stderr.decode()
-    (part,) = out.glob("*.jsonl")
-    assert len(part.read_text().splitlines()) == 12  # three batches, one of which does not count
-    with part.open("a") as file:
-        file.write('{"text": "torn')
-    assert Shard(out).batches == 2
-
-    class Interrupted(Exception):
-        pass
-
-    def interrupt(batches: int, records: Any) -> None:
-        if batches == 4:
-            raise Interrupted
-
-    with pytest.raises(Interrupted):
-        regenerate(sources, small_writer(), SETTINGS, out, report=interrupt)
-    asked: list[int] = []
-    regenerate(
-        sources, small_writer(), SETTINGS, out, stop=lambda: len(asked) == 1, report=lambda n, _: asked.append(n)
-    )
-    assert asked == [5]
-    regenerate(sources, small_writer(), SETTINGS, out)
-    assert part.read_bytes() == (whole / part.name).read_bytes()
-    regenerate(sources, small_writer(), SETTINGS, out, report=lambda n, _: asked.append(n))
-    assert asked == [5]  # nothing was left to do
-
-    part.write_text("")
-    with pytest.raises(ValueError, match=r"has lost its end; remove it and part-00000-of-00001.progress"):
-        Shard(out)
+    steps = regenerate(sources, small_writer(), SETTINGS, tmp_path / "steps")
+    begin(tmp_path / "steps", {}, {})
+    next(steps)
+    assert (tmp_path / "steps" / part.name).read_bytes() == whole[: ends[3]]  # as soon as it is told of
+    for other in (b'{"text": "of an older version"}\n', whole[: ends[2]] + whole[ends[3] :]):
+        out.write_bytes(other)
+        with pytest.raises(ValueError, match=r"jsonl is damaged at row . after byte .*name another folder"):
+            Shard(out.parent)
+        assert out.read_bytes() == other
 
 
 def test_a_full_disk_keeps_the_text_so_far(tmp_path: Path) -> None:
     sources = sources_of(tmp_path, text_file(tmp_path))
-    whole = run(tmp_path / "whole", sources, small_writer(), rows=8)
     out, before = run(tmp_path / "out", sources, small_writer(), rows=4), resource.getrlimit(resource.RLIMIT_FSIZE)
+    kept = records_in(out)
     room = next(out.glob("*.jsonl")).stat().st_size + 100  # where the system breaks the next batch off
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
     try:
-        with pytest.raises(UserError, match=r"Cannot write .*jsonl \(File too large\); its 4 rows so far .* goes on"):
+        with pytest.raises(OSError, match="File too large"):
             run(out, sources, small_writer(), rows=8)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert records_in(out) == records_in(whole)[:4]
-    assert not list(out.glob("*.progress.*"))
     run(out, sources, small_writer(), rows=8)
-    assert records_in(out) == records_in(whole)
-
-
-def test_text_without_a_note_of_what_is_whole_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    notes = iter([None])
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", lambda _: next(notes))  # the end comes when the text is written
-        with pytest.raises(StopIteration):
-            Shard(tmp_path).append([{"text": "of a first batch"}])
-    shard = Shard(tmp_path)
-    assert (shard.batches, shard.path.stat().st_size) == (0, 0)
-    shard.append([{"text": "import os"}])
-    written = shard.path.read_bytes()
-    shard.path.with_suffix(".progress").unlink()
-    with pytest.raises(ValueError, match=r"jsonl lacks part-00000-of-00001.progress.*put that back, or remove"):
-        Shard(tmp_path)
-    assert shard.path.read_bytes() == written
+    assert records_in(out)[:4] == kept
+    assert len(records_in(out)) == 8
 
 
 def test_text_without_its_settings_goes_on_with_no_others(tmp_path: Path) -> None:
@@ -260,7 +208,7 @@ def chat_file(folder: Path) -> str:
 def test_conversations_get_new_replies_turn_by_turn(tmp_path: Path) -> None:
     writer, sources = small_writer(), sources_of(tmp_path, chat_file(tmp_path))
     settings = RegenerateSettings(length=120, new_tokens=12, prefix=(1, 2), batch_size=8)
-    (records,) = [records_in(run(tmp_path / "out", sources, writer, settings))]
+    records = records_in(run(tmp_path / "out", sources, writer, settings))
     assert len(records) == 4
     replies = finished = 0
     for record in records:
@@ -437,7 +385,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     words += ["--length", "16", "--prefix", "4", "8", "--batch-size", "4"]
     way = ["--mixture", "0.5 temperature=1", "0.5"]
     assert main([*words, *way, "--rows", "3"]) == 0
-    assert "process 0: 1 batches; now 4 rows" in capsys.readouterr().err
+    assert "process 0: batch 0; now 4 rows" in capsys.readouterr().err
     assert main([*words, *way, "--rows", "3"]) == 0
     assert len(records_in(tmp_path / "out")) == 4
     settings = json.loads((tmp_path / "out" / "settings.json").read_text())
@@ -459,7 +407,3 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         assert main([*words, *wrong]) == 2
         assert said in capsys.readouterr().err
     assert len(records_in(tmp_path / "out")) == 4
-
-
-if __name__ == "__main__":
-    killed_run(*sys.argv[1:])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from hf_dart.errors import UserError, check_fields
+from hf_dart.errors import check_fields
 from hf_dart.training.data.chat import Message
 from hf_dart.training.data.documents import group_files
 from hf_dart.training.data.encoding import Encoder
@@ -120,7 +120,8 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
     """The records of a batch.
 
     Text: `text`, `input_ids`, `prompt_tokens` (how many of them were given). Conversations: `messages`, `tools`. Both:
-    `row`, its number, and `sampling`, the number of the entry of the mixture.
+    `row`, its number, `sampling`, the number of the entry of the mixture, and `batch` and `batch_rows`, by which a
+    process that goes on knows what is whole.
     """
     random = np.random.default_rng([settings.seed, batch.number])
     shares = np.array([sampling.share for sampling in settings.mixture])
@@ -131,23 +132,24 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
     if batch.encoder.kind == "messages":
         records = _rewrite(batch, writer, sampling, settings, seed)
     else:
-        records = _continue(batch, writer, sampling, settings, prefix, seed)
-    numbered = zip(batch.rows, records, strict=True)
-    return [{**record, "row": number, "sampling": way} for (number, _), record in numbered if record is not None]
-
-
-def _continue(
-    batch: Batch, writer: Writer, sampling: Sampling, settings: RegenerateSettings, prefix: int, seed: int
-) -> list[dict[str, Any] | None]:
-    # One prefix length per batch: nothing is padded but prefixes of shorter documents.
-    prompts = [piece[:prefix] for _, piece in batch.rows]
-    new_tokens = min(settings.length - prefix, settings.new_tokens)
-    records: list[dict[str, Any] | None] = []
-    for prompt, new in zip(prompts, writer.continue_texts(prompts, new_tokens, sampling, seed), strict=True):
-        ids = [*prompt, *new]
-        text = batch.encoder.tokenizer.decode(ids, skip_special_tokens=True)
-        records.append({"text": text, "input_ids": ids, "prompt_tokens": len(prompt)})
-    return records
+        # One prefix length per batch: nothing is padded but prefixes of shorter documents.
+        prompts = [piece[:prefix] for _, piece in batch.rows]
+        new_tokens = min(settings.length - prefix, settings.new_tokens)
+        written = writer.continue_texts(prompts, new_tokens, sampling, seed)
+        records = [
+            {
+                "text": batch.encoder.tokenizer.decode([*prompt, *new], skip_special_tokens=True),
+                "input_ids": [*prompt, *new],
+                "prompt_tokens": len(prompt),
+            }
+            for prompt, new in zip(prompts, written, strict=True)
+        ]
+    numbered = [
+        {**record, "row": number, "sampling": way}
+        for (number, _), record in zip(batch.rows, records, strict=True)
+        if record is not None
+    ]
+    return [{**record, "batch": batch.number, "batch_rows": len(numbered)} for record in numbered]
 
 
 def _rewrite(
@@ -157,105 +159,86 @@ def _rewrite(
 
     One that does not end is the last, and the one before a call of a tool.
     """
-    conversations: list[Conversation] = [content for _, content in batch.rows]
     encoder = batch.encoder
     assert encoder.chat is not None
-    histories: list[list[Message]] = [[] for _ in conversations]
-    rest = [list(messages) for messages, _ in conversations]
-    written = [0] * len(conversations)
-    active = list(range(len(conversations)))
-    turn = 0
+    tools = [tools for _, (_, tools) in batch.rows]
+    rest = [list(messages) for _, (messages, _) in batch.rows]
+    histories: list[list[Message]] = [[] for _ in rest]
+    written = [0] * len(rest)
+    active, seed_of_turn = list(range(len(rest))), seed
     while active:
         ready = []
         for at in active:
             history = histories[at]
             while rest[at] and (rest[at][0]["role"] != "assistant" or not history):
                 history.append(rest[at].pop(0))
-            if rest[at]:
-                rest[at].pop(0)
-            if history[-1]["role"] == "assistant":
-                continue
-            prompt = encoder.chat.render(history, prompt=True, tools=conversations[at][1])
-            ids = encoder.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
-            if len(ids) < settings.length:
-                ready.append(at)
+            del rest[at][:1]
+            if history[-1]["role"] != "assistant":
+                prompt = encoder.chat.render(history, prompt=True, tools=tools[at])
+                ids = encoder.tokenizer(prompt, add_special_tokens=False, verbose=False)["input_ids"]
+                if len(ids) < settings.length:
+                    ready.append(at)
         if not ready:
             break
-        asked = [(histories[at], conversations[at][1]) for at in ready]
-        replies = writer.reply(asked, settings.new_tokens, sampling, seed + turn * len(conversations))
-        for at, reply in zip(ready, replies, strict=True):
+        asked = [(histories[at], tools[at]) for at in ready]
+        active = []
+        for at, reply in zip(ready, writer.reply(asked, settings.new_tokens, sampling, seed_of_turn), strict=True):
             if reply.message is not None:
                 histories[at].append(reply.message)
                 written[at] = len(histories[at])
-        active = [at for at, reply in zip(ready, replies, strict=True) if reply.finished and rest[at]]
-        turn += 1
+            if reply.finished and rest[at]:
+                active.append(at)
+        seed_of_turn += len(rest)
     return [
-        {"messages": history[:count], **({"tools": tools} if tools else {})} if count else None
-        for history, count, (_, tools) in zip(histories, written, conversations, strict=True)
+        {"messages": history[:count], **({"tools": own} if own else {})} if count else None
+        for history, count, own in zip(histories, written, tools, strict=True)
     ]
 
 
 class Shard:
-    """The file of JSON lines that one process writes, and beside it how much of it is whole.
+    """The file of JSON lines that one process writes; a batch that was interrupted is taken off its end.
 
     Args:
         folder: of the output.
         rank, processes: of all that write there.
 
+    Attributes:
+        last: number of the last batch that is whole; -1 without any.
+
     Raises:
-        ValueError: the file is shorter than what was written to it, or nothing says how much that was.
+        ValueError: the file holds something else than such batches.
     """
 
     def __init__(self, folder: Path, rank: int = 0, processes: int = 1) -> None:
         self.path = folder / f"part-{rank:05}-of-{processes:05}.jsonl"
-        self._progress = self.path.with_suffix(".progress")
-        self.batches = self._bytes = 0
-        if self._progress.is_file():
-            progress = _object(self._progress)
-            written = (progress.get("batches", -1), progress.get("bytes", -1))
-            if any(type(count) is not int or count < 0 for count in written):
-                raise ValueError(f"{self._progress} does not say what was written; remove it and {self.path.name}.")
-            self.batches, self._bytes = written
-        size = self.path.stat().st_size if self.path.is_file() else 0
-        if size and not self._progress.is_file():
-            raise ValueError(
-                f"{self.path} lacks {self._progress.name}, which says how much of it is whole; put that back, or "
-                "remove what there is and begin it again."
-            )
-        if size < self._bytes:
-            raise ValueError(f"{self.path} has lost its end; remove it and {self._progress.name}, and begin it again.")
-        if size > self._bytes:
-            os.truncate(self.path, self._bytes)  # of a batch that was interrupted
+        self.last = begun = -1
+        whole = end = rows = 0
+        if not self.path.is_file():
+            return
+        with self.path.open("rb") as file:
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                try:
+                    number, size = (int(json.loads(line)[name]) for name in ("batch", "batch_rows"))
+                except (ValueError, LookupError, TypeError, ArithmeticError, RecursionError):
+                    number = size = -1
+                end, rows = end + len(line), rows + 1
+                begun = number if rows == 1 else begun
+                if rows > size or number != begun:
+                    raise ValueError(
+                        f"{self.path} is damaged at row {rows} after byte {whole}, or an older version wrote it; name "
+                        "another folder, or remove it and begin it again."
+                    )
+                if rows == size:
+                    self.last, whole, rows = number, end, 0
+        if self.path.stat().st_size > whole:
+            os.truncate(self.path, whole)
 
     def append(self, records: list[dict[str, Any]]) -> None:
-        """Write a batch; it counts when all of it is on the disk.
-
-        Raises:
-            UserError: the disk is full, or else refuses it; the batches before it are all that the file then holds.
-        """
-        lines = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode()
-        try:
-            if not self.batches:
-                self._note(0, 0)  # so that a first batch that is interrupted is known as one
-            with self.path.open("ab") as file:
-                file.write(lines)
-                file.flush()
-                os.fsync(file.fileno())
-            self._note(self.batches + 1, self._bytes + len(lines))
-        except OSError as error:
-            self.path.touch()
-            os.truncate(self.path, self._bytes)
-            with self.path.open("rb") as file:
-                rows = sum(1 for _ in file)
-            raise UserError(
-                f"Cannot write {self.path} ({error.strerror}); its {rows} rows so far are whole: make room, and the "
-                "same command goes on after them."
-            ) from error
-        self.batches += 1
-        self._bytes += len(lines)
-
-    def _note(self, batches: int, size: int) -> None:
-        _replace(self._progress, {"batches": batches, "bytes": size})
+        """Write a batch."""
+        with self.path.open("a", encoding="utf8") as file:
+            file.writelines(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
 
 
 def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None:
@@ -273,9 +256,10 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
     file = folder / "settings.json"
     settings = json.loads(json.dumps(settings))
     if file.is_file():
-        before = _object(file).get("settings")
-        if not isinstance(before, dict):
-            raise ValueError(f"{file} holds no settings; name another folder.")
+        try:
+            before = dict(json.loads(file.read_text(encoding="utf8"))["settings"])
+        except (ValueError, LookupError, TypeError, RecursionError) as error:
+            raise ValueError(f"{file} holds no settings; name another folder.") from error
         for name in sorted({*before, *settings}):
             if before.get(name) != settings.get(name):
                 raise ValueError(
@@ -285,31 +269,9 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
     elif any(folder.glob("part-*.jsonl")):
         raise ValueError(f"{folder} holds text, and no {file.name} that says how it was made; name another folder.")
     else:
-        _replace(file, {"settings": settings, "about": about})
-
-
-def _object(file: Path) -> dict[str, Any]:
-    """The JSON object in a file that `_replace` wrote."""
-    try:
-        content = json.loads(file.read_text(encoding="utf8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is damaged ({error}); name another folder.") from error
-    return content if isinstance(content, dict) else {}
-
-
-def _replace(file: Path, content: dict[str, Any]) -> None:
-    """Write a small JSON file, wholly or not at all."""
-    new = file.with_name(f"{file.name}.{os.getpid()}")
-    try:
-        with new.open("w", encoding="utf8") as stream:
-            json.dump(content, stream, indent=2)
-            stream.write("\n")
-            stream.flush()
-            os.fsync(stream.fileno())
-        os.replace(new, file)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
+        written = file.with_name(f"{file.name}.{os.getpid()}")  # several processes may begin at once
+        written.write_text(json.dumps({"settings": settings, "about": about}, indent=2) + "\n", encoding="utf8")
+        written.replace(file)
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
@@ -349,9 +311,7 @@ def regenerate(
     rank: int = 0,
     processes: int = 1,
     rows: int | None = None,
-    stop: Callable[[], bool] = lambda: False,
-    report: Callable[[int, list[dict[str, Any]]], None] = lambda batches, records: None,
-) -> None:
+) -> Iterator[tuple[int, list[dict[str, Any]]]]:
     """Write this process's batches, every `processes`-th, after those that it has written before.
 
     Args:
@@ -361,19 +321,18 @@ def regenerate(
         folder: of the output, as `begin` leaves it.
         rank, processes: which part of the batches is this process's.
         rows: how many of all rows are written, in whole batches; None for all.
-        stop: asked before each batch.
-        report: called after each batch with how many this process has and the new records.
+
+    Yields:
+        After each batch its number and records, which are in the file by then.
 
     Raises:
         ValueError, ConnectionError: as for the writer.
-        UserError: the disk is full; the batches so far are kept.
+        OSError: the disk is full, or else refuses a batch; those before it are kept.
     """
     shard = Shard(folder, rank, processes)
     batches = None if rows is None else -(-rows // settings.batch_size)
-    own = (batch for batch in islice(plan(sources, settings), batches) if batch.number % processes == rank)
-    for batch in islice(own, shard.batches, None):
-        if stop():
-            return
-        records = write_batch(batch, writer, settings)
-        shard.append(records)
-        report(shard.batches, records)
+    for batch in islice(plan(sources, settings), batches):
+        if batch.number % processes == rank and batch.number > shard.last:
+            records = write_batch(batch, writer, settings)
+            shard.append(records)
+            yield batch.number, records

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from hf_dart.errors import LEAST_TEMPERATURE
+from hf_dart.errors import LEAST_TEMPERATURE, check_fields
+
+_OF_SOME_SERVERS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what not every server knows: neutral values
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,12 @@ class Sampling:
     repetition_penalty: float = 1.0
 
     def __post_init__(self) -> None:
-        ranges = {
-            "share": (self.share > 0, "a number above 0"),
-            "temperature": (
-                self.temperature == 0 or self.temperature >= LEAST_TEMPERATURE,
-                f"0, or {LEAST_TEMPERATURE:g} or more",
-            ),
-            "top_p": (0 < self.top_p <= 1, "a number above 0 and up to 1"),
-            "top_k": (self.top_k >= 0, "0 or more"),
-            "min_p": (0 <= self.min_p < 1, "a number from 0 to below 1"),
-            "repetition_penalty": (self.repetition_penalty > 0, "a number above 0"),
-        }
-        for name, (right, wanted) in ranges.items():
-            if not (right and math.isfinite(getattr(self, name))):
-                raise ValueError(f"{name} is {getattr(self, name)}; give {wanted}.")
+        check_fields(self, least={"top_k": 0}, shares=("top_p", "min_p"))
+        for name in ("share", "repetition_penalty"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise ValueError(f"{name} is {getattr(self, name)}; give a number above 0.")
+        if self.temperature != 0 and not LEAST_TEMPERATURE <= self.temperature < float("inf"):
+            raise ValueError(f"temperature is {self.temperature}; give 0, or {LEAST_TEMPERATURE:g} or more.")
         if not self.temperature and (self.top_p, self.top_k, self.min_p) != (1.0, 0, 0.0):
             raise ValueError("top_p, top_k and min_p choose among sampled tokens; give a temperature too.")
 
@@ -56,7 +49,7 @@ class Sampling:
             ValueError: it does not read so.
         """
         share, *words = text.split() or [""]
-        names = {one.name for one in fields(cls)} - {"share"}
+        names = sorted({one.name for one in fields(cls)} - {"share"})
         try:
             given: dict[str, Any] = {"share": float(share)}
             for word in words:
@@ -64,8 +57,8 @@ class Sampling:
                 given[name] = int(number) if name == "top_k" else float(number)
         except ValueError as error:
             raise ValueError(f"{text!r} does not read like '0.3 temperature=0.8 top_p=0.95'.") from error
-        if unknown := given.keys() - names - {"share"}:
-            raise ValueError(f"{text!r} names {sorted(unknown)[0]!r}; give any of {', '.join(sorted(names))}.")
+        if unknown := given.keys() - {*names, "share"}:
+            raise ValueError(f"{text!r} names {sorted(unknown)[0]!r}; give any of {', '.join(names)}.")
         return cls(**given)
 
     def for_generate(self) -> dict[str, Any]:
@@ -80,7 +73,6 @@ class Sampling:
 
         A server must then not fill them in from the model's own: `vllm serve --generation-config vllm`.
         """
-        options: dict[str, Any] = {"temperature": self.temperature, "top_p": self.top_p}
-        neutral = asdict(Sampling())
-        known = ("top_k", "min_p", "repetition_penalty")
-        return options | {name: getattr(self, name) for name in known if getattr(self, name) != neutral[name]}
+        options = {name: value for name, value in asdict(self).items() if value != _OF_SOME_SERVERS.get(name)}
+        del options["share"]
+        return options

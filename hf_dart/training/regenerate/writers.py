@@ -212,13 +212,13 @@ class ServerWriter:
         if self.key:
             headers["Authorization"] = f"Bearer {self.key}"
         request = urllib.request.Request(address, json.dumps(body).encode(), headers)
+        last: Exception | None = None
         for attempt in range(self.tries):
             if attempt:
                 time.sleep(self.pause * 2 ** (attempt - 1))
             try:
                 with urllib.request.urlopen(request, timeout=self.timeout) as response:
-                    answer = json.load(response)
-                choice = answer["choices"][0]
+                    choice = json.load(response)["choices"][0]
                 _check_texts(choice, "chat" in endpoint)
                 return choice
             except urllib.error.HTTPError as error:
@@ -228,11 +228,12 @@ class ServerWriter:
                         f"The server refuses a request to {address}: {error.code} ({said}); fix the URL, or what is "
                         "asked for."
                     ) from error
-                last: Exception = error
-            except (AttributeError, KeyError, IndexError, TypeError, ValueError, RecursionError) as error:
+                last = error
+            except (AttributeError, LookupError, TypeError, ValueError, RecursionError) as error:
                 raise ValueError(f"{address} does not answer as an OpenAI-style server does; fix the URL.") from error
             except (OSError, http.client.HTTPException) as error:  # no connection, a broken one, no answer in time
                 last = error
+        assert last is not None
         raise ConnectionError(
             f"{address} did not answer in {self.tries} tries ({sentence(last)}); when the server runs, give the same "
             "command again, and it goes on where it stopped."
