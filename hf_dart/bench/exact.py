@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.models.devices import generator_state
 from hf_dart.models.quantised import rounding_of
-from hf_dart.models.tolerance import coarsest
+from hf_dart.models.tolerance import coarsest, narrow_dtype
 from hf_dart.view.tables import Verdict
 
 T = TypeVar("T")
@@ -112,7 +112,8 @@ def differences(
         return [None] * len(positions)
     torch.manual_seed(seed)
     told = model.generate(**inputs, **options, return_dict_in_generate=True, output_scores=True, output_logits=True)
-    dtype = coarsest(torch.stack(told.logits), model.dtype, rounding_of(model))
+    # Stock hands logits on in float32, whatever the model computes in.
+    dtype = coarsest(narrow_dtype(torch.stack(told.logits)) or model.dtype, rounding_of(model))
     found: list[Difference | None] = []
     for row, position in enumerate(positions):
         if position is None:
