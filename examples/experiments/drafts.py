@@ -180,8 +180,9 @@ def main(words: Sequence[str] | None = None) -> int:
     with progress_bar() as advance:
         measurements = speed.measure(pair, prompts, settings, methods, advance, modes)
     content = {
-        **report.circumstances(pair, settings, text, ["python", *(sys.argv if words is None else words)]),
-        **report.describe_tree(pair, pair.head.tree_config, settings.batches),
+        **report.circumstances(
+            pair, settings, text, ["python", *(sys.argv if words is None else words)], pair.head.tree_config
+        ),
         "drafts": {name: way.describe() for name, way in ways.items()},
         **({} if costs is None else {"costs": asdict(costs)}),
         "results": report.results(measurements),

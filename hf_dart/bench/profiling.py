@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import torch
@@ -22,10 +23,8 @@ from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
-_STOCK = 0  # in place of a tree's size
-_CHAIN, _BUSHY = -1, -2  # two trees of as many nodes, on as many levels and on one
-_LEVELLED_CHAIN, _LEVELLED_BUSHY = -3, -4  # the same, level by level where that is not how the target takes them
 _DEPTH = 8  # of drafts where the drafter has none of its own
+_STOCK = "stock"
 
 
 @dataclass(frozen=True)
@@ -88,7 +87,7 @@ def measure(
 ) -> Profile:
     """Time greedy rounds at batch 1, interleaved with stock, and keep the quickest repeat of each.
 
-    Whatever the drafts are worth: only rounds are counted. What grows with the tree beside the forward of the target
+    Rounds are counted, whatever their drafts are worth. What grows with the tree beside the forward of the target
     (growth, walk, masks) is part of its cost. The results are rounded.
 
     Args:
@@ -99,52 +98,46 @@ def measure(
         repeats: of everything.
         sizes: of trees, rising from 1; two or more.
     """
-    generator = torch.Generator().manual_seed(0)
-    rows = pair.model.get_input_embeddings().num_embeddings
-    ids = torch.randint(rows, (1, context), generator=generator).to(pair.model.device)
+    vocabulary = pair.model.get_input_embeddings().num_embeddings
+    ids = torch.randint(vocabulary, (1, context), generator=torch.Generator().manual_seed(0)).to(pair.model.device)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
-    head = pair.head
-    if not head.draft_length:
-        head = _AnyDraft(rows, pair.model.device)
-    depth = depth or head.tree_config.depth
+    head = pair.head if pair.head.draft_length else _AnyDraft(vocabulary, pair.model.device)
     forms = tree_forms(pair.model)
     levels = by_levels in forms
-    flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), rows))
-    # Where levels are computed one by one, they cost beside nodes: sizes are measured on one.
-    trees = {
-        size: replace(flat, nodes=size) if levels else TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16)
-        for size in sizes
-    }
+    trees = _trees(depth or head.tree_config.depth, sizes, vocabulary, levels)
     longest = min(_DEPTH, head.draft_length)
+    chain, bushy = f"a chain of {longest}", f"{longest} nodes on a level"
+    shapes: dict[str | int, TreeConfig] = {}
     if forms and longest > 1:
-        trees[_CHAIN] = TreeConfig.chain(longest)
-        trees[_BUSHY] = replace(flat, nodes=longest + 1)
+        shapes = {chain: TreeConfig.chain(longest), bushy: _flat(longest + 1, sizes, vocabulary)}
         if set(forms) != {by_levels}:
-            trees |= {_LEVELLED_CHAIN: trees[_CHAIN], _LEVELLED_BUSHY: trees[_BUSHY]}
+            shapes |= {f"{name}{_BY_LEVELS}": tree for name, tree in shapes.items()}
+    ways: dict[str | int, TreeConfig | None] = {_STOCK: None, **trees, **shapes}
 
-    def timed(tokens: int, way: int) -> tuple[float, float, int]:
+    def timed(tokens: int, way: str | int) -> tuple[float, float, int]:
         """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
-        tree = trees.get(way)
+        tree = ways[way]
         options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
         if tree is None:
             return run(pair.model, inputs, options).seconds, 0.0, tokens
-        with level_by_level(pair.model) if way in (_LEVELLED_CHAIN, _LEVELLED_BUSHY) else nullcontext():
+        with level_by_level(pair.model) if str(way).endswith(_BY_LEVELS) else nullcontext():
             done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
         assert done.stats is not None
         spent = done.stats.seconds
         return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
 
-    best = dict.fromkeys([_STOCK, *trees], float("inf"))
-    draft = prefill = float("inf")
-    drafts = {_CHAIN} if levels and _CHAIN in trees else trees.keys() - {1}
-    for way in best:
+    best = dict.fromkeys(ways, inf)
+    draft = prefill = inf
+    # Flat trees have drafts of one token; where levels cost, that of the chain is as long as those of real trees.
+    drafts = {chain} if levels and chain in shapes else ways.keys() - {_STOCK, 1}
+    for way in ways:
         timed(_WARMUP, way)
     for repeat in range(repeats):
         progress(f"repeat {repeat + 1} of {repeats}")
         prefill = min(prefill, timed(1, _STOCK)[0])
-        for way in best:
+        for way in ways:
             # A deeper tree brings more tokens per round.
             seconds, drafting, count = timed(rounds * (1 if way in (_STOCK, 1) else 2) + 1, way)
             best[way] = min(best[way], (seconds - drafting) / max(count, 1))
@@ -152,28 +145,35 @@ def measure(
                 draft = min(draft, drafting / max(count, 1))
     token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
     plain = best[1]
-    level = 0.0
-    if levels and _CHAIN in best:
-        level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - 1), 0.0)
+    level = None
+    if levels and chain in shapes:
+        level = max((best[chain] - best[bushy]) / plain / (longest - 1), 0.0)
     verify: list[tuple[float, float]] = []
     for size in sizes:
-        alone = best[size] / plain - level * min(size - 1, 1)
+        alone = best[size] / plain - (level or 0.0) * min(size - 1, 1)
         verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
-    known = round(level, 3) if levels and _CHAIN in best else None
-    named = {
-        _CHAIN: f"a chain of {longest}",
-        _BUSHY: f"{longest} nodes on a level",
-        _LEVELLED_CHAIN: f"a chain of {longest}, by levels",
-        _LEVELLED_BUSHY: f"{longest} nodes on a level, by levels",
-    }
-    shapes = {name: round(best[way] / plain, 3) for way, name in named.items() if way in best}
     counts = {"at once": sum(form is not by_levels for form in forms), "by levels": forms.count(by_levels)}
     return Profile(
         tuple(verify),
         round(draft / plain, 3),
-        known,
+        None if level is None else round(level, 3),
         1000 * token,
         1000 * plain,
         counts if forms else {},
-        shapes,
+        {str(name): round(best[name] / plain, 3) for name in shapes},
     )
+
+
+_BY_LEVELS = ", by levels"  # ends the name of what is timed so on a target that takes trees at once
+
+
+def _trees(depth: int | None, sizes: Sequence[int], vocabulary: int, levels: bool) -> dict[str | int, TreeConfig]:
+    """The trees whose rounds are timed, by their size; flat ones where levels are computed one by one, and cost."""
+    if levels:
+        return {size: _flat(size, sizes, vocabulary) for size in sizes}
+    return {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
+
+
+def _flat(nodes: int, sizes: Sequence[int], vocabulary: int) -> TreeConfig:
+    """A tree with all nodes below the root on one level."""
+    return TreeConfig(nodes=nodes, depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), vocabulary))

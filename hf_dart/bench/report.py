@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Measurement
 from hf_dart.hub.machine import hardware, versions
@@ -18,9 +19,16 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import STOCK
 
 
-def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) -> dict[str, Any]:
-    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings (a dataclass)."""
-    return {
+def circumstances(
+    pair: Pair, settings: Any, text: str, command: Sequence[str], tree: TreeConfig | None = None
+) -> dict[str, Any]:
+    """All that a figure of a pair depends on: versions, hardware, dtype, threads, text, settings.
+
+    Args:
+        settings: a dataclass; with a `tree`, a `speed.Settings`.
+        tree: drafted in all of the run, told with its number of nodes by batch size.
+    """
+    found = {
         "command": shlex.join(command),
         "versions": versions(),
         "hardware": hardware(pair.model.device),
@@ -35,12 +43,10 @@ def circumstances(pair: Pair, settings: Any, text: str, command: Sequence[str]) 
         "text": text,
         "settings": asdict(settings),
     }
-
-
-def describe_tree(pair: Pair, tree: TreeConfig, batches: Sequence[int]) -> dict[str, Any]:
-    """Of a report: the tree that is drafted, and how many nodes it has by batch size."""
-    nodes = {str(batch): tree.resolve_nodes(batch, pair.model.device.type) for batch in batches}
-    return {"tree": asdict(tree), "nodes": nodes}
+    if tree is not None:
+        nodes = {str(batch): tree.resolve_nodes(batch, pair.model.device.type) for batch in settings.batches}
+        found |= {"tree": asdict(tree), "nodes": nodes}
+    return found
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -68,7 +74,7 @@ def _result(one: Measurement, stock: Measurement) -> dict[str, Any]:
         "seconds": one.seconds,
         "tokens_per_second": spread(one.speeds),
         "ratio": spread([ours / theirs for ours, theirs in zip(one.speeds, stock.speeds, strict=True)]),
-        "repeated_4grams": one.repeated,
+        "repeated_4grams": repeated_4grams(one.written),
         "peak_memory_bytes": one.peak,
     }
     if one.verdict is not None:

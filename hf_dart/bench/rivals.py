@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from pathlib import Path
+from itertools import chain, count
 from typing import Any
 
 from torch import nn
 from transformers import CompileConfig
 
-from hf_dart.bench.pair import Pair, load_head, shown_name
+from hf_dart.bench.pair import Pair, shown_name
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.engine.compiled import compile
 from hf_dart.errors import UserError, as_user_error
-from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.trees.config import TreeConfig
 from hf_dart.view.tables import OURS, STOCK
 
@@ -73,15 +72,6 @@ def methods(
     return found
 
 
-def packaged_drafters(pair: Pair) -> list[Any]:
-    """Those for the packaged target beside the pair's own head; none for other targets."""
-    if Path(pair.model.config.name_or_path).resolve() != PACKAGED_TARGET.resolve():
-        return []
-    folders = sorted(path.parent.resolve() for path in PACKAGED_HEAD.parent.glob("*/config.json"))
-    used = (PACKAGED_TARGET.resolve(), Path(getattr(pair.head, "name_or_path", "")).resolve())
-    return [load_head(str(folder), pair.model, pair.tokenizer) for folder in folders if folder not in used]
-
-
 def load_assistant(path: str, pair: Pair) -> Any:
     """A small causal LM with the target's tokenizer, in the target's dtype and on its device.
 
@@ -96,17 +86,14 @@ def load_assistant(path: str, pair: Pair) -> Any:
 
 
 def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
-    """Is the method one of its own there?
-
-    Stock's assisted decoding takes one row, its lookup greedy text alone.
-    """
+    """Whether a method is measured: stock's assisted decoding takes one row, its lookup greedy text alone."""
     if "prompt_lookup_num_tokens" in options:
         return batch == 1 and not mode["do_sample"]
     return batch == 1 or "assistant_model" not in options
 
 
 def claims_same_text(options: dict[str, Any], sampled: bool) -> bool:
-    """Is the text to be stock's? Stock's assisted sampling draws other numbers: other text of the same law."""
+    """Whether the text has to be stock's: assisted sampling draws other numbers, so other text of the same law."""
     return not (sampled and "assistant_model" in options)
 
 
@@ -118,15 +105,12 @@ def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
 
 
 def is_ours(options: dict[str, Any]) -> bool:
-    """Does a drafter of ours take part?"""
+    """Whether a drafter of ours takes part."""
     return isinstance(options.get("assistant"), Drafter)
 
 
 def _name(drafter: Any, taken: dict[str, Any]) -> str:
     """The name of its folder, with a number after a name that occurs twice."""
     name = shown_name(drafter.name_or_path)
-    number = 2
-    unique = name
-    while f"{OURS}, {unique}" in taken:
-        unique, number = f"{name} {number}", number + 1
-    return unique
+    names = chain([name], (f"{name} {number}" for number in count(2)))
+    return next(one for one in names if f"{OURS}, {one}" not in taken)

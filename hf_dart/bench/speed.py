@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from hf_dart.bench.exact import Run, compare, repeated_4grams, run
+from hf_dart.bench.exact import Run, compare, run
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.rivals import COMPILED, claims_same_text, is_ours, takes
@@ -67,11 +67,10 @@ class Measurement:
 
     Attributes:
         seconds: of each repeat, over all prompts; whole `generate` calls, prefill included.
-        tokens: generated in one repeat, padding left out.
-        repeated: share of the generated 4-grams that occurred before in the same row.
+        written: generated tokens of each row of the last repeat, padding left out.
         peak: bytes, the highest of all its calls.
         verdict: comparison with stock, over all repeats; None where another text is as good.
-        ours: is it a drafter of ours, whose text has to be stock's?
+        ours: whether it is a drafter of ours, whose text has to be stock's.
         stats: what the drafter did, over all repeats.
     """
 
@@ -79,12 +78,16 @@ class Measurement:
     mode: str
     method: str
     seconds: list[float] = field(default_factory=list)
-    tokens: int = 0
-    repeated: float = 0.0
+    written: list[list[int]] = field(default_factory=list)
     peak: int = 0
     verdict: Verdict | None = None
     ours: bool = False
     stats: DraftStats = field(default_factory=DraftStats)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens that one repeat generates."""
+        return sum(map(len, self.written))
 
     @property
     def speeds(self) -> list[float]:
@@ -116,12 +119,13 @@ class Measurement:
 
     @property
     def identical(self) -> bool:
-        """Nothing is known against the text."""
+        """True if the text equals stock's, or was not compared."""
         return self.verdict is None or self.verdict.identical
 
-    def add(self, done: Run, peak: int) -> None:
-        """Add one call of the current repeat."""
+    def add(self, done: Run, peak: int, texts: list[list[int]]) -> None:
+        """Add one call of the current repeat, and the text of each row."""
         self.seconds[-1] += done.seconds
+        self.written += texts
         self.peak = max(self.peak, peak)
         if done.stats is not None:
             self.stats.merge(done.stats)
@@ -172,40 +176,38 @@ def measure(
         ]
         for batch in settings.batches
     }
-    short = min(_WARMUP_TOKENS, settings.new_tokens)
-    # Every length is compiled again.
+    # Every length is compiled again, so what is compiled warms up with all of them.
     warming = [groups[one.batch] if one.method in COMPILED else groups[one.batch][:1] for one in measurements]
     calls = sum(map(len, warming)) + settings.repeats * sum(len(groups[one.batch]) for one in measurements)
     done = count(1)
+
+    def call(one: Measurement, inputs: dict[str, Tensor], new_tokens: int) -> Run:
+        options = {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens}
+        ran = run(pair.model, inputs, options, settings.seed)
+        progress(next(done), calls)
+        return ran
+
     for one, inputs_of in zip(measurements, warming, strict=True):
-        new_tokens = settings.new_tokens if one.method in COMPILED else short
+        short = settings.new_tokens if one.method in COMPILED else min(_WARMUP_TOKENS, settings.new_tokens)
         for inputs in inputs_of:
-            run(pair.model, inputs, {**modes[one.mode], **drafting[one.method], "max_new_tokens": new_tokens})
-            progress(next(done), calls)
+            call(one, inputs, short)
     for repeat in range(settings.repeats):
         for one in measurements:
             one.seconds.append(0.0)
+            one.written = []
         for batch, mode in {(one.batch, one.mode): None for one in measurements}:
             rivals = [one for one in measurements if (one.batch, one.mode) == (batch, mode)]
             options = {**modes[mode], "max_new_tokens": settings.new_tokens}
-            written: dict[str, list[list[int]]] = {one.method: [] for one in rivals}
             for number, inputs in enumerate(groups[batch]):
                 runs = {}
                 for one in in_turn(rivals, repeat + number):
                     reset_peak(pair.model.device)
-                    ran = run(pair.model, inputs, {**options, **drafting[one.method]}, settings.seed)
-                    one.add(ran, peak_bytes(pair.model.device))
-                    runs[one.method] = ran
-                    written[one.method] += _texts(pair, inputs, ran)
-                    progress(next(done), calls)
+                    runs[one.method] = call(one, inputs, settings.new_tokens)
+                    one.add(runs[one.method], peak_bytes(pair.model.device), _texts(pair, inputs, runs[one.method]))
                 for one in rivals:
                     if one.verdict is not None:
-                        one.verdict += compare(
-                            pair.model, inputs, options, settings.seed, runs[STOCK], runs[one.method]
-                        )
-            for one in rivals:
-                one.tokens = sum(map(len, written[one.method]))
-                one.repeated = repeated_4grams(written[one.method])
+                        ours, stock = runs[one.method], runs[STOCK]
+                        one.verdict += compare(pair.model, inputs, options, settings.seed, stock, ours)
     return measurements
 
 
@@ -218,18 +220,14 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[s
 
 
 def pad_token(pair: Pair) -> int:
-    """What fills up the shorter prompts of a batch."""
-    for token in (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id):
-        if token is not None:
-            return int(token)
-    return _eos_tokens(pair)[0] if _eos_tokens(pair) else 0
+    """The token that fills up the shorter prompts of a batch."""
+    known = (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id, *_eos_tokens(pair), 0)
+    return next(int(token) for token in known if token is not None)
 
 
 def _eos_tokens(pair: Pair) -> list[int]:
     eos = pair.model.generation_config.eos_token_id
-    if eos is None:
-        return []
-    return list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
+    return [] if eos is None else list(eos) if isinstance(eos, (list, tuple)) else [int(eos)]
 
 
 def _texts(pair: Pair, inputs: dict[str, Tensor], done: Run) -> list[list[int]]:

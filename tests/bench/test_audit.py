@@ -172,7 +172,7 @@ def test_ulp() -> None:
 
 @pytest.mark.parametrize(
     ("words", "says"),
-    [([""], "prompt is empty"), (["x", "--json", "./nowhere/audit.json"], "no folder")],
+    [([""], "prompt is empty"), (["x", "--json", "./nowhere/audit.json"], "No such file")],
 )
 def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *words]) == 2

@@ -161,7 +161,6 @@ def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str
     for words, message in (
         (["--rivals", "eagles"], "'eagles' is none of compiled"),
         (["--modes", "beam"], "'beam' is none of greedy"),
-        (["--dtypes", "int8"], "'int8' is none of auto"),
     ):
         with pytest.raises(SystemExit):
             main(["bench", *words])
@@ -176,7 +175,7 @@ def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # of inductor's own imports
 def test_what_is_compiled_writes_the_same(tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtypes", "float64"]
+    words = ["--rivals", "compiled,tree,engine", "--batch", "1", "--repeats", "1", "--dtype", "float64"]
     assert main(["bench", "--smoke", *words, "--modes", "greedy,penalty", "--json", str(file)]) == 0
     compiled = [one for one in json.loads(file.read_text())["results"] if one["method"] in COMPILED]
     modes = ("greedy", "greedy, penalty 1.1")
