@@ -5,21 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from hf_dart.cli.common import (
-    check_file,
-    command_line,
-    json_option,
-    load,
-    pair_options,
-    positive,
-    say,
-    seed,
-    set_threads,
-    show,
-    tree_config,
-    tree_options,
-    write_json,
-)
+from hf_dart.cli import common
 from hf_dart.errors import UserError, check_text
 
 _PROMPTS, _PROMPT_TOKENS = 8, 96
@@ -28,22 +14,23 @@ _PROMPTS, _PROMPT_TOKENS = 8, 96
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "audit",
-        parents=[pair_options(), tree_options()],
+        parents=[common.pair_options(), common.tree_options()],
         help="drafted against stock, prompt by prompt: the first differences, in ulp",
     )
     parser.add_argument("prompts", nargs="*", help="texts to continue (default: 8 from the installed pytest's source)")
-    parser.add_argument("--new-tokens", type=positive, default=64, help="per prompt and run (default: %(default)s)")
-    parser.add_argument("--seed", type=seed, default=0, help="of the sampled runs (default: %(default)s)")
-    json_option(parser)
+    parser.add_argument(
+        "--new-tokens", type=common.positive, default=64, help="per prompt and run (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=common.seed, default=0, help="of the sampled runs (default: %(default)s)")
+    common.json_option(parser)
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_file(arguments.json)
-    set_threads(arguments.threads)
+    common.check_file(arguments.json)
     from hf_dart.bench import auditing, report, speed, suites
 
-    pair = load(arguments)
+    pair = common.load(arguments)
     if arguments.prompts:
         text = "from the command line"
         prompts = [pair.tokenizer(check_text(prompt, "A prompt"))["input_ids"] for prompt in arguments.prompts]
@@ -61,12 +48,11 @@ def _run(arguments: argparse.Namespace) -> int:
         batches=(1, len(prompts)),
         seed=arguments.seed,
     )
-    tree = tree_config(arguments, pair.head.tree_config)
+    tree = common.tree_config(arguments, pair.head.tree_config)
     content = {
-        **report.circumstances(pair, settings, text, command_line(arguments)),
-        **report.describe_tree(pair, tree, settings.batches),
-        **auditing.audit(pair, prompts, settings, tree, say),
+        **report.circumstances(pair, settings, text, common.command_line(arguments), tree),
+        **auditing.audit(pair, prompts, settings, tree, common.say),
     }
-    show(auditing.as_table(content))
-    write_json(arguments.json, content)
+    common.show(auditing.as_table(content))
+    common.write_json(arguments.json, content)
     return 0 if content["passed"] else 1

@@ -1,16 +1,16 @@
-"""What several commands share: options, their checks, loading."""
+"""Options, checks and loading that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
 
 from tqdm import tqdm
@@ -19,6 +19,40 @@ from hf_dart.bench.pair import Pair, load_pair, target_of
 from hf_dart.errors import LEAST_TEMPERATURE, UserError, as_user_error, sentence
 from hf_dart.hub.loading import DTYPES, PACKAGED, load_tokenizer, quantization_config
 from hf_dart.view.tables import aligned
+
+
+def number(kind: type, holds: Callable[[Any], bool], says: str) -> Callable[[str], Any]:
+    """A type for argparse: numbers for which `holds` is true; others are refused as not being `says`."""
+
+    def read(text: str) -> Any:
+        value = kind(text)
+        if not holds(value):
+            raise argparse.ArgumentTypeError(f"{text} is not {says}")
+        return value
+
+    read.__name__ = kind.__name__  # argparse names the type where `kind` itself refuses
+    return read
+
+
+positive = number(int, lambda value: value >= 1, "1 or more")
+seed = number(int, lambda value: 0 <= value < 2**32, f"from 0 to {2**32 - 1}")
+share = number(float, lambda value: 0 < value <= 1, "above 0 and up to 1")
+temperature = number(
+    float, lambda value: value == 0 or LEAST_TEMPERATURE <= value < inf, f"0, or {LEAST_TEMPERATURE:g} or more"
+)
+
+
+def sizes(text: str) -> tuple[int, ...]:
+    """Whole numbers with commas between them, for argparse."""
+    return tuple(map(positive, text.split(",")))
+
+
+def fields(text: str) -> dict[str, Any]:
+    """A JSON object, for argparse."""
+    found = json.loads(text)
+    if not isinstance(found, dict):
+        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
+    return found
 
 
 def pair_options() -> argparse.ArgumentParser:
@@ -85,7 +119,7 @@ def progress_bar() -> Iterator[Callable[[int, int], None]]:
     """Show on standard error how far a command is and, where that is a terminal, how long it will still take.
 
     Yields:
-        What takes how many calls are done, and how many there are.
+        A function that takes how many calls are done, and how many there are.
     """
     with tqdm(disable=None, unit="call", dynamic_ncols=True, leave=False) as bar:
 
@@ -109,11 +143,15 @@ def say(line: str) -> None:
 
 
 def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
-    """Target, head and n-gram table that the command line names; a `UserError` if one cannot be loaded.
+    """Load target, head and n-gram table that the command line names, on so many threads as it says.
 
     Args:
         trained: the command is about the weights of a head.
+
+    Raises:
+        UserError: one of them cannot be loaded.
     """
+    set_threads(arguments.threads)
     if trained and arguments.head is None and arguments.target not in (None, PACKAGED):
         raise UserError(f"This command needs a head that was trained for {arguments.target!r}; name it with --head.")
     options = loading_options(arguments)
@@ -151,42 +189,30 @@ def set_threads(threads: int | None) -> None:
         torch.set_num_threads(threads)
 
 
-def check_file(file: Path | None, what: str = "JSON") -> None:
-    """Can it be written, if one was named? asked before a long run, not after it.
-
-    Raises:
-        UserError: it cannot.
-    """
-    if file is None:
-        return
-    with writing(file):  # asking alone is refused for some names, and in folders of others
-        if not file.parent.is_dir():
-            raise UserError(f"There is no folder {str(file.parent)!r} to write the {what} to.")
-        if file.is_dir():
-            raise UserError(f"{str(file)!r} is a folder; give a file to write the {what} to.")
-        if not os.access(file if file.exists() else file.parent, os.W_OK):
-            raise UserError(f"{str(file)!r} may not be written; give another file for the {what}.")
-
-
-def check_folder(folder: Path | None) -> None:
-    """Can it be written to, or made, if it was named? Errors as for `check_file`."""
-    if folder is None:
-        return
-    with writing(folder):
-        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
-        if not there.is_dir():
-            raise UserError(f"{str(there)!r} is a file; give a folder, or a name that is free.")
-        if not os.access(there, os.W_OK):
-            raise UserError(f"{str(folder)!r} may not be written; give another folder.")
-
-
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """What the system refuses inside becomes a `UserError`."""
+    """Turn what the system refuses inside into a `UserError`."""
     try:
         yield
     except OSError as error:
         raise UserError(f"Cannot write {str(path)!r} ({sentence(error)}); make room there or name another.") from error
+
+
+def check_file(file: Path | None) -> None:
+    """Raise a `UserError` if a file that was named cannot be written: before a long run, not after it."""
+    if file is not None:
+        with writing(file):
+            there = file.exists()
+            file.open("a").close()
+            if not there:
+                file.unlink()
+
+
+def check_folder(folder: Path) -> None:
+    """Raise a `UserError` if a folder cannot be made, or written to where there is one."""
+    with writing(folder):
+        there = next(one for one in (folder, *folder.absolute().parents) if one.exists())
+        TemporaryFile(dir=there).close()
 
 
 def write_json(file: Path | None, content: dict[str, Any]) -> None:
@@ -194,54 +220,3 @@ def write_json(file: Path | None, content: dict[str, Any]) -> None:
     if file is not None:
         with writing(file):
             file.write_text(json.dumps(content, indent=2, allow_nan=False) + "\n", encoding="utf8")
-
-
-def positive(text: str) -> int:
-    """A whole number of 1 or more, for argparse."""
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{number} is not 1 or more")
-    return number
-
-
-def fields(text: str) -> dict[str, Any]:
-    """A JSON object, for argparse."""
-    try:
-        found = json.loads(text)
-    except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
-        raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
-    return found
-
-
-def temperature(text: str) -> float:
-    """A number of 0, or of `LEAST_TEMPERATURE` or more, for argparse."""
-    number = float(text)
-    if number and not LEAST_TEMPERATURE <= number < inf:
-        raise argparse.ArgumentTypeError(f"{text} is neither 0 nor {LEAST_TEMPERATURE:g} or more")
-    return number
-
-
-def seed(text: str) -> int:
-    """A whole number that random generators of all libraries take, for argparse."""
-    number = int(text)
-    if not 0 <= number < 2**32:
-        raise argparse.ArgumentTypeError(f"{text} does not lie in 0..{2**32 - 1}")
-    return number
-
-
-def share(text: str) -> float:
-    """A number above 0 and up to 1, for argparse."""
-    number = float(text)
-    if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} does not lie above 0 and up to 1")
-    return number
-
-
-def sizes(text: str) -> tuple[int, ...]:
-    """Whole numbers with commas between them, for argparse."""
-    try:
-        return tuple(positive(part) for part in text.split(","))
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of sizes such as 1,4") from error

@@ -1,51 +1,141 @@
-"""`hf-dart generate`: continue a prompt, streaming."""
+"""`hf-dart generate` and `hf-dart view`: continue a prompt, streaming, or as a page that shows how it was drafted."""
 
 from __future__ import annotations
 
 import argparse
+import sys
 import textwrap
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
-from hf_dart.cli.common import load, pair_options, say, set_threads, tree_config, tree_options
-from hf_dart.cli.prompting import encode_prompt, prompt_options, read_prompt, sampling
-from hf_dart.errors import as_user_error
+from hf_dart.cli import common
+from hf_dart.errors import UserError, as_user_error, check_text, sentence
 
 
 def add(commands: Any) -> None:
-    options = [pair_options(), tree_options(), prompt_options()]
+    options = [common.pair_options(), common.tree_options(), _prompt_options()]
     parser = commands.add_parser("generate", parents=options, help="continue a prompt, streaming")
     parser.add_argument("--stock", action="store_true", help="without the head, to compare")
     parser.add_argument("--stats", action="store_true", help="speed and what the drafts did, on standard error")
-    parser.set_defaults(command=_run)
+    parser.set_defaults(command=_generate)
+
+    parser = commands.add_parser("view", parents=options, help="a page that shows every token, tree and phase")
+    parser.add_argument(
+        "--output", type=Path, default=Path("view.html"), metavar="FILE", help="the page (default: %(default)s)"
+    )
+    parser.set_defaults(command=_view)
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    options = sampling(arguments)
-    set_threads(arguments.threads)
-    prompt = read_prompt(arguments)
-    pair = load(arguments)
+def _prompt_options() -> argparse.ArgumentParser:
+    prompt = argparse.ArgumentParser(add_help=False)
+    prompt.add_argument("prompt", help="the text to continue; - reads it from standard input")
+    prompt.add_argument("--max-new-tokens", type=common.positive, default=256, help="default: %(default)s")
+    prompt.add_argument(
+        "--temperature", type=common.temperature, help="0 is greedy (default: the target's generation_config)"
+    )
+    prompt.add_argument("--top-p", type=common.share, help="sample from the smallest set of this probability")
+    prompt.add_argument("--seed", type=common.seed, default=0, help="default: %(default)s")
+    prompt.add_argument("--chat", action="store_true", help="put the prompt into the chat template")
+    prompt.add_argument(
+        "--thinking",
+        action=argparse.BooleanOptionalAction,
+        help="handed to the chat template; default: as in the conversations that the head was trained on",
+    )
+    return prompt
+
+
+def _generate(arguments: argparse.Namespace) -> int:
+    pair, inputs, options = _prepare(arguments)
     import torch
     from transformers import TextStreamer
 
-    model, inputs = pair.model, encode_prompt(arguments, prompt, pair)
-    tree = tree_config(arguments, pair.head.tree_config)
-    drafting = {} if arguments.stock else {"assistant": pair.head, "tree_config": tree}
+    if not arguments.stock:
+        options |= _drafting(arguments, pair)
+    streamer = TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True)
     torch.manual_seed(arguments.seed)
     begun = perf_counter()
     with as_user_error(ValueError):
-        ids = model.generate(
-            **inputs,
-            max_new_tokens=arguments.max_new_tokens,
-            streamer=TextStreamer(pair.tokenizer, skip_prompt=True, skip_special_tokens=True),
-            **options,
-            **drafting,
-        )
+        ids = pair.model.generate(**inputs, streamer=streamer, **options)
     if arguments.stats:
         tokens = ids.shape[1] - inputs["input_ids"].shape[1]
         rate = f"{tokens / (perf_counter() - begun):.1f} tokens/s"
-        say(rate if arguments.stock else _stats_lines(rate, pair.head.last_stats))
+        common.say(rate if arguments.stock else _stats_lines(rate, pair.head.last_stats))
     return 0
+
+
+def _view(arguments: argparse.Namespace) -> int:
+    common.check_file(arguments.output)
+    pair, inputs, options = _prepare(arguments)
+    from hf_dart.bench.exact import compare, run
+    from hf_dart.view import View
+
+    with as_user_error(ValueError):
+        stock = run(pair.model, inputs, options, arguments.seed)
+        drafted = run(pair.model, inputs, {**options, **_drafting(arguments, pair), "trace": True}, arguments.seed)
+    verdict = compare(pair.model, inputs, options, arguments.seed, stock, drafted)
+    note = (
+        f"{pair.target_name} with {pair.head_name}, {str(pair.model.dtype).removeprefix('torch.')} on "
+        f"{pair.model.device.type}. The same text as stock's: {verdict}."
+    )
+    ids, stats = drafted.sequences[0].tolist(), pair.head.last_stats
+    start = inputs["input_ids"].shape[1]
+    with common.writing(arguments.output):
+        View(pair.tokenizer, ids[:start], ids[start:], stats, notes=(note,)).save(arguments.output)
+    print(f"{arguments.output}: τ {stats.tau:.2f}, the same text as stock's: {verdict}")
+    return 0 if verdict.identical else 1
+
+
+def _prepare(arguments: argparse.Namespace) -> tuple[Any, dict[str, Any], dict[str, Any]]:
+    """Load the pair and encode the prompt.
+
+    Returns:
+        The pair; `input_ids` and `attention_mask` [1, P] on the target's device; options of `generate`, in which
+        what was not asked for is as the target's own generation_config says.
+
+    Raises:
+        UserError: options contradict each other, or the prompt is empty or no text.
+    """
+    if arguments.thinking is not None and not arguments.chat:
+        raise UserError("--thinking is for chat templates; add --chat.")
+    options = common.given(arguments, ("temperature", "top_p"))
+    if arguments.temperature == 0:
+        if arguments.top_p is not None:
+            raise UserError("--top-p chooses among sampled tokens and --temperature 0 samples none; leave one out.")
+        options = {"do_sample": False}
+    elif options:
+        options["do_sample"] = True
+    with as_user_error(UnicodeDecodeError, about="Standard input is no UTF-8 text"):
+        prompt = sys.stdin.read() if arguments.prompt == "-" else arguments.prompt
+    check_text(prompt, "The prompt")
+    pair = common.load(arguments)
+    if arguments.chat:
+        prompt = _in_template(prompt, pair, arguments.thinking)
+    encoded = pair.tokenizer(prompt, return_tensors="pt", add_special_tokens=not arguments.chat)
+    if encoded["input_ids"].shape[1] == 0:
+        raise UserError("The prompt is empty; give some text.")
+    inputs = {name: encoded[name].to(pair.model.device) for name in ("input_ids", "attention_mask")}
+    return pair, inputs, {**options, "max_new_tokens": arguments.max_new_tokens}
+
+
+def _drafting(arguments: argparse.Namespace, pair: Any) -> dict[str, Any]:
+    return {"assistant": pair.head, "tree_config": common.tree_config(arguments, pair.head.tree_config)}
+
+
+def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
+    """`prompt` as a user's message, up to where the assistant begins to write."""
+    from hf_dart.drafters.pretrained import PretrainedDrafter
+
+    if thinking is None and isinstance(pair.head, PretrainedDrafter):
+        thinking = pair.head.config.enable_thinking
+    turn = [{"role": "user", "content": prompt}]
+    flags = {} if thinking is None else {"enable_thinking": thinking}
+    try:
+        return pair.tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True, **flags)
+    except Exception as error:  # a template is a program
+        raise UserError(
+            f"The target's chat template does not take this prompt ({sentence(error)}); leave --chat out."
+        ) from error
 
 
 def _stats_lines(rate: str, stats: Any) -> str:

@@ -7,15 +7,15 @@ import json
 from pathlib import Path
 from typing import Any
 
-from hf_dart.cli.common import check_file, json_option, load, pair_options, say, set_threads, write_json, writing
+from hf_dart.cli import common
 from hf_dart.errors import UserError
 
 
-def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "profile", parents=[pair_options()], help="measure what drafting costs here, so that trees follow it"
+        "profile", parents=[common.pair_options()], help="measure what drafting costs here, so that trees follow it"
     )
-    json_option(parser)
+    common.json_option(parser)
     parser.add_argument(
         "--save", action="store_true", help="write the costs into the config.json of the head's folder (--head)"
     )
@@ -23,20 +23,19 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    check_file(arguments.json)
+    common.check_file(arguments.json)
     config = Path(arguments.head or "", "config.json")
     if arguments.save and (arguments.head is None or not config.is_file()):
         raise UserError("--save writes into a head's own folder: give one with --head.")
-    check_file(config if arguments.save else None, "costs")
-    set_threads(arguments.threads)
+    common.check_file(config if arguments.save else None)
     from hf_dart.bench import profiling
     from hf_dart.hub.machine import hardware, versions
     from hf_dart.view.tables import markdown
 
-    pair = load(arguments)
+    pair = common.load(arguments)
     if arguments.save and not _keeps_trees(config, pair.head):
         raise UserError("--save writes into heads of hf_dart's own format; this is another, so give --json instead.")
-    found = profiling.measure(pair, progress=say)
+    found = profiling.measure(pair, progress=common.say)
     print(f"{pair.target_name}, {pair.head_name}, {hardware(pair.model.device)}")
     print(f"one token of stock generate: {found.token_ms:.2f} ms")
     print(f"one round without a draft: {found.plain_ms:.2f} ms; costs relative to it:")
@@ -53,7 +52,7 @@ def _run(arguments: argparse.Namespace) -> int:
     print("tree=" + json.dumps(found.settings))
     states = {"forms": found.forms, "shapes": found.shapes} if found.forms else {}
     about = {"hardware": hardware(pair.model.device), "versions": versions()}
-    write_json(
+    common.write_json(
         arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **states, **found.settings}
     )
     if arguments.save:
@@ -62,7 +61,7 @@ def _run(arguments: argparse.Namespace) -> int:
         content["tree"].pop("nodes", None)
         # Whole or not at all.
         new = config.with_name(f"{config.name}.new")
-        with writing(config):
+        with common.writing(config):
             new.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf8")
             new.replace(config)
     return 0

@@ -10,29 +10,18 @@ from time import monotonic
 from typing import Any
 
 from hf_dart.bench.pair import load_head
-from hf_dart.cli.common import (
-    check_folder,
-    given,
-    loading_options,
-    positive,
-    seed,
-    set_threads,
-    share,
-    target_options,
-    temperature,
-)
+from hf_dart.cli import common
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.hub.loading import load_target, load_tokenizer
 
 _OF_THE_MODEL = ("attn_implementation", "quantization")  # and of what it writes
 _OF_THIS_MACHINE = ("head", "dtype", "device_map", *_OF_THE_MODEL)
-_SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
         "regenerate",
-        parents=[target_options()],
+        parents=[common.target_options()],
         help="a data set in the target's own words, to train heads on",
         description="Assistants' messages are written again, other text is continued from its beginnings. Interrupted, "
         "the same command goes on where it stopped. Several processes (accelerate launch -m hf_dart.cli regenerate "
@@ -53,14 +42,16 @@ def add(commands: Any) -> None:
         "--server", metavar="URL", help="let a server write (OpenAI-style; vLLM with --generation-config vllm)"
     )
     writing.add_argument("--model", metavar="NAME", help="the target's name there (default: --target)")
-    writing.add_argument("--temperature", type=temperature, help="0, the default, is greedy")
-    writing.add_argument("--top-p", type=share, help="sample from the smallest set of this probability")
-    writing.add_argument("--top-k", type=positive, help="sample from so many tokens")
-    writing.add_argument("--min-p", type=share, help="sample from tokens of at least this share of the likeliest one's")
-    writing.add_argument("--repetition-penalty", type=float, help="default: 1, none")
-    writing.add_argument(
-        "--mixture", nargs="+", metavar="WAY", help="several ways by their shares: '0.4 temperature=1' '0.6'"
+    way = writing.add_mutually_exclusive_group()
+    way.add_argument("--temperature", type=common.temperature, default=0.0, help="0, the default, is greedy")
+    way.add_argument(
+        "--mixture",
+        nargs="+",
+        metavar="WAY",
+        help="one way to sample or several, by their shares: '0.4 temperature=1 top_p=0.9' '0.6'; also top_k=, min_p= "
+        "and repetition_penalty=",
     )
+    positive = common.positive
     writing.add_argument("--length", type=positive, default=2048, help="tokens of a row (default: %(default)s)")
     writing.add_argument("--new-tokens", type=positive, default=1024, help="at most, per reply (default: %(default)s)")
     writing.add_argument(
@@ -71,21 +62,21 @@ def add(commands: Any) -> None:
     parser.add_argument("--batch-size", type=positive, default=32, help="rows at a time (default: %(default)s)")
     parser.add_argument("--rows", type=positive, help="write so many, in whole batches (default: all)")
     parser.add_argument("--minutes", type=float, help="begin no batch after that")
-    parser.add_argument("--seed", type=seed, default=0, help="default: %(default)s")
+    parser.add_argument("--seed", type=common.seed, default=0, help="default: %(default)s")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
     began = monotonic()
-    if arguments.server and (own := given(arguments, _OF_THIS_MACHINE)):
+    if arguments.server and (own := common.given(arguments, _OF_THIS_MACHINE)):
         raise UserError(f"A server writes on its own; leave out --{next(iter(own)).replace('_', '-')}.")
     if arguments.server and arguments.chat_template:
         raise UserError("A server has its own chat template; start it with this one, and leave --chat-template out.")
     if arguments.model and not arguments.server:
         raise UserError("--model is the target's name on a server; give --server, or --target instead.")
-    check_folder(arguments.output)
+    common.check_folder(arguments.output)
     rank, processes = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1)))
-    set_threads(arguments.threads)
+    common.set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
     from hf_dart.hub.machine import versions
     from hf_dart.training.data.documents import datasets_library
@@ -95,9 +86,9 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with as_user_error():
         datasets_library().disable_progress_bars()
-        shape = given(arguments, ("length", "new_tokens", "batch_size", "seed"))
+        shape = common.given(arguments, ("length", "new_tokens", "batch_size", "seed"))
         settings = RegenerateSettings(prefix=tuple(arguments.prefix), mixture=_mixture(arguments), **shape)
-        fields = given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
+        fields = common.given(arguments, ("text_field", "messages_field", "streaming", "cache_dir", "chat_template"))
         thinking = arguments.thinking
         data = DataArguments(train_data=arguments.data, enable_thinking=thinking, train_on="all", **fields)
         sources = open_sources(data, tokenizer, arguments.seed)
@@ -126,12 +117,8 @@ def _run(arguments: argparse.Namespace) -> int:
 def _mixture(arguments: argparse.Namespace) -> Any:
     from hf_dart.training.regenerate.sampling import Sampling
 
-    asked = given(arguments, _SAMPLING)
     if arguments.mixture is None:
-        return (Sampling(**asked),)
-    if asked:
-        first = next(iter(asked)).replace("_", "-")
-        raise UserError(f"--{first} is for one way to write; put it into --mixture, or leave that out.")
+        return (Sampling(temperature=arguments.temperature),)
     return tuple(Sampling.parse(way) for way in arguments.mixture)
 
 
@@ -154,13 +141,13 @@ def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tupl
     device_map = arguments.device_map
     if device_map is None and torch.cuda.is_available():
         device_map = {"": int(os.environ.get("LOCAL_RANK", 0))}
-    model, _ = load_target(arguments.target, arguments.dtype, device_map, **loading_options(arguments))
+    model, _ = load_target(arguments.target, arguments.dtype, device_map, **common.loading_options(arguments))
     head = None if arguments.head is None else load_head(arguments.head, model, tokenizer)
     chat = next((encoder.chat for _, encoder in sources if encoder.chat is not None), None)
     made_by = {
         "target": Path(name).resolve().name if Path(name).is_dir() else name,
         "target_revision": cached_commit(arguments.target or ""),
         "dtype": str(model.dtype).removeprefix("torch."),
-        **given(arguments, _OF_THE_MODEL),
+        **common.given(arguments, _OF_THE_MODEL),
     }
     return ModelWriter(model, tokenizer, chat, head), made_by

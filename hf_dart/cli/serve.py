@@ -6,24 +6,23 @@ import argparse
 from typing import Any
 
 from hf_dart.bench.pair import Pair
-from hf_dart.cli.common import load, pair_options, say, seed, set_threads
+from hf_dart.cli import common
 from hf_dart.errors import UserError, sentence
 
 
 def add(commands: Any) -> None:
     parser = commands.add_parser(
-        "serve", parents=[pair_options()], help="chat and completions over HTTP, as OpenAI's API, with drafts"
+        "serve", parents=[common.pair_options()], help="chat and completions over HTTP, as OpenAI's API, with drafts"
     )
     parser.add_argument("--host", default="localhost", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s; 0 is any free one")
     parser.add_argument("--enable-cors", action="store_true", help="answer pages of other origins too")
-    parser.add_argument("--seed", type=seed, help="of torch's generator, when the server starts")
+    parser.add_argument("--seed", type=common.seed, help="of torch's generator, when the server starts")
     parser.set_defaults(command=_run)
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    set_threads(arguments.threads)
-    app = build_app(load(arguments), enable_cors=arguments.enable_cors)
+    app = build_app(common.load(arguments), enable_cors=arguments.enable_cors)
     import torch
     import uvicorn
 
@@ -76,7 +75,7 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
             return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]
 
     if not pair.tokenizer.chat_template:
-        say("The tokenizer has no chat template: /v1/completions answers, chat and responses cannot.")
+        common.say("The tokenizer has no chat template: /v1/completions answers, chat and responses cannot.")
     attach(pair.model, pair.head)
     models = OneModel()
     models.force_model = pair.target_name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from hf_dart.bench.exact import Run, compare, tolerance
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.tour import demo
 from hf_dart.cli import main
-from hf_dart.cli.common import check_file, check_folder, write_json
+from hf_dart.cli.common import check_file, write_json
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.view.page import origins
@@ -160,10 +159,10 @@ def test_generate_thinks_as_the_head_was_trained_to(tmp_path: Path, capsys: pyte
         (["generate", "x", "--temperature", "0", "--top-p", "0.9"], "leave one out"),
         (["bench", "--text", "./nowhere.py"], "Cannot read"),
         (["bench", "--prompts", "2", "--batch", "1,4"], "--batch takes sizes"),
-        (["bench", "--json", "./nowhere/bench.json"], "no folder"),
-        *(([*words, "--json", HEAD], "is a folder; give a file to write the JSON to") for words in MEASURE),
-        (["view", "x", "--output", HEAD], "is a folder; give a file to write the page to"),
-        (["regenerate", "data.txt", "--output", f"{HEAD}/config.json"], "is a file; give a folder"),
+        (["bench", "--json", "./nowhere/bench.json"], "No such file or directory"),
+        *(([*words, "--json", HEAD], "Is a directory") for words in MEASURE),
+        (["view", "x", "--output", HEAD], "Is a directory"),
+        (["regenerate", "data.txt", "--output", f"{HEAD}/config.json"], "Not a directory"),
         (["regenerate", "data.txt", "--output", "x" * 300], "File name too long"),
         (["bench", "--json", "x" * 300], "File name too long"),
     ],
@@ -178,15 +177,11 @@ def test_mistakes_get_one_sentence(words: list[str], says: str, capsys: pytest.C
     assert not shown.out
 
 
-def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_written_is_said_before_a_run_and_behind_it(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"Cannot write .* a directory.*; make room there"):
-        write_json(PACKAGED_HEAD, {"tau": 3.0})
-    check_file(Path(HEAD, "new.json"))
-    monkeypatch.setattr(os, "access", lambda *_: False)
-    with pytest.raises(UserError, match="may not be written; give another file for the JSON"):
-        check_file(Path(HEAD, "new.json"))
-    with pytest.raises(UserError, match="new' may not be written; give another folder"):
-        check_folder(Path(HEAD, "new"))
+        write_json(tmp_path, {"tau": 3.0})
+    check_file(tmp_path / "new.json")
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
@@ -209,23 +204,6 @@ def test_unusable_options_exit_with_2(words: list[str], capsys: pytest.CaptureFi
         main(words)
     assert stop.value.code == 2
     assert "hf-dart" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["generat", "x"], "did you mean 'generate'?"),
-        (["bench", "--tokens", "4"], "no option --tokens; did you mean '--new-tokens'?"),
-        (["bench", "--prompts", "4", "--batch-sizes", "4"], "no option --batch-sizes; did you mean '--batch'?"),
-        (["generate", "x", "--max-newtokens", "4"], "no option --max-newtokens; did you mean '--max-new-tokens'?"),
-        (["generate", "x", "--zzz"], "no option --zzz; --help lists all."),
-    ],
-)
-def test_what_was_meant_is_named(words: list[str], says: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as stop:
-        main(words)
-    assert stop.value.code == 2
-    assert says in capsys.readouterr().err
 
 
 def test_a_target_without_a_tokenizer_is_told_that(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -393,8 +393,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert settings["settings"]["mixture"][0]["temperature"] == 1.0
     for wrong, said in (
         (["--temperature", "1"], "mixture differs"),
-        ([*way, "--top-p", "0.5"], "--top-p is for one way to write"),
-        (["--top-p", "0.5"], "give a temperature too"),
+        (["--mixture", "1 top_p=0.5"], "give a temperature too"),
         ([*way, "--attn-implementation", "eager"], "attn_implementation differs"),
         (["--server", "http://127.0.0.1:1", "--head", "x"], "leave out --head"),
         (["--server", "http://127.0.0.1:1", "--quantization", '{"load_in_4bit": true}'], "leave out --quantization"),

@@ -214,7 +214,7 @@ def test_lora_on_a_given_head(recipe: Path) -> None:
         (["--tree", '{"node": 8}'], "TreeConfig, which has no 'node'; did you mean 'nodes'?"),
         (["--selector_rank", "8"], "only selector_only trains"),
         (["--drafter", "foo", "--help"], "drafter is 'foo'"),
-        (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "config.json' is a file; give a folder"),
+        (["--output_dir", f"{PACKAGED_HEAD}/config.json/run"], "Not a directory"),
         (["--gradient_accumulation_steps", "0"], "gradient_accumulation_steps is 0; give 1 or more"),
         (["--loss_chunk", "-3"], "loss_chunk is -3; give 0 or more"),
         (["--metric_for_best_model", "xyz"], "give tau, tau_sampled, acceptance_1, waste, loss, or, with"),

@@ -200,7 +200,7 @@ def test_the_command_writes_a_page(packaged_page: Path, tmp_path: Path, capsys: 
     assert "The same text as stock's: yes" in page.text
     assert page.find("pre", id="text")[0].text.startswith("import os\n\n\ndef ")
     assert main(["view", "x", "--output", str(tmp_path / "none" / "page.html")]) == 2
-    assert "There is no folder" in capsys.readouterr().err
+    assert "No such file or directory" in capsys.readouterr().err
 
 
 _CLICK = """
