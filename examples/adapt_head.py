@@ -21,9 +21,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_dart
 from hf_dart import DartHead
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.training import DartTrainer, DartTrainingArguments
+from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.regenerate.sampling import Sampling
 from hf_dart.training.regenerate.writers import ModelWriter
 

@@ -28,8 +28,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from hf_dart import DartConfig, DartHead
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer, DartTrainingArguments, DataArguments, load_rows
+from hf_dart.training.lora import LoraArguments, apply_lora
 
 
 @dataclass(frozen=True)

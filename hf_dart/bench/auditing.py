@@ -106,7 +106,7 @@ def audit(
         "passed": all(one.identical for one in verdicts),
         "compared": {**asdict(whole), "generator": generator},
         "rounding": str(rounding_of(model)).removeprefix("torch."),
-        "attention": {"own": attention.own, "trees": attention.shown},
+        "attention": {"own": attention.own, "trees": attention.name},
         "findings": findings,
     }
 

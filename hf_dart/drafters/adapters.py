@@ -12,13 +12,11 @@ import copy
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import (
-    LoraConfig,
     PeftConfig,
     get_peft_model_state_dict,
     inject_adapter_in_model,
@@ -30,11 +28,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.dart.copied import fingerprint, same_fingerprint
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.errors import missing_folder
 from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
+from hf_dart.interop.lora_config import lora_of
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA stands on, besides `fc`, unless told otherwise."""
@@ -45,61 +43,6 @@ _PREFIX = "base_model.model."
 
 # What PEFT raises for fields that are not what it writes.
 NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
-
-
-@dataclass
-class LoraArguments:
-    """LoRA on a head, for `HfArgumentParser`; `apply_lora` does what they say."""
-
-    lora_rank: int | None = field(default=None, metadata={"help": "train LoRA of this rank; default: all weights"})
-    lora_alpha: float | None = field(default=None, metadata={"help": "its scale times the rank; default: 2 rank"})
-    lora_targets: list[str] | None = field(
-        default=None, metadata={"help": f"modules that it stands on; default: {' '.join(LAYERS)}, and fc"}
-    )
-    lora_dropout: float = field(default=0.0, metadata={"help": "of what goes into LoRA"})
-    lora_name: str = field(default="default", metadata={"help": "of the adapter"})
-    copy_layer: str | None = field(
-        default=None,
-        metadata={"help": "a new head's layers are frozen copies of the target's from this one on, or its 'last'"},
-    )
-
-    def head_options(self) -> dict[str, Any]:
-        """What `DartHead.from_target` takes.
-
-        Raises:
-            ValueError: `copy_layer` is no number.
-        """
-        if self.copy_layer is None:
-            return {}
-        if self.copy_layer != "last" and not self.copy_layer.isdigit():
-            raise ValueError(f"copy_layer is {self.copy_layer!r}; give a layer's number, from 0, or 'last'.")
-        return {"copy_layer": self.copy_layer if self.copy_layer == "last" else int(self.copy_layer)}
-
-
-def apply_lora(head: PretrainedDrafter, arguments: LoraArguments) -> PretrainedDrafter:
-    """Put LoRA on a head as `arguments` say; without a rank the head stays as it is.
-
-    Raises:
-        ValueError: an argument is out of range, or the head takes no adapter (`DartHead.add_adapter`).
-    """
-    if arguments.lora_rank is None:
-        return head
-    alpha = 2 * arguments.lora_rank if arguments.lora_alpha is None else arguments.lora_alpha
-    if arguments.lora_rank < 1 or not 0 <= arguments.lora_dropout < 1 or not 0 < alpha < float("inf"):
-        raise ValueError(
-            f"lora_rank is {arguments.lora_rank}, lora_alpha {alpha} and lora_dropout {arguments.lora_dropout}; give a "
-            "rank of 1 or more, a finite alpha above 0 and a dropout in [0, 1)."
-        )
-    head.add_adapter(
-        LoraConfig(
-            r=arguments.lora_rank,
-            lora_alpha=alpha,
-            lora_dropout=arguments.lora_dropout,
-            target_modules=arguments.lora_targets,
-        ),
-        arguments.lora_name,
-    )
-    return head
 
 
 # ---- putting them on ---------------------------------------------------------------------------------------

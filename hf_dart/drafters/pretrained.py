@@ -18,11 +18,11 @@ from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import check_options, registered
 from hf_dart.errors import missing_folder
+from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.publish import push_folder
-from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.models.devices import as_dtype, host_by_default
 from hf_dart.models.progress_bars import without_bars
 from hf_dart.trees.config import TreeConfig

@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, weight_files
-from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.interop.eagle3 import JOINED, eagle3_format, read_published, read_weights
 from hf_dart.models.devices import as_dtype, weight_of
 from hf_dart.models.features import layer_count

@@ -7,14 +7,11 @@ after it and is overwritten by the next round, so that nothing moves when a draf
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
@@ -23,7 +20,6 @@ from hf_dart.cache.slots import SlotSpec, SlotStore
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.proposal import Verified
-from hf_dart.errors import sentence
 from hf_dart.models.masks import MaskKind, mask_kinds
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
@@ -201,23 +197,6 @@ class View:
     def enter(self, cache: SlotCache, device: torch.device) -> None:
         """Let the next forward with `cache` write to these slots."""
         cache.slots, cache.end = self.slots.to(device), self.seen.shape[-1]
-
-
-@contextmanager
-def refused(what: str, remedy: str) -> Iterator[None]:
-    """Say in one sentence why transformers did not load something; the global generator is not moved."""
-    try:
-        # transformers draws weights that a damaged checkpoint lacks.
-        with torch.random.fork_rng(devices=[]):
-            yield
-    except torch.OutOfMemoryError:
-        raise
-    except (
-        SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError,
-        StrictDataclassError,
-    ) as error:  # fmt: skip
-        words = " ".join(sentence(error).split())[:300]
-        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {words}); {remedy}.") from error
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:

@@ -7,7 +7,6 @@ outside is never drafted, and the output is the same: the target says those toke
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -21,32 +20,6 @@ from hf_dart.trees.vocabulary import columns_of
 _PLACEHOLDER = re.compile(r"reserved|unused|mask", re.IGNORECASE)
 
 
-def frequent_tokens(rows: Iterable[dict[str, Any]], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
-    """The `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
-
-    Args:
-        rows: as those of `training.PackedTokens`: `input_ids` [T] and, where rows are padded, `documents` [T], -1 for
-            padding.
-        size: M.
-        vocab_size: V of the target.
-        always: tokens to take in whatever their count, such as end and padding tokens.
-
-    Raises:
-        ValueError: M is out of range.
-    """
-    if not len(set(always)) < size <= vocab_size:
-        raise ValueError(f"size is {size}; give {len(set(always)) + 1} to {vocab_size} tokens.")
-    counts = torch.zeros(vocab_size, dtype=torch.long)
-    for row in rows:
-        ids = torch.as_tensor(row["input_ids"])
-        if "documents" in row:
-            ids = ids[torch.as_tensor(row["documents"]) >= 0]
-        counts += torch.bincount(ids, minlength=vocab_size)
-    counts[list(always)] = torch.iinfo(torch.long).max
-    # Among equals the smaller id: in byte-pair vocabularies it was merged earlier.
-    return counts.argsort(descending=True, stable=True)[:size].sort().values
-
-
 def checked(tokens: Any, vocab_size: int) -> Tensor:
     """`tokens` as a draft vocabulary [M] of ascending int64 ids.
 
@@ -57,7 +30,7 @@ def checked(tokens: Any, vocab_size: int) -> Tensor:
     if not len(ids) or int(ids[0]) < 0 or int(ids[-1]) >= vocab_size or len(ids.unique()) < len(ids):
         raise ValueError(
             f"A draft vocabulary names different token ids of 0..{vocab_size - 1}, at least one; "
-            "hf_dart.drafters.vocabulary.frequent_tokens makes one."
+            "hf_dart.training.data.frequent.frequent_tokens makes one."
         )
     return ids
 

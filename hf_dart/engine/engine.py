@@ -26,7 +26,6 @@ from hf_dart.engine.memory import Memory
 from hf_dart.engine.shapes import shapes_of
 from hf_dart.engine.state import Shape, filled_up
 from hf_dart.engine.tier import Tier
-from hf_dart.models.packed import PACKED
 
 _WORTH_A_MOVE = 64
 """Tokens that a row has left to emit when its batch moves to rounds for fewer rows."""
@@ -123,7 +122,7 @@ class Engine:
             if made_for != self._made_for:
                 self.release()
                 self._made_for = made_for
-                self._hands_down = job.verify.attention.packs or job.verify.attention.name == PACKED
+                self._hands_down = job.verify.attention.packs
             whole = head_job(job)
             if isinstance(whole, str):
                 self._warn(f"Of this call the target's forward alone is captured, not the round: {whole}.")

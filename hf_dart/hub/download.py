@@ -12,8 +12,8 @@ from huggingface_hub.file_download import REGEX_COMMIT_HASH, repo_folder_name
 from transformers.utils import cached_file
 
 from hf_dart.errors import head_inside, missing_folder
+from hf_dart.hub.checkpoint import read_json, weight_shapes
 from hf_dart.hub.failures import hub_errors
-from hf_dart.interop.checkpoint import read_json, weight_shapes
 
 _WEIGHTS, _INDEX, _PICKLE = "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin"
 _LARGEST_CARD = 1024**2
@@ -163,7 +163,7 @@ def weight_files(path: str, missing: str | None = None, *, pickled: bool = False
     Args:
         path, where: as for `optional_file`.
         missing: what is said where there are no weights in safetensors.
-        pickled: take a `pytorch_model.bin` where there are none; `interop.checkpoint` reads it as strictly.
+        pickled: take a `pytorch_model.bin` where there are none; `hub.checkpoint` reads it as strictly.
 
     Raises:
         ValueError: the index of the weights is damaged, or names files outside of the checkpoint.

@@ -27,7 +27,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, Qwen3Config
 
-from hf_dart.interop.checkpoint import HARMLESS, Fields, one_of, read_tensors
+from hf_dart.hub.checkpoint import read_tensors
+from hf_dart.interop.fields import HARMLESS, Fields, one_of
 from hf_dart.interop.rope import read_rope, rope_frequencies
 from hf_dart.models.features import default_feature_layers
 

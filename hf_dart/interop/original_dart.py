@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from hf_dart.interop.checkpoint import Fields, read_tensors
+from hf_dart.hub.checkpoint import read_tensors
 from hf_dart.interop.eagle3 import draft_tokens
+from hf_dart.interop.fields import Fields
 from hf_dart.models.features import default_feature_layers
 
 _KIND = "DART head"

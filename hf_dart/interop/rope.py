@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from hf_dart.interop.checkpoint import Fields, one_of
+from hf_dart.interop.fields import Fields, one_of
 
 _MANY = 2**31 - 1
 _NEEDED = {

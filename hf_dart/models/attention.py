@@ -2,41 +2,35 @@
 
 FlashAttention, and most kernels of the Hub, know causal and windowed attention alone. Trees are verified by SDPA there,
 over the same weights and the same cache, and what stock would run too (the prompt, a step without a draft) by the
-user's kernel. Targets look up their attention by a name in their config, in every call. Other threads that call the
-same target are to find the user's name there, so a config meanwhile answers the thread of the verifying forward alone.
+user's kernel. Targets look functions up in transformers' registry, by the name in their config, in every call: while a
+tree is verified, a function stands there that looks which thread asks. Configs stay as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import cached_property, lru_cache
 from threading import Lock
-from types import MappingProxyType
 from typing import Any
-from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
-from hf_dart.models.packed import PACKED
+from hf_dart.models.packed import packed_attention
 from hf_dart.models.support import parts_of
 
 FLEX = "flex_attention"
 
-# By the id of a config, what it answers here.
-_here: ContextVar[MappingProxyType[int, str]] = ContextVar("_here", default=MappingProxyType({}))
-_answering = Lock()
-_inside: dict[int, int] = {}  # by the id of a config, how many are inside of `switched` with it
-_by_name: WeakSet[PreTrainedModel] = WeakSet()  # targets whose code asks for "sdpa" by its name
-
 
 def attention_of(target: PreTrainedModel) -> str:
-    """The attention implementation that `target` was set to, "sdpa" for example, also while trees take another."""
-    return target.config.get_text_config(decoder=True)._attn_implementation_internal
+    """The attention implementation that `target` was set to, "sdpa" for example."""
+    return target.config.get_text_config(decoder=True)._attn_implementation
 
 
 class TreeAttention:
@@ -54,70 +48,41 @@ class TreeAttention:
     """
 
     def __init__(self, target: PreTrainedModel) -> None:
-        self.own = attention_of(target)
-        self.name = self.own
+        self.own = self.name = attention_of(target)
         if self.own not in ("eager", "sdpa"):
-            self.name = PACKED if _declares(target, "_supports_sdpa") else FLEX if self.own == FLEX else "eager"
-        self._target = target
-
-    @cached_property
-    def _configs(self) -> dict[int, PreTrainedConfig]:
-        """By their ids; looked for when first needed, as drafters make one of these at every step."""
-        configs = (vars(part).get("config") for part in parts_of(self._target))
-        return {id(config): config for config in configs if isinstance(config, PreTrainedConfig)}
-
-    @property
-    def shown(self) -> str:
-        """`name` as users know it."""
-        return "sdpa" if self.name == PACKED else self.name
+            self.name = "sdpa" if _has_sdpa(target) else FLEX if self.own == FLEX else "eager"
 
     @property
     def differs(self) -> bool:
-        """Are trees verified by another attention than the target's own?"""
+        """Whether trees are verified by another attention than the target's own."""
         return self.name != self.own
 
-    def switched(self, name: str | None = None) -> AbstractContextManager[None]:
-        """A context in which the target attends by `name`, that of trees where left out, in this thread alone."""
-        return _switched(self._configs, name or self.name)
-
-    @cached_property
+    @property
     def packs(self) -> bool:
-        """Does `packed` attend by `packed_attention` in the place of the target's own SDPA?
-
-        Not for classes that say that no other kernel can take its place: those with indexers (DeepSeek V3.2,
-        GLM-MoE-DSA) mask what these leave out only where the attention is called "sdpa" or "eager".
-        """
-        others = ("_supports_flash_attn", "_supports_flex_attn")
-        replaceable = any(_declares(self._target, other) for other in others)
-        return replaceable and self.name == "sdpa" and self._target not in _by_name
-
-    def unpack(self) -> None:
-        """Leave the target its own SDPA from now on: its code asks for it by name, and does something else without."""
-        _by_name.add(self._target)
-        self.packs = False
-
-    def pack_again(self) -> None:
-        """Take `unpack` back: it was not the name."""
-        _by_name.discard(self._target)
-        self.packs = True
+        """Whether trees are attended to by `packed_attention`."""
+        return self.name == "sdpa"
 
     def packed(self) -> AbstractContextManager[None]:
-        """A context in which the target attends to trees, by `packed_attention` where that is SDPA, in this thread."""
-        name = PACKED if self.packs else self.name
-        return nullcontext() if name == self.own else self.switched(name)
+        """A context in which targets attend in this thread as trees are verified, by `packed_attention` for SDPA."""
+        return _in_place_of(self.own, self.name) if self.differs or self.packs else nullcontext()
 
 
-def _declares(target: PreTrainedModel, support: str) -> bool:
-    """Do all classes that the text goes through declare this?"""
+def _has_sdpa(target: PreTrainedModel) -> bool:
+    """Do all classes that the text goes through declare it?"""
     text = target.config.get_text_config(decoder=True)
     models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
-    return all(getattr(model, support) for model in models or [target])
+    return all(model._supports_sdpa for model in models or [target])
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
     attention = TreeAttention(model)
-    return attention.switched() if attention.differs else nullcontext()
+    return attention.packed() if attention.differs else nullcontext()
+
+
+def attends_to_trees() -> bool:
+    """Whether this thread is inside of `TreeAttention.packed`, and attends otherwise than its models' configs say."""
+    return _here.get() is not None
 
 
 def block_mask(seen: Tensor) -> BlockMask:
@@ -130,45 +95,70 @@ def block_mask(seen: Tensor) -> BlockMask:
     return create_block_mask(sees, rows, None, queries, entries, device=str(seen.device))
 
 
+def registered(interface: Any, name: str) -> Any:
+    """The function that a registry of transformers has under a name, also while another stands there; None if none."""
+    function = interface._global_mapping.get(name)
+    return function.own if isinstance(function, _HereOrOwn) else function
+
+
+# ---- in the registries of transformers ------------------------------------------------------------------------
+
+
+def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """The eager attention of a module, which its file keeps to itself."""
+    return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
+
+
+_TABLES: tuple[tuple[Any, dict[str, Callable[..., Any]]], ...] = (
+    (AttentionInterface, {"sdpa": packed_attention, "eager": _eager}),
+    (AttentionMaskInterface, {"sdpa": sdpa_mask, "eager": eager_mask}),
+)
+# What this thread attends by where a model asks for a name: the name, and another one for it.
+_here: ContextVar[tuple[str, str] | None] = ContextVar("_here", default=None)
+_installing = Lock()
+_inside: Counter[str] = Counter()
+
+
+class _HereOrOwn:
+    """A function in the place of a kernel's: another one in threads that verify trees, the kernel's in all others.
+
+    Args:
+        name: of the kernel.
+        own: its function.
+        others: functions by the names that trees are attended to by.
+        compiled: the name for code that is compiled meanwhile, which is a forward over a tree.
+    """
+
+    def __init__(
+        self, name: str, own: Callable[..., Any], others: Mapping[str, Callable[..., Any]], compiled: str
+    ) -> None:
+        self.own = own
+        self._name, self._others, self._compiled = name, others, compiled
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._others[self._compiled](*args, **kwargs)
+        asked, name = _here.get() or ("", "")
+        return (self._others[name] if asked == self._name else self.own)(*args, **kwargs)
+
+
 @contextmanager
-def _switched(configs: dict[int, PreTrainedConfig], name: str) -> Iterator[None]:
-    with _answering:  # whoever comes first makes the configs answer, and whoever goes last ends it
-        for key, config in configs.items():
-            if key not in _inside:
-                kind: Any = type(config)
-                object.__setattr__(config, "__class__", _asking(kind, name))
-            _inside[key] = _inside.get(key, 0) + 1
-    token = _here.set(MappingProxyType({**_here.get(), **dict.fromkeys(configs, name)}))
+def _in_place_of(own: str, name: str) -> Iterator[None]:
+    """Attend by `name` where a model asks for `own`, in this thread; masks are made for it, too."""
+    with _installing:  # whoever comes first puts the functions there, and whoever goes last takes them away
+        _inside[own] += 1
+        for interface, others in _TABLES:
+            found = interface._global_mapping.get(own)
+            if found is not None and not isinstance(found, _HereOrOwn):
+                interface.register(own, _HereOrOwn(own, found, others, name))
+    token = _here.set((own, name))
     try:
         yield
     finally:
         _here.reset(token)
-        with _answering:
-            for key, config in configs.items():
-                _inside[key] -= 1
-                if not _inside[key]:
-                    del _inside[key]
-                    object.__setattr__(config, "__class__", type(config).__base__)
-
-
-@lru_cache(maxsize=256)
-def _asking(kind: Any, name: str) -> type[PreTrainedConfig]:
-    """A kind of config which, asked for its attention, looks who asks; copies of one are of the usual kind."""
-
-    def answer(config: Any) -> str:
-        if torch.compiler.is_compiling():  # what is compiled meanwhile is a forward over a tree
-            return name
-        return _here.get().get(id(config), config._attn_implementation_internal)
-
-    def reduced(config: Any, protocol: Any) -> Any:
-        made_by, (_, *others), *state = kind.__reduce_ex__(config, protocol)
-        return made_by, (kind, *others), *state
-
-    stock: Any = PreTrainedConfig._attn_implementation
-    members = {
-        "__module__": kind.__module__,
-        "__qualname__": kind.__qualname__,
-        "__reduce_ex__": reduced,
-        "_attn_implementation": property(answer, stock.fset),
-    }
-    return type(kind.__name__, (kind,), members)
+        with _installing:
+            _inside[own] -= 1
+            for interface, _ in _TABLES if not _inside[own] else ():
+                found = interface._global_mapping.get(own)
+                if isinstance(found, _HereOrOwn):
+                    interface.register(own, found.own)

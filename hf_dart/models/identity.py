@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
-from hf_dart.models.attention import attention_of
+from hf_dart.models.attention import attention_of, registered
 from hf_dart.models.devices import autocast_dtype, device_of
 from hf_dart.models.stand_in import forward_before
 from hf_dart.models.support import parts_of
@@ -33,7 +33,7 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
                 code.append(_code_of(own_forward))
     adapters = frozenset(str(config.peft_type) for config in getattr(model, "peft_config", {}).values())
     modes, attention = tuple(part.training for part in parts), attention_of(model)
-    code += [_code_of(interface().get(attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
+    code += [_code_of(registered(interface, attention)) for interface in (AttentionInterface, AttentionMaskInterface)]
     multiplied = autocast_dtype(device_of(model.get_input_embeddings()))
     return attention, model.dtype, multiplied, kinds, modes, tuple(code), adapters
 

@@ -3,8 +3,8 @@
 Stock's SDPA repeats keys and values for every query head of a group as soon as there is a mask: with 4 heads per
 group the cache is written out four times larger in every layer of every round. Here the queries of a group stand
 side by side instead (`attend_in_groups`), and keys and values are read where they lie. Trees attend by it in
-the place of SDPA where a target's class lets other kernels take that (`TreeAttention`); on CUDA a kernel is taken that
-makes no plan for each number of keys (`masked_attention`).
+the place of SDPA (`TreeAttention`); on CUDA a kernel is taken that makes no plan for each number of keys
+(`masked_attention`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from hf_dart.models.masked_attention import aligned, masked_attention
-
-PACKED = "hf_dart_packed"
-"""Its name in a config, while it is used."""
 
 NODES = "hf_dart_nodes"
 """The argument that targets hand down to it when nodes of several rows are run as one (`engine.budget`)."""
@@ -69,12 +64,7 @@ def packed_attention(
     """Attention with the interface of transformers' `sdpa_attention_forward`.
 
     Queries under no mask are not taken in groups, nor those without a mask that all heads share.
-
-    Raises:
-        ValueError: entries were chosen for a sparse kernel, which a mask says to SDPA itself alone.
     """
-    if kwargs.get("indices") is not None:
-        raise ValueError("Sparse attention (indices=) is not a mask; load the target with attn_implementation='sdpa'.")
     nodes, groups = kwargs.pop(NODES, None), query.shape[1] // key.shape[1]
     for_all = _made_before(attention_mask, kwargs.pop(MASKS, ()), groups)
     if nodes is not None:
@@ -110,7 +100,3 @@ def _of_shared_trees(
     trees = query.new_zeros(batch * size, heads, width).index_copy(0, nodes, query[0].transpose(0, 1))
     mixed = attend_in_groups(trees.view(batch, size, heads, width).transpose(1, 2), key, value, for_all, scaling)
     return mixed.transpose(1, 2).flatten(0, 1)[nodes][None]
-
-
-AttentionInterface.register(PACKED, packed_attention)
-AttentionMaskInterface.register(PACKED, sdpa_mask)

@@ -220,21 +220,6 @@ class _Trial:
         return {int(value) for value in numbers if value > 0}
 
     def run(self, length: int) -> None:
-        """Raise if trees after `length` tokens are not what stock's steps are, packed or by the target's own SDPA."""
-        try:
-            self._compare(length)
-        except _RefusalError:
-            if not self._attention.packs:
-                raise
-            self._attention.unpack()
-            try:
-                self._compare(length)
-            except _RefusalError:
-                self._attention.pack_again()
-                raise
-            forget(self._model)  # other rows have been tried packed
-
-    def _compare(self, length: int) -> None:
         """Raise if trees after `length` tokens are not what stock's steps are in any of some texts."""
         allowed = allowance(self._dtype, self.noise)
         for tokens in self._tokens[:, _PROMPT:].chunk(_TRIES, dim=1):
@@ -364,8 +349,8 @@ class _Trial:
             )
         if not self._attention.differs:
             return noise
-        own, name = self._attention.own, self._attention.shown
-        with _explained(self._model, f"with attention {name!r}"), self._attention.switched():
+        own, name = self._attention.own, self._attention.name
+        with _explained(self._model, f"with attention {name!r}"), self._attention.packed():
             trees = self._alone(1)
         (change,) = highest(self._model, difference(trees, one))
         if not change <= allowance(dtype):

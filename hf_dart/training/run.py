@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import get_last_checkpoint
 
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.drafters.registry import trainers
-from hf_dart.drafters.vocabulary import frequent_tokens
 from hf_dart.errors import sentence
 from hf_dart.hub.download import cached_commit
 from hf_dart.hub.loading import load_target, quantization_config
 from hf_dart.training.checkpoints import STAGING
+from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.training.data.sources import load_rows
+from hf_dart.training.lora import LoraArguments, apply_lora
 from hf_dart.training.recipe import Recipe, trainer_of
 from hf_dart.training.record import last_evaluation
 from hf_dart.training.trainers.arguments import DartTrainingArguments, DrafterArguments, TargetArguments

@@ -18,8 +18,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache, HfArgumentParser
 
 from hf_dart import DartHead
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.hub.publish import write_folder
+from hf_dart.training.lora import LoraArguments, apply_lora
 
 EXACT = tally("float64, heads with adapters")
 GREEDY = {"do_sample": False, "max_new_tokens": 16}

@@ -24,7 +24,7 @@ from transformers.modeling_layers import MtpModel
 
 from hf_dart import MtpDrafter, TreeConfig, load_drafter
 from hf_dart.drafters.beams import BeamProposal
-from hf_dart.drafters.mtp.modules import module_count, read_module
+from hf_dart.interop.mtp_module import module_count, read_module
 
 EXACT = tally("float64, multi-token prediction modules")
 MORE = ("greedy", "several EOS")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextvars
 import copy
 import functools
 import pickle
@@ -25,9 +24,8 @@ from hf_dart import TreeConfig
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.decoding import admit
 from hf_dart.engine import engine as module
-from hf_dart.models.attention import TreeAttention
+from hf_dart.models.attention import attends_to_trees
 from hf_dart.models.devices import matmul_precision
-from hf_dart.models.packed import PACKED
 from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False, "max_new_tokens": 8}
@@ -93,21 +91,6 @@ def test_another_target(pair: tuple[Any, Any]) -> None:
     made = engine(target, head)
     assert_identical(copy.deepcopy(target), head, batch(1, "sdpa"), **GREEDY)
     assert not any(made.tiers)
-
-
-def test_the_last_one_inside_sets_the_attention_back(pair: tuple[Any, Any]) -> None:
-    target, _ = pair
-    kind = type(target.config)
-    first, second = TreeAttention(target).packed(), TreeAttention(target).packed()
-    other_thread = contextvars.copy_context()
-    first.__enter__()
-    other_thread.run(second.__enter__)
-    first.__exit__(None, None, None)
-    assert target.config._attn_implementation == "sdpa"
-    assert other_thread.run(lambda: target.config._attn_implementation) == PACKED
-    other_thread.run(second.__exit__, None, None, None)
-    assert target.config._attn_implementation == "sdpa"
-    assert type(target.config) is kind
 
 
 def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +243,7 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     asked: list[bool] = []
 
     def waiting(*args: Any, **kwargs: Any) -> Any:
-        if target.config._attn_implementation == PACKED and not inside.is_set():
+        if attends_to_trees() and not inside.is_set():
             inside.set()
             asked.append(done.wait(120))
         return forward(*args, **kwargs)

@@ -23,8 +23,8 @@ from hf_dart import TreeConfig
 from hf_dart.decoding.topk import largest
 from hf_dart.drafters.layers import attend
 from hf_dart.engine.attention import PackedVerifier
-from hf_dart.models.attention import TreeAttention
-from hf_dart.models.packed import NODES, PACKED, attend_in_groups, for_groups, packed_attention
+from hf_dart.models.attention import TreeAttention, attends_to_trees
+from hf_dart.models.packed import NODES, attend_in_groups, for_groups, packed_attention
 from hf_dart.trees.tree import DraftTree
 
 
@@ -61,25 +61,12 @@ def test_attention_in_groups_is_pytorchs(groups: int) -> None:
         torch.testing.assert_close(attend_in_groups(query, key, value, masks), wanted)
 
 
-def test_a_target_is_packed_for_a_while_only() -> None:
-    target = tiny_target("llama")
-    with TreeAttention(target).packed():
-        assert target.config._attn_implementation == PACKED
-    assert target.config._attn_implementation == "sdpa"
-    with pytest.raises(RuntimeError, match="inside"), TreeAttention(target).packed():
-        raise RuntimeError("inside")
-    assert target.config._attn_implementation == "sdpa"
-    eager = tiny_target("llama", "eager")
-    with TreeAttention(eager).packed():
-        assert eager.config._attn_implementation == "eager"
-
-
 def test_only_the_thread_of_the_round_is_packed() -> None:
     target = tiny_target("llama")
-    named: list[str] = []
+    found: list[bool] = []
 
     def look() -> None:
-        named.append(target.config._attn_implementation)
+        found.append(attends_to_trees())
 
     with TreeAttention(target).packed():
         look()
@@ -87,7 +74,13 @@ def test_only_the_thread_of_the_round_is_packed() -> None:
         other.start()
         other.join()
     look()
-    assert named == [PACKED, "sdpa", "sdpa"]
+    assert found == [True, False, False]
+    with pytest.raises(RuntimeError, match="inside"), TreeAttention(target).packed():
+        raise RuntimeError("inside")
+    look()
+    with TreeAttention(tiny_target("llama", "eager")).packed():
+        look()
+    assert not any(found[1:])
 
 
 @pytest.mark.parametrize(

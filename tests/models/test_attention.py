@@ -6,6 +6,7 @@ Stock, with that kernel, is the reference: in float64, without tolerance. The ke
 
 from __future__ import annotations
 
+import contextvars
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -27,14 +28,12 @@ from support.tiny import (
     tiny_target,
     tiny_uno_drafter,
 )
-from transformers import DynamicCache, StaticCache
+from transformers import AttentionInterface, DynamicCache, StaticCache
 
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
-from hf_dart.models import attention as attention_module
-from hf_dart.models.attention import FLEX, TreeAttention, attention_of, for_trees
-from hf_dart.models.packed import PACKED
-from hf_dart.models.support import parts_of
+from hf_dart.models import packed as packed_module
+from hf_dart.models.attention import FLEX, TreeAttention, attends_to_trees, attention_of
 from hf_dart.models.trial import forget
 from hf_dart.trees.tree import DraftTree
 
@@ -118,7 +117,7 @@ def test_attention_in_chunks(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize(("name", "trees"), [(FLASH, PACKED), (FLEX, PACKED), ("eager", "eager"), ("sdpa", "sdpa")])
+@pytest.mark.parametrize(("name", "trees"), [(FLASH, "sdpa"), (FLEX, "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")])
 def test_what_verifies_trees(name: str, trees: str) -> None:
     assert TreeAttention(set_attention(tiny_target("llama"), name)).name == trees
 
@@ -224,7 +223,7 @@ def interrupted_layer(target: Any, within: Callable[[], Any]) -> AbstractContext
     @contextmanager
     def watching() -> Iterator[None]:
         def hook(module: Any, args: Any, kwargs: Any) -> None:
-            if args[0].shape[1] > 1 and target.config._attn_implementation == PACKED:
+            if args[0].shape[1] > 1 and attends_to_trees():
                 within()
 
         handle = layer.register_forward_pre_hook(hook, with_kwargs=True)
@@ -246,11 +245,12 @@ def test_errors_in_a_verifying_forward_leave_nothing() -> None:
     with loaded("llama", FLASH) as (target, _):
         head = tiny_head(target)
         wanted = run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences
-        kind, hooks = type(target.config), target.model.layers[0]._forward_pre_hooks
+        hooks, kernel = target.model.layers[0]._forward_pre_hooks, AttentionInterface()[FLASH]
         with interrupted_layer(target, interrupt), pytest.raises((InterruptedHere, ValueError)):
             run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head)
-        assert type(target.config) is kind
         assert target.config._attn_implementation == FLASH
+        assert AttentionInterface()[FLASH] is kernel
+        assert not attends_to_trees()
         assert not hooks
         assert torch.equal(run(target, batch(1, "sdpa"), 0, **GREEDY, assistant=head).sequences, wanted)
 
@@ -281,17 +281,14 @@ def test_other_threads_see_the_users_kernel() -> None:
                 for drafting in ({}, {"assistant": head}, {"assistant": tiny_head(target)}):
                     found.append(target.generate(**inputs, **GREEDY, **drafting))
                 assert set(calls.threads) == {me}
-                another = copy.deepcopy(target.config)
-                assert type(another).__base__ is type(tiny_target("llama").config).__base__
-                assert another._attn_implementation == FLASH
+                assert copy.deepcopy(target.config)._attn_implementation == FLASH
             finally:
                 done.set()
                 thread.join()
-        assert named == [PACKED]
+        assert named == [FLASH]
         assert waited == [True]
         assert len(found) == 4
         assert all(torch.equal(one, wanted) for one in found)
-        assert type(target.config) is type(tiny_target("llama").config)
 
 
 @pytest.mark.parametrize("fault", ["a node sees its sibling", "past a window"])
@@ -317,26 +314,13 @@ def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) 
         refused(lambda: attach(target), ValueError, "not supported")
 
 
-def test_nothing_is_looked_for_where_nothing_is_switched(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Drafters ask at every step; a walk through all modules of a model would be felt there."""
-    target = tiny_target("llama")
-    walks: list[Any] = []
-    monkeypatch.setattr(attention_module, "parts_of", lambda model: walks.append(model) or parts_of(model))
-    with for_trees(target):
-        pass
-    assert not walks
-    with TreeAttention(target).packed():
-        assert target.config._attn_implementation == PACKED
-    assert walks
-
-
 def test_trees_alone_are_switched() -> None:
     """One forward by hand: the kernel is not called, and is again after it."""
     with loaded("llama", FLASH) as (target, calls):
         attention = TreeAttention(target)
         tree = DraftTree.chain(torch.tensor([[3, 4, 5]]))
         calls.queries.clear()  # of the trial
-        with attention.switched():
+        with attention.packed():
             target(input_ids=tree.tokens)
         assert not calls.queries
         target(input_ids=tree.tokens)
@@ -346,28 +330,36 @@ def test_trees_alone_are_switched() -> None:
 INDEXED = {"index_topk": 24, "index_n_heads": 32}
 
 
-@pytest.mark.parametrize(("family", "config", "packs"), [("qwen3", {}, True), ("deepseek_v32", INDEXED, False)])
-def test_trees_read_keys_where_they_lie(family: str, config: dict[str, Any], packs: bool) -> None:
-    """But for classes that do something else where their attention has another name."""
+@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("deepseek_v32", INDEXED), ("falcon", {})])
+def test_trees_read_keys_where_they_lie(family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also of classes that do something else where their attention has another name than "sdpa"."""
     target = tiny_target(family, **config)
     head = tiny_head(target)
-    named: set[str] = set()
+    packed: list[int] = []
+    attend = packed_module.attend_in_groups
 
-    def look(module: Any, inputs: Any) -> None:
-        named.add(target.config._attn_implementation)
+    def noted(query: Any, *args: Any) -> Any:
+        packed.append(query.shape[2])
+        return attend(query, *args)
 
-    with target.get_input_embeddings().register_forward_pre_hook(look):
-        assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
-    assert (PACKED in named) == packs
+    monkeypatch.setattr(packed_module, "attend_in_groups", noted)
+    assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **GREEDY)
+    assert bool(packed) == (family == "qwen3")
+    assert target.config._attn_implementation == "sdpa"
 
 
-def test_what_asks_for_sdpa_by_its_name_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By the trial, where a class does not say so; later trials begin with what the first has found."""
-    # More than any text of the first trials, which thus all see the whole text.
-    target = tiny_target("deepseek_v32", **INDEXED | {"index_topk": 23})
-    monkeypatch.setattr(type(target), "_supports_flex_attn", True)
-    monkeypatch.setattr(type(target.model), "_supports_flex_attn", True)
-    assert TreeAttention(target).packs
-    attach(target)
-    assert not TreeAttention(target).packs
-    assert_identical(target, tiny_head(target), prompts([30]), into=EXACT, **GREEDY)
+def test_several_threads_and_kernels_at_once() -> None:
+    """Each attends by its own; whoever goes last takes the functions away."""
+    target, kernel = tiny_target("llama"), AttentionInterface()["sdpa"]
+    first, second = TreeAttention(target).packed(), TreeAttention(target).packed()
+    other_thread = contextvars.copy_context()
+    first.__enter__()
+    other_thread.run(second.__enter__)
+    first.__exit__(None, None, None)
+    assert not attends_to_trees()
+    assert other_thread.run(attends_to_trees)
+    assert AttentionInterface()["sdpa"] is not kernel
+    other_thread.run(second.__exit__, None, None, None)
+    assert AttentionInterface()["sdpa"] is kernel
+    with own_kernel(), TreeAttention(set_attention(target, OWN)).packed():
+        assert AttentionInterface()["sdpa"] is kernel

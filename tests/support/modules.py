@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.modeling_layers import MtpModel
 
-from hf_dart.drafters.mtp.modules import _WithModules
+from hf_dart.interop.mtp_module import _WithModules
 from support.families import EXPERTS_IN_A_LOOP
 from support.tiny import tiny_target
 

@@ -10,7 +10,7 @@ import torch
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
+from hf_dart.training.lora import LoraArguments, apply_lora
 
 
 def tiny_pair(copied: bool, folder: Path) -> tuple[Any, DartHead]:

@@ -24,9 +24,9 @@ from support.scripts import command, environment
 from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
 from hf_dart import DartHead, EagleDrafter, TreeConfig
-from hf_dart.drafters.adapters import LoraArguments, apply_lora
 from hf_dart.training import DartTrainer, EagleTrainer
 from hf_dart.training.checkpoints import STAGING, check_checkpoint
+from hf_dart.training.lora import LoraArguments, apply_lora
 
 ROWS = token_rows(LENGTHS * 4)
 HEAD = ("config.json", "model.safetensors", "optimizer.pt", "scheduler.pt", "trainer_state.json")

@@ -26,8 +26,8 @@ from hf_dart.drafters.published import load_published, note_origin
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
+from hf_dart.hub import card_texts
 from hf_dart.hub.download import weight_files
-from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.models.devices import host_by_default
@@ -37,37 +37,6 @@ from hf_dart.trees.vocabulary import vocabulary_hash
 _FIELDS = {one.name for one in fields(DartConfig)}
 
 Part = TypeVar("Part", bound=nn.Module)
-
-
-def _rows(config: DartConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
-    copied = "" if config.copied_layer is None else f"; copies of the target's from layer {config.copied_layer} on"
-    injected = ", also as keys and values of every layer" if config.inject_features else ""
-    mask = f", mask slots as P-EAGLE's, token {config.mask_token_id}" if config.mask_mode == "peagle" else ""
-    own = "" if config.shift_logits else ", each in a mask slot of its own"
-    attention = f"{config.block_attention} attention among them"
-    return {
-        "layers": describe_layers(config, config.num_layers) + copied,
-        "reads": describe_features(config) + injected,
-        "drafts": f"{config.draft_length} tokens in one pass, {attention}{mask}{own}",
-        "vocabulary": f"the {config.draft_vocab_size} tokens it was given" if config.draft_vocab_size else "",
-        "selector": f"{config.selector_kind}, rank {config.selector_rank}" if config.selector_rank else "",
-    }
-
-
-_CARD = CardTexts(
-    "a DART head",
-    "head",
-    "dart",
-    "A [DART](https://arxiv.org/abs/2601.19278) draft head",
-    _rows,
-    bibtex(
-        "dart2026",
-        "DART: Diffusion-Inspired Speculative Decoding for Fast LLM Inference",
-        2026,
-        "2601.19278",
-    ),
-)
 
 
 def _reads(content: dict[str, Any]) -> str | None:
@@ -87,7 +56,7 @@ def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
     trainer="hf_dart.training.trainers.dart:DartTrainer",
     variants={"edit": "hf_dart.training.trainers.edit:EditTrainer"},
     reads=_reads,
-    card=_CARD,
+    card=card_texts.DART,
 )
 class DartHead(AdaptableHead, DartModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
@@ -360,7 +329,7 @@ class DartHead(AdaptableHead, DartModel):
         """Let the head score and draft these tokens only; the output of `generate` stays the same.
 
         Fewer rows of the target's LM head are read for a draft. A trained head may be given any vocabulary, at any
-        time; `hf_dart.drafters.vocabulary.frequent_tokens` counts which one loses least.
+        time; `hf_dart.training.data.frequent.frequent_tokens` counts which one loses least.
 
         Args:
             tokens: [M] ids; None for the whole vocabulary.

@@ -24,14 +24,16 @@ from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.bound import BoundDrafter, attach_to
-from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
+from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
-from hf_dart.drafters.dflash.saved import CARD, DFlashFile
+from hf_dart.drafters.dflash.saved import DFlashFile
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
+from hf_dart.hub import card_texts
+from hf_dart.hub.checkpoint import read_tensors, weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
-from hf_dart.interop.checkpoint import read_tensors, weight_shapes
+from hf_dart.interop.dflash import dflash_format
 from hf_dart.interop.eagle3 import draft_tokens
 from hf_dart.interop.vllm import vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
@@ -44,7 +46,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
 
 
-@register("dflash", config=DFlashFile, card=CARD, reads=dflash_format)
+@register("dflash", config=DFlashFile, card=card_texts.DFLASH, reads=dflash_format)
 class DFlashDrafter(BoundDrafter, DFlashModel):
     """A published DFlash drafter (arXiv 2602.06036) or a relative of it: DFlash2, DSpark, JetSpec.
 

@@ -9,8 +9,8 @@ import dataclasses
 from typing import Any
 
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.drafters.dflash.configuration import DFlashConfig, dflash_format
-from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
+from hf_dart.drafters.dflash.configuration import DFlashConfig
+from hf_dart.interop.dflash import dflash_format
 
 
 class DFlashFile(DrafterConfig):
@@ -28,6 +28,11 @@ class DFlashFile(DrafterConfig):
     model_type = "dart_dflash"
 
     published: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """The kind and format of the published drafter, in words."""
+        return dflash_format(self.published) or ""
 
     @classmethod
     def of(cls, config: DFlashConfig, published: dict[str, Any], **known: Any) -> DFlashFile:
@@ -47,24 +52,3 @@ class DFlashFile(DrafterConfig):
 
 
 _SHAPE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
-
-
-def _rows(config: DFlashFile) -> dict[str, str]:
-    """What a config says, for the table of a card."""
-    layers = config.published.get("transformer_layer_config", config.published).get("num_hidden_layers", 1)
-    return {
-        "format": dflash_format(config.published) or "",
-        "layers": describe_layers(config, layers),
-        "reads": describe_features(config),
-        "drafts": f"{config.draft_length} tokens in one pass",
-    }
-
-
-CARD = CardTexts(
-    "a DFlash drafter",
-    "drafter",
-    "dflash",
-    "A [DFlash](https://arxiv.org/abs/2602.06036) drafter, or a relative of it,",
-    _rows,
-    bibtex("dflash2026", "DFlash: Block Diffusion for Flash Speculative Decoding", 2026, "2602.06036"),
-)

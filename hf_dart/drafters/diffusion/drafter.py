@@ -26,7 +26,7 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
-from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
+from hf_dart.hub import card_texts
 
 
 class View(NamedTuple):
@@ -45,38 +45,11 @@ class View(NamedTuple):
     keys: slice
 
 
-def _rows(config: DiffusionConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
-    steps = "one reverse step" if config.denoise_steps == 1 else f"{config.denoise_steps} reverse steps"
-    order = {"confidence": "the likeliest tokens first", "left_to_right": "left to right"}[config.unmasking]
-    text = f"the last {config.context_window} tokens"
-    return {
-        "layers": describe_layers(config, config.num_layers),
-        "reads": f"{text}, and {describe_features(config)}" if config.feature_layers else text,
-        "drafts": f"{config.draft_length} tokens in {steps}, {order}",
-    }
-
-
-_CARD = CardTexts(
-    "a diffusion drafter",
-    "drafter",
-    "masked-diffusion",
-    "A masked diffusion language model that drafts ([SpecDiff](https://arxiv.org/abs/2408.05636))",
-    _rows,
-    bibtex(
-        "specdiff2024",
-        "Speculative Diffusion Decoding: Accelerating Language Generation through Diffusion",
-        2024,
-        "2408.05636",
-    ),
-)
-
-
 @register(
     "diffusion",
     config=DiffusionConfig,
     trainer="hf_dart.training.trainers.diffusion:DiffusionTrainer",
-    card=_CARD,
+    card=card_texts.DIFFUSION,
 )
 class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
     """A masked diffusion LM with the target's tokenizer (SpecDiff, arXiv 2408.05636), as `assistant=`.

@@ -25,36 +25,10 @@ from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
+from hf_dart.hub import card_texts
 from hf_dart.hub.download import HUB_OPTIONS, tensor_names
-from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_layers
 from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
 from hf_dart.trees.vocabulary import spread
-
-
-def _rows(config: EagleConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
-    beam = "" if config.beam == 1 else f", the {config.beam} best of each depth drafted on from"
-    return {
-        "layers": describe_layers(config, config.num_layers),
-        "reads": describe_features(config),
-        "drafts": f"{config.draft_length} tokens, one pass each{beam}",
-        "vocabulary": f"{config.draft_vocab_size} of the target's tokens" if config.draft_vocab_size else "",
-    }
-
-
-_CARD = CardTexts(
-    "an EAGLE head",
-    "head",
-    "eagle",
-    "An autoregressive draft head ([EAGLE-3](https://arxiv.org/abs/2503.01840))",
-    _rows,
-    bibtex(
-        "eagle2025",
-        "EAGLE-3: Scaling up Inference Acceleration of Large Language Models via Training-Time Test",
-        2025,
-        "2503.01840",
-    ),
-)
 
 
 def _reads(content: dict[str, Any]) -> str | None:
@@ -66,7 +40,7 @@ def _reads(content: dict[str, Any]) -> str | None:
     "eagle",
     config=EagleConfig,
     trainer="hf_dart.training.trainers.eagle:EagleTrainer",
-    card=_CARD,
+    card=card_texts.EAGLE,
     reads=_reads,
     reads_named=eagle1_format,
 )

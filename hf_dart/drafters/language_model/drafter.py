@@ -21,12 +21,12 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from hf_dart.drafters import hooks
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
-from hf_dart.drafters.mtp.modules import module_count
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds, refused
+from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds
+from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
-from hf_dart.interop.checkpoint import weight_shapes
+from hf_dart.interop.mtp_module import module_count
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import as_dtype, device_of, users_default
 from hf_dart.models.features import lm_head_of

@@ -18,10 +18,10 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters import hooks
 from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
-from hf_dart.drafters.mtp.modules import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
+from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
 from hf_dart.models.masks import MaskKind

@@ -34,7 +34,6 @@ from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
 from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.cost import call_cost, model_read, relative_cost
-from hf_dart.drafters.dart.adapter_file import lora_of
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
@@ -42,8 +41,9 @@ from hf_dart.drafters.registry import register
 from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
+from hf_dart.hub import card_texts
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config, optional_json, refuse_fields
-from hf_dart.hub.kinds import CardTexts, bibtex
+from hf_dart.interop.lora_config import lora_of
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import as_dtype
 from hf_dart.models.features import features_request, gather_features, layer_count, streams_of
@@ -103,31 +103,7 @@ class _Twin:
         return type(None), ()
 
 
-def _rows(config: UnoConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
-    return {
-        "layers": f"the target's own, with LoRA of rank {config.rank} on {', '.join(config.target_modules)}",
-        "reads": "the target's keys and values",
-        "drafts": f"{config.draft_length} tokens in one pass, masked ones as token {config.mask_token_id}",
-    }
-
-
-_CARD = CardTexts(
-    "a self-drafting LoRA",
-    "drafter",
-    "lora",
-    "A LoRA by which the target drafts for itself ([gated LoRA](https://arxiv.org/abs/2507.11851) and its relatives)",
-    _rows,
-    bibtex(
-        "mtp2025",
-        "Your LLM Knows the Future: Uncovering Its Multi-Token Prediction Potential",
-        2025,
-        "2507.11851",
-    ),
-)
-
-
-@register("uno", config=UnoConfig, trainer="hf_dart.training.trainers.uno:UnoTrainer", card=_CARD)
+@register("uno", config=UnoConfig, trainer="hf_dart.training.trainers.uno:UnoTrainer", card=card_texts.UNO)
 class UnoDrafter(PretrainedDrafter, DraftNetwork):
     """A LoRA by which its target drafts for itself (gated LoRA, arXiv 2507.11851), as `assistant=`.
 

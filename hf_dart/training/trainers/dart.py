@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.adapters import LoraArguments
 from hf_dart.drafters.dart.drafter import DartHead
+from hf_dart.training.lora import LoraArguments
 from hf_dart.training.objective.blocks import Blocks, build_blocks
 from hf_dart.training.objective.losses import annealed_kl
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments

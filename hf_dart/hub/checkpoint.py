@@ -1,25 +1,28 @@
-"""Files of other projects' checkpoints, read strictly: JSON, safetensors and pickles of plain tensors.
+"""Strict readers of checkpoints: JSON, safetensors and pickles of plain tensors.
 
 What a file says is compared with what is wanted before any tensor is read, so that a hostile file costs little. No
-code of a checkpoint is run: of a `pytorch_model.bin`, a pickle that could run some, every name that it calls is looked
-at first, and only what tensors are made of is let through to `torch.load(..., weights_only=True)`.
+code of a checkpoint is run: `torch.load(..., weights_only=True)` calls nothing that a pickle names but what tensors are
+made of.
 """
 
 from __future__ import annotations
 
 import json
-import pickletools
-from collections.abc import Callable, Collection, Iterable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
-from zipfile import ZIP_STORED, BadZipFile, ZipFile
+from zipfile import ZIP_STORED, ZipFile
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
+
+from hf_dart.errors import sentence
 
 _LARGEST_JSON = 64 * 1024**2
 _LARGEST_PICKLE = 16 * 1024**2  # what names the tensors; their numbers lie beside it
@@ -27,20 +30,6 @@ _FLOATS = ("F64", "F32", "F16", "BF16")
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
-HARMLESS = (
-    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
-    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
-    "use_cache",
-)  # fmt: skip
-"""Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
-# All that a pickle of tensors has to call.
-_CALLED = {
-    "collections OrderedDict",
-    "torch._utils _rebuild_tensor_v2",
-    "torch._utils _rebuild_parameter",
-    *(f"torch {kind}Storage" for kind in ("Double", "Float", "Half", "BFloat16", "Long", "Int", "Short", "Char",
-                                          "Byte", "Bool")),
 }  # fmt: skip
 
 
@@ -141,6 +130,7 @@ def _in_safetensors(file: str | Path, path: str, stack: ExitStack) -> dict[str, 
 def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
     """The tensors of a `pytorch_model.bin`, mapped into memory: their numbers are read when they are asked for."""
     remedy = "convert it to safetensors with the code that wrote it, or fetch it again"
+    others = ValueError(f"{file.name} in {path} is damaged or holds more than tensors by their names; {remedy}.")
     try:
         with ZipFile(file) as archive:
             entries = archive.infolist()
@@ -150,24 +140,13 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
                 raise ValueError(f"{file.name} in {path} is no archive of tensors as torch.save writes it; {remedy}.")
             if names[0].file_size > _LARGEST_PICKLE:
                 raise ValueError(f"{file.name} in {path} names its tensors in {names[0].file_size} bytes; {remedy}.")
-            pickle = archive.read(names[0])
-        for operation, argument, _ in pickletools.genops(pickle):
-            if operation.name == "GLOBAL" and argument in _CALLED:
-                continue
-            if operation.name in ("GLOBAL", "STACK_GLOBAL", "INST", "OBJ", "NEWOBJ_EX", "EXT1", "EXT2", "EXT4"):
-                raise ValueError(
-                    f"{file.name} in {path} calls {str(argument or operation.name)[:80]!r} when it is read, as plain "
-                    f"tensors do not; it is not opened, so {remedy}."
-                )
         content = torch.load(file, map_location="cpu", weights_only=True, mmap=True)
-    except (BadZipFile, OSError, RuntimeError, EOFError, IndexError, KeyError, TypeError, AttributeError) as error:
-        raise _damaged(path, error) from error
-    except ValueError as error:
-        raise error if str(error).endswith(".") else _damaged(path, error) from error
-    except Exception as error:  # pickle's own, whatever they are
-        raise _damaged(path, error) from error
+    except UnpicklingError as error:  # whose words advise to trust the file
+        raise others from error
+    except Exception as error:  # pickles raise errors of many kinds
+        raise error if type(error) is ValueError and str(error).endswith(".") else _damaged(path, error) from error
     if not isinstance(content, dict) or not all(isinstance(name, str) and _plain(one) for name, one in content.items()):
-        raise ValueError(f"{file.name} in {path} holds other things than tensors by their names; {remedy}.")
+        raise others
     return {
         name: StoredTensor(tuple(one.shape), _DTYPES[one.dtype], partial(_copied, one)) for name, one in content.items()
     }
@@ -180,8 +159,10 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _plain(value: Any) -> bool:
     """Is it a tensor that takes no more memory than its numbers take in the file?"""
-    known = type(value) in (Tensor, torch.nn.Parameter) and value.dtype in _DTYPES and value.is_cpu
-    return known and value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
+        return False
+    fits = value.numel() * value.element_size() <= value.untyped_storage().nbytes()
+    return fits and value.is_cpu and value.dtype in _DTYPES
 
 
 def _damaged(path: str, error: Exception) -> ValueError:
@@ -228,111 +209,18 @@ def read_json(file: Path) -> dict[str, Any]:
     return content
 
 
-class Fields:
-    """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
-
-    Args:
-        content: of a config.json, as `read_json` gives it.
-        kind: what the checkpoint is, for messages.
-    """
-
-    def __init__(self, content: dict[str, Any], kind: str) -> None:
-        self._content, self.kind, self._asked = content, kind, set[str]()
-
-    def __contains__(self, name: str) -> bool:
-        return self.given(name) is not None
-
-    def given(self, name: str) -> Any:
-        """What stands there; None where nothing does."""
-        self._asked.add(name)
-        return self._content.get(name)
-
-    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
-        """A whole number; as all of these, a `ValueError` if something else stands there."""
-        value = self._value(name, default)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise self.wrong(name, value, f"a whole number from {least} to {most}")
-        return value
-
-    def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
-        """Different whole numbers, at least one."""
-        value = self._value(name, None)
-        numbers = value if isinstance(value, list) else []
-        right = all(type(number) is int and least <= number <= most for number in numbers)
-        if not numbers or not right or len(set(numbers)) < len(numbers):
-            raise self.wrong(name, value, f"a list of different whole numbers from {least} to {most}")
-        return tuple(numbers)
-
-    def number(self, name: str, default: float | None = None, *, positive: bool = True) -> float:
-        """A finite number, above 0 if it has to be."""
-        value = self._value(name, default)
-        right = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e308 < value < 1e308
-        if not right or (positive and value <= 0):
-            raise self.wrong(name, value, "a number above 0" if positive else "a number")
-        return float(value)
-
-    def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false."""
-        value = self._value(name, default)
-        if not isinstance(value, bool):
-            raise self.wrong(name, value, "true or false")
-        return value
-
-    def choice(self, name: str, choices: Collection[Any], default: Any = None) -> Any:
-        """One of the `choices`, of the same type."""
-        value = self._value(name, default)
-        if not any(type(value) is type(one) and value == one for one in choices):
-            raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
-        return value
-
-    def part(self, name: str) -> Fields:
-        """The fields of an object inside; none if it is not there."""
-        value = self.given(name)
-        if value is not None and not isinstance(value, dict):
-            raise self.wrong(name, value, "an object")
-        return Fields(value or {}, f"{self.kind}'s {name}")
-
-    def finish(self, harmless: Collection[str] = ()) -> None:
-        """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""
-        if unknown := self._content.keys() - self._asked - set(harmless):
-            raise ValueError(
-                f"The config.json of this {self.kind} has the field {min(unknown)}, which this version of hf_dart "
-                "does not know; it may change what is computed, so use a newer version or another checkpoint."
-            )
-
-    def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
-        """What to raise where a field holds `value` and has to be `wanted`."""
-        if value is None:
-            return ValueError(f"The config.json of this {self.kind} lacks {name}; it has to be {wanted}.")
-        shown = json.dumps(value)[:80]
-        return ValueError(f"The config.json of this {self.kind} says {name}: {shown}; it has to be {wanted}.")
-
-    def _value(self, name: str, default: Any) -> Any:
-        value = self.given(name)
-        return default if value is None else value
-
-
-def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
-    """Which of two places a field stands at; both is fine while they agree.
-
-    Raises:
-        ValueError: they do not.
-    """
-    one_of(outer, inner, (name,))
-    return inner if name in inner else outer
-
-
-def one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
-    """The one value that these names have at both places; None if they are nowhere.
-
-    Raises:
-        ValueError: they have several.
-    """
-    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
-    other = next((value for value in values if value != values[0]), None)
-    if other is not None:
-        raise ValueError(
-            f"The config.json of this {outer.kind} contradicts itself: {' and '.join(names)} are {values[0]!r} at one "
-            f"place and {other!r} at another."
-        )
-    return values[0] if values else None
+@contextmanager
+def refused(what: str, remedy: str) -> Iterator[None]:
+    """Say in one sentence why transformers did not load something; the global generator is not moved."""
+    try:
+        # transformers draws weights that a damaged checkpoint lacks.
+        with torch.random.fork_rng(devices=[]):
+            yield
+    except torch.OutOfMemoryError:
+        raise
+    except (
+        SafetensorError, RuntimeError, ValueError, LookupError, AttributeError, TypeError, ArithmeticError,
+        StrictDataclassError,
+    ) as error:  # fmt: skip
+        words = " ".join(sentence(error).split())[:300]
+        raise ValueError(f"{what} cannot be read ({type(error).__name__}: {words}); {remedy}.") from error

@@ -22,10 +22,9 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import WeightRenaming
 from transformers.utils import cached_file
 
-from hf_dart.drafters.stock_modules import refused
+from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import head_config, weight_files
 from hf_dart.hub.failures import hub_errors
-from hf_dart.interop.checkpoint import weight_shapes
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of
 from hf_dart.models.features import lm_head_of

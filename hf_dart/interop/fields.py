@@ -1,0 +1,124 @@
+"""`Fields`: a config.json of another project, of which every field has to be known."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from typing import Any
+
+HARMLESS = (
+    "_name_or_path", "architectures", "attention_dropout", "auto_map", "bos_token_id", "dtype", "eos_token_id",
+    "initializer_range", "model_type", "pad_token_id", "tie_word_embeddings", "torch_dtype", "transformers_version",
+    "use_cache",
+)  # fmt: skip
+"""Fields of any transformers model that have no bearing on the forward pass of a drafter that is not trained."""
+
+
+class Fields:
+    """The fields of a config.json, each of which has to be asked for, or to be known and without effect.
+
+    Args:
+        content: of a config.json, as `read_json` gives it.
+        kind: what the checkpoint is, for messages.
+    """
+
+    def __init__(self, content: dict[str, Any], kind: str) -> None:
+        self._content, self.kind, self._asked = content, kind, set[str]()
+
+    def __contains__(self, name: str) -> bool:
+        return self.given(name) is not None
+
+    def given(self, name: str) -> Any:
+        """What stands there; None where nothing does."""
+        self._asked.add(name)
+        return self._content.get(name)
+
+    def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
+        """A whole number; as all of these, a `ValueError` if something else stands there."""
+        value = self._value(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise self.wrong(name, value, f"a whole number from {least} to {most}")
+        return value
+
+    def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
+        """Different whole numbers, at least one."""
+        value = self._value(name, None)
+        numbers = value if isinstance(value, list) else []
+        right = all(type(number) is int and least <= number <= most for number in numbers)
+        if not numbers or not right or len(set(numbers)) < len(numbers):
+            raise self.wrong(name, value, f"a list of different whole numbers from {least} to {most}")
+        return tuple(numbers)
+
+    def number(self, name: str, default: float | None = None, *, positive: bool = True) -> float:
+        """A finite number, above 0 if it has to be."""
+        value = self._value(name, default)
+        right = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e308 < value < 1e308
+        if not right or (positive and value <= 0):
+            raise self.wrong(name, value, "a number above 0" if positive else "a number")
+        return float(value)
+
+    def flag(self, name: str, default: bool | None = None) -> bool:
+        """True or false."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self.wrong(name, value, "true or false")
+        return value
+
+    def choice(self, name: str, choices: Collection[Any], default: Any = None) -> Any:
+        """One of the `choices`, of the same type."""
+        value = self._value(name, default)
+        if not any(type(value) is type(one) and value == one for one in choices):
+            raise self.wrong(name, value, " or ".join(json.dumps(one) for one in choices))
+        return value
+
+    def part(self, name: str) -> Fields:
+        """The fields of an object inside; none if it is not there."""
+        value = self.given(name)
+        if value is not None and not isinstance(value, dict):
+            raise self.wrong(name, value, "an object")
+        return Fields(value or {}, f"{self.kind}'s {name}")
+
+    def finish(self, harmless: Collection[str] = ()) -> None:
+        """Raise a ValueError if there is a field that nobody asked for and that is not known to be `harmless`."""
+        if unknown := self._content.keys() - self._asked - set(harmless):
+            raise ValueError(
+                f"The config.json of this {self.kind} has the field {min(unknown)}, which this version of hf_dart "
+                "does not know; it may change what is computed, so use a newer version or another checkpoint."
+            )
+
+    def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
+        """What to raise where a field holds `value` and has to be `wanted`."""
+        if value is None:
+            return ValueError(f"The config.json of this {self.kind} lacks {name}; it has to be {wanted}.")
+        shown = json.dumps(value)[:80]
+        return ValueError(f"The config.json of this {self.kind} says {name}: {shown}; it has to be {wanted}.")
+
+    def _value(self, name: str, default: Any) -> Any:
+        value = self.given(name)
+        return default if value is None else value
+
+
+def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
+    """Which of two places a field stands at; both is fine while they agree.
+
+    Raises:
+        ValueError: they do not.
+    """
+    one_of(outer, inner, (name,))
+    return inner if name in inner else outer
+
+
+def one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
+    """The one value that these names have at both places; None if they are nowhere.
+
+    Raises:
+        ValueError: they have several.
+    """
+    values = [fields.given(name) for name in names for fields in (outer, inner) if name in fields]
+    other = next((value for value in values if value != values[0]), None)
+    if other is not None:
+        raise ValueError(
+            f"The config.json of this {outer.kind} contradicts itself: {' and '.join(names)} are {values[0]!r} at one "
+            f"place and {other!r} at another."
+        )
+    return values[0] if values else None
