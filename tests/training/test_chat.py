@@ -145,12 +145,12 @@ def test_rows_of_conversations(tmp_path: Path) -> None:
     rows, _ = load_rows(DataArguments([source], train_on="all", **shared), tokenizer, 4)
     everything = next(iter(rows))
     assert (everything["loss_mask"] == (everything["documents"] >= 0)).all()
-    with pytest.raises(ValueError, match="There is no chat template"):
+    with pytest.raises(ValueError, match=r"Cannot read the chat template 'missing\.jinja'"):
         load_rows(DataArguments([source], chat_template="missing.jinja", **shared), tokenizer, 4)
 
     unanswered = tmp_path / "unanswered.jsonl"
     unanswered.write_text(json.dumps({"messages": CONVERSATION[:2]}) + "\n")
-    with pytest.raises(ValueError, match=r"no tokens of an assistant to train on.*check the roles"):
+    with pytest.raises(ValueError, match=r"or have no reply of an assistant so long.*check the roles"):
         load_rows(DataArguments([str(unanswered)], **shared), tokenizer, 4)
 
 

@@ -83,7 +83,7 @@ def attacked(file: Path, rows: list[dict[str, Any]], good: bytes, seed: int) -> 
 
 def read(folder: Path, name: str, streaming: bool, **fields: Any) -> list[list[int]]:
     """The first rows, each checked."""
-    fields |= {"cache_dir": str(folder / "cache"), "streaming": streaming, "shuffle_buffer": 4}
+    fields |= {"cache_dir": str(folder / "cache"), "streaming": streaming}
     arguments = DataArguments(train_data=[name], max_length=LENGTH, **fields)
     state = random.getstate(), np.random.get_state()[1].tolist()
     try:
@@ -132,7 +132,7 @@ def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_files(tmp_path: Path, kind: str, ending: str, part: range) -> None:
-    attack_file(tmp_path, f"data{ending}", kind, part, **{"sample_by": "paragraph"} if ending == ".py" else {})
+    attack_file(tmp_path, f"data{ending}", kind, part)
 
 
 @pytest.mark.parametrize("part", seeds(4, 1000))

@@ -127,11 +127,12 @@ def test_rows_are_cached_until_something_changes(tmp_path: Path) -> None:
     assert files[0] == files[1] != files[2]
 
 
-def test_a_stream_has_one_order_and_no_end(tmp_path: Path, tokenizer: Any) -> None:
+def test_a_stream_has_one_order_and_no_end(tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     sources = [
         write_json_lines(tmp_path / f"{part}.jsonl", [{"text": text} for text in TEXTS[part::2]]) for part in range(2)
     ]
-    fields = {"streaming": True, "shuffle_buffer": 8}
+    fields = {"streaming": True}
+    monkeypatch.setattr("hf_dart.training.data.sources._SHUFFLED", 8)
 
     def stream(seed: int = 0) -> Any:
         arguments = arguments_for(tmp_path, str(tmp_path / "*.jsonl"), shuffle_seed=seed, **fields)
@@ -188,32 +189,31 @@ def test_what_cannot_be_trained_on_is_said_in_one_sentence(tmp_path: Path, token
 
     lines.count = 0  # type: ignore[attr-defined]
     refused(str(tmp_path / "missing.jsonl"), "no file or folder .*missing.jsonl; fix the path")
-    refused(str(tmp_path / "*.none"), "No file matches")
-    refused("someone/nothing", "Cannot load the dataset 'someone/nothing'")
+    refused(str(tmp_path / "*.none"), "files of one ending, of .*, and stands for none; fix it")
+    refused("someone/nothing", "The dataset 'someone/nothing' cannot be read")
     refused(lines({"body": "x"}), "has no field .*'text', only 'body'; name the one .* text_field")
     refused(lines({"text": "x" * 99}), "has no field 'body', only 'text'", text_field="body")
     refused(lines({"text": ["x"]}), "holds list, not text")
     refused(lines({"messages": "hello"}), "no messages|no chat template")
-    refused(lines({"text": ""}), "is empty, or all of its documents are")
-    refused(lines({"text": "x"}, {"text": "yz"}), "shorter than 5 tokens .*the longest has")
+    refused(lines({"text": ""}), "holds nothing to train on: its documents are empty, shorter than the 5 tokens")
+    refused(lines({"text": "x"}, {"text": "yz"}), "holds nothing to train on")
     refused(lines({"input_ids": [5, 99999, 7, 8, 9, 10, 11]}), "token id 99999, outside this tokenizer's 6144")
-    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "no tokens of an assistant")
-    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 18}), "too short for a draft of 4 tokens")
+    refused(lines({"input_ids": list(range(20)), "prompt_tokens": 20}), "or have no reply of an assistant so long")
     refused(lines({"text": TEXTS[3]}), "max_length is 3; a draft of 4 tokens needs longer rows", max_length=3)
 
     for name, content, match in (
         ("empty.jsonl", b"", "empty.jsonl is empty; give a source"),
-        ("broken.jsonl", b'{"text": "a"}\nno json\n', "does not hold JSON lines, as its ending .jsonl says"),
+        ("broken.jsonl", b'{"text": "a"}\nno json\n', "does not hold JSON lines, as its ending says"),
         ("broken.parquet", b"no parquet", "does not hold Parquet"),
         ("latin.txt", "Küche".encode("latin1"), "does not hold UTF-8 text"),
         ("odd.bin", b"\x01\x00\x02", "an odd number of bytes"),
         ("other.bin", np.arange(7000, dtype=np.uint16).tobytes(), "token id 6999, outside"),
-        ("table.csv", b"a,b\n", "ends in '.csv'; files that can be read"),
+        ("table.csv", b"a,b\n", "stands for '.csv'"),
     ):
         (tmp_path / name).write_bytes(content)
         refused(str(tmp_path / name), match)
     (tmp_path / "nothing").mkdir()
-    refused(str(tmp_path / "nothing"), "holds no file that ends in")
+    refused(str(tmp_path / "nothing"), "stands for none")
 
 
 def test_another_tokenizer_than_the_heads_is_refused(tmp_path: Path, tokenizer: Any) -> None:
@@ -230,7 +230,6 @@ def test_arguments_say_what_is_wrong() -> None:
     for wrong in (
         {"train_data": []},
         {"train_on": "user"},
-        {"sample_by": "page"},
         {"max_length": 1},
         {"shares": [0.5, 0.5]},
         {"shares": [0.0]},

@@ -30,7 +30,7 @@ def write_sources(folder: Path) -> list[str]:
 
 
 def stream(names: list[str]) -> Any:
-    arguments = DataArguments(names, shares=[0.3, 0.7], streaming=True, shuffle_buffer=16, max_length=24)
+    arguments = DataArguments(names, shares=[0.3, 0.7], streaming=True, max_length=24)
     return load_rows(arguments, chat_tokenizer(None), 4)[0]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -19,22 +18,27 @@ Message = dict[str, Any]
 _ROLES = {"human": "user", "gpt": "assistant", "chatgpt": "assistant", "bing": "assistant", "bard": "assistant"}
 
 
-def as_messages(turns: Sequence[dict[str, Any]]) -> list[Message]:
+def as_messages(turns: Any) -> list[Message]:
     """Messages with `role` and `content`, also of ShareGPT's `from` and `value`; fields without a value go.
 
     Raises:
-        ValueError: a message has no role.
+        ValueError: these are no messages, or one has no role.
     """
+    if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
+        raise ValueError(
+            "These are no messages (dicts with 'role' and 'content'); name the field that holds them with "
+            "messages_field, or the text with text_field."
+        )
     messages = []
     for turn in turns:
         message = {name: value for name, value in turn.items() if value is not None}
         if "role" not in message and "from" in message:
             message = {"role": message.pop("from"), "content": message.pop("value", ""), **message}
             message["role"] = _ROLES.get(str(message["role"]), message["role"])
-        if "role" not in message:
-            raise ValueError(f"A message has the fields {sorted(message)}; give 'role' and 'content' to each.")
-        if not isinstance(message["role"], str):
-            raise ValueError(f"A message has the role {message['role']!r}; give text, such as 'user' or 'assistant'.")
+        if not isinstance(message.get("role"), str):
+            raise ValueError(
+                f"A message has the fields {sorted(message)}; give 'role', in text, and 'content' to each."
+            )
         messages.append(message)
     return messages
 

@@ -38,20 +38,6 @@ class Source(NamedTuple):
     columns: list[str]
 
 
-@contextmanager
-def _reading(name: str, wrong: str, remedy: str) -> Iterator[None]:
-    """Put what pyarrow, pandas and datasets raise of a source into one sentence: what is wrong, and the remedy."""
-    try:
-        yield
-    except Exception as error:
-        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
-        if "corresponds to no data" in str(cause):  # as datasets says of a file without a row
-            raise ValueError(f"{name} is empty; give a source with something in it.") from error
-        if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
-            raise OSError(f"Cannot read {name}, or keep what was read ({sentence(cause)}); fix that.") from error
-        raise ValueError(f"{name} {wrong} ({sentence(cause)}); {remedy}.") from error
-
-
 def datasets_library() -> Any:
     """The module `datasets`, which only training needs.
 
@@ -86,7 +72,6 @@ def open_source(
     split: str = "train",
     eos: int | None = None,
     streaming: bool = False,
-    sample_by: str = "document",
     cache_dir: str | None = None,
 ) -> Source:
     """Open a file, a folder, a pattern, or a dataset of the Hub.
@@ -97,135 +82,94 @@ def open_source(
         split: of a Hub dataset whose name gives none.
         eos: the token that ends each document of a .bin file.
         streaming: read on the fly.
-        sample_by: what of a text file is a document: "document", "paragraph" or "line".
         cache_dir: of `datasets`.
 
     Raises:
         ValueError: there is no such source, it is not what its ending says, or it is empty.
+        OSError: the system does not let it be read.
     """
     datasets = datasets_library()
     name = names[0] if len(names) == 1 else f"{names[0]} (and {len(names) - 1} more)"
-    path = Path(names[0]).expanduser()
-    if (path / "state.json").is_file():  # of save_to_disk
-        return _saved(datasets, name, path, streaming)
-    files = [Path(one).expanduser() for one in names] if len(names) > 1 else _local_files(name)
-    if files is None:
-        return _load(datasets, name, streaming, cache_dir, split)
-    kind, what = _FORMATS[files[0].suffix]
-    files = [file for file in files if file.stat().st_size]
-    if not files:
-        raise ValueError(f"{name} is empty; give a source with something in it.")
-    words = (name, f"does not hold {what}, as its ending {files[0].suffix} says", "fix it or rename it")
-    with _reading(*words):
-        if kind == "bin":
-            documents = _token_files(datasets, files, eos, streaming, cache_dir)
-        else:
-            documents = datasets.load_dataset(
-                kind,
-                data_files=[glob.escape(str(file)) for file in files],
-                split="train",
-                streaming=streaming,
-                cache_dir=cache_dir,
-                **_options(kind, sample_by),
-            )
-            if streaming:
-                documents = _watched(datasets, documents, words)
-    return _first_seen(documents, words)
-
-
-def _options(kind: str, sample_by: str) -> dict[str, Any]:
-    """Options of the reader of one kind of file."""
-    if kind == "text":
-        return {"sample_by": sample_by}
-    if kind == "json":
-        from datasets.packaged_modules.json.json import JsonConfig
-
-        # datasets 5 takes rows with certain fields beside their messages for traces of agents, and rewrites them.
-        return {name: False for name in ("parse_agent_traces",) if name in JsonConfig.__dataclass_fields__}
-    return {}
-
-
-def _saved(datasets: Any, name: str, path: Path, streaming: bool) -> Source:
-    """Opens a folder that `save_to_disk` has written."""
-    words = (name, "is not what save_to_disk writes", "save it again")
-    with _reading(*words):
-        documents = datasets.load_from_disk(str(path))
-    if not isinstance(documents, datasets.Dataset):
-        raise ValueError(f"{name} holds several splits; give the folder of one of them.")
-    if streaming:
-        documents = _watched(datasets, documents.to_iterable_dataset(), words)
-    return _first_seen(documents, words)
-
-
-def _watched(datasets: Any, documents: Any, words: tuple[str, str, str]) -> Any:
-    """A stream of files whose errors name the source, wherever it is read."""
-    options = {"documents": documents, "shards": list(range(documents.num_shards)), "words": words}
-    return datasets.IterableDataset.from_generator(_read_shards, features=documents.features, gen_kwargs=options)
-
-
-def _read_shards(documents: Any, shards: list[int], words: tuple[str, str, str]) -> Iterator[dict[str, Any]]:
-    for shard in shards:
-        with _reading(*words):
-            yield from documents.shard(documents.num_shards, shard)
-
-
-def _first_seen(documents: Any, words: tuple[str, str, str]) -> Source:
-    """The fields of documents, by the first; streams know them no earlier."""
-    with _reading(*words):
-        first = next(iter(documents), None)
+    options: dict[str, Any] = {"streaming": streaming, "cache_dir": cache_dir}
+    saved = Path(name).expanduser()
+    is_saved = (saved / "state.json").is_file()
+    files = [] if is_saved else _local_files(names)
+    if is_saved:
+        with _reading(name, "is not what save_to_disk writes", "save it again"):
+            documents = datasets.load_from_disk(str(saved))
+            documents = documents.to_iterable_dataset() if streaming else documents
+            first = next(iter(documents), None)
+    elif files is None:
+        repository, config, part = [*name.split(":", 2), "", ""][:3]
+        with _reading(f"The dataset {name!r}", "cannot be read", "give NAME:CONFIG:SPLIT of the Hub, or a file"):
+            documents = datasets.load_dataset(repository, config or None, split=part or split, **options)
+            first = next(iter(documents), None)
+    else:
+        kind, what = _FORMATS[files[0].suffix]
+        files = [file for file in files if file.stat().st_size]
+        with _reading(name, f"does not hold {what}, as its ending says", "fix it or rename it"):
+            read = _token_files if kind == "bin" else _table_files
+            documents = read(datasets, kind, files, eos, options) if files else []
+            first = next(iter(documents), None)
     if first is None:
-        raise ValueError(f"{words[0]} is empty; give a source with something in it.")
-    return Source(words[0], documents, list(first))
+        raise ValueError(f"{name} is empty; give a source with something in it.")
+    return Source(name, documents, list(first))  # streams know their fields by the first document
 
 
-def _local_files(name: str) -> list[Path] | None:
-    """The files that `name` stands for, all of one ending; None where it names a dataset of the Hub.
+@contextmanager
+def _reading(name: str, wrong: str, remedy: str) -> Iterator[None]:
+    """Put what pyarrow, pandas and datasets raise of a source into one sentence: what is wrong, and the remedy."""
+    try:
+        yield
+    except Exception as error:
+        cause = error.__cause__ if isinstance(error.__cause__, Exception) else error
+        if isinstance(cause, OSError) and cause.errno is not None:  # of the system, not of a reader
+            raise OSError(f"Cannot read {name}, or keep what was read ({sentence(cause)}); fix that.") from error
+        raise ValueError(f"{name} {wrong} ({sentence(cause)}); {remedy}.") from error
+
+
+def _local_files(names: Sequence[str]) -> list[Path] | None:
+    """The files that a source stands for, all of one ending; None where it names a dataset of the Hub.
 
     Raises:
         ValueError: no file is there, or files of several endings.
     """
-    path = Path(name).expanduser()
-    known = ", ".join(_FORMATS)
-    if path.is_dir():
+    if len(names) > 1:
+        return [Path(name).expanduser() for name in names]
+    name, path, known = names[0], Path(names[0]).expanduser(), ", ".join(_FORMATS)
+    if path.is_file():
+        files = [path]
+    elif path.is_dir():
         found = sorted(file for file in path.rglob("*") if file.suffix in _FORMATS and file.is_file())
         # Beside data, a .json file is about them.
         files = [file for file in found if file.suffix != ".json"] or found
-        if not files:
-            raise ValueError(f"The folder {name} holds no file that ends in {known}; give one that does.")
-    elif path.is_file():
-        files = [path]
     elif glob.has_magic(name):
         files = [Path(file) for file in sorted(glob.glob(str(path), recursive=True)) if Path(file).is_file()]
-        if not files:
-            raise ValueError(f"No file matches {name}; fix the pattern.")
     elif path.suffix in _FORMATS or name.startswith((".", "/", "~")) or name.split(":")[0].count("/") > 1:
         raise ValueError(f"There is no file or folder {name}; fix the path.")
     else:
         return None
     endings = sorted({file.suffix for file in files})
-    if len(endings) > 1:
-        raise ValueError(f"{name} holds files of several endings ({', '.join(endings)}); name each kind on its own.")
-    if endings[0] not in _FORMATS:
-        raise ValueError(f"{name} ends in {endings[0]!r}; files that can be read end in {known}.")
+    if len(endings) != 1 or endings[0] not in _FORMATS:
+        there = " and ".join(map(repr, endings)) or "none"
+        raise ValueError(f"{name} has to stand for files of one ending, of {known}, and stands for {there}; fix it.")
     return files
 
 
-def _load(datasets: Any, name: str, streaming: bool, cache_dir: str | None, split: str) -> Source:
-    """A dataset of the Hub."""
-    repository, config, part = [*name.split(":", 2), "", ""][:3]
-    try:
-        documents = datasets.load_dataset(
-            repository, config or None, split=part or split, streaming=streaming, cache_dir=cache_dir
-        )
-    except Exception as error:  # as in open_source
-        raise ValueError(
-            f"Cannot load the dataset {name!r} ({sentence(error)}); give NAME:CONFIG:SPLIT of the Hub, or a file that "
-            "is there."
-        ) from error
-    return _first_seen(documents, (name, "cannot be read", "fetch it again"))
+def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
+    """The documents of JSON, Parquet or text files."""
+    if kind == "text":
+        options = {**options, "sample_by": "document"}
+    if kind == "json":
+        from datasets.packaged_modules.json.json import JsonConfig
+
+        # datasets 5 takes rows with certain fields beside their messages for traces of agents, and rewrites them.
+        options |= {name: False for name in ("parse_agent_traces",) if name in JsonConfig.__dataclass_fields__}
+    names = [glob.escape(str(file)) for file in files]
+    return datasets.load_dataset(kind, data_files=names, split="train", **options)
 
 
-def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: bool, cache_dir: str | None) -> Any:
+def _token_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
     """The documents of files of raw token ids."""
     stamps = []
     for file in files:
@@ -234,10 +178,10 @@ def _token_files(datasets: Any, files: list[Path], eos: int | None, streaming: b
             raise ValueError(f"{file} has an odd number of bytes, {size}")
         stamps.append((str(file.resolve()), size, file.stat().st_mtime_ns))
     features = datasets.Features({"input_ids": datasets.Sequence(datasets.Value("int32"))})
-    options = {"features": features, "gen_kwargs": {"files": stamps, "eos": eos}}
-    if streaming:
-        return datasets.IterableDataset.from_generator(_split_ids, **options)
-    return datasets.Dataset.from_generator(_split_ids, cache_dir=cache_dir, **options)
+    given = {"features": features, "gen_kwargs": {"files": stamps, "eos": eos}}
+    if options["streaming"]:
+        return datasets.IterableDataset.from_generator(_split_ids, **given)
+    return datasets.Dataset.from_generator(_split_ids, cache_dir=options["cache_dir"], **given)
 
 
 def _split_ids(files: list[tuple[str, int, int]], eos: int | None) -> Iterator[dict[str, np.ndarray]]:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
-from dataclasses import MISSING, asdict, dataclass
-from itertools import islice
+from dataclasses import MISSING, dataclass
 from pathlib import Path
 from typing import Any
 
+from hf_dart import __version__
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_fields, sentence
-from hf_dart.hub.machine import versions
 from hf_dart.models.tokenizers import template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
@@ -26,6 +23,7 @@ _COMPLETION = "completion"  # the field of what follows that called "prompt"
 # Fields of datasets that hold more than text, their plural left out.
 _NO_TEXT = {"image", "video", "audio", "pixel_value", "input_feature"}
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
+_SHUFFLED = 1000  # documents of a stream that are shuffled at a time
 
 
 @dataclass
@@ -50,14 +48,12 @@ class DataArguments:
     )
     text_field: str | None = option(None, "the field that holds the text")
     messages_field: str | None = option(None, "the field that holds the conversation")
-    sample_by: str = option("document", "of .txt files: document, paragraph or line")
     chat_template: str | None = option(None, "a chat template or a file with one, instead of the tokenizer's")
     enable_thinking: bool | None = option(None, "handed to the chat template")
     train_on: str = option("assistant", "draft only what the assistant (or the target) wrote, or 'all'")
     max_length: int = option(2048, "tokens of a row")
     packing: bool = option(True, "several documents in a row, none seen by another")
     streaming: bool = option(False, "read while training, over and over until max_steps, and keep nothing on disk")
-    shuffle_buffer: int = option(1000, "documents of a stream that are shuffled at a time")
     shuffle_seed: int = option(0, "of streams and mixtures")
     num_proc: int | None = option(None, "processes that tokenize")
     cache_dir: str | None = option(None, "of the datasets library")
@@ -65,11 +61,8 @@ class DataArguments:
     def __post_init__(self) -> None:
         if not self.train_data:
             raise ValueError("train_data is empty; name at least one source.")
-        check_fields(
-            self,
-            least={"max_length": 2, "shuffle_buffer": 1, "eval_documents": 0},
-            choices={"train_on": ("assistant", "all"), "sample_by": ("document", "paragraph", "line")},
-        )
+        least = {"max_length": 2, "eval_documents": 0}
+        check_fields(self, least=least, choices={"train_on": ("assistant", "all")})
         if self.eval_data and self.eval_documents:
             raise ValueError("eval_documents keeps documents of train_data out of training; leave out eval_data or it.")
         if self.shares is not None:
@@ -202,12 +195,12 @@ def read_template(given: str | None) -> str | None:
     """
     if given is None or "{" in given:
         return given
-    if not Path(given).is_file():
-        raise ValueError(f"There is no chat template {given!r}; give a file with one, or its text.")
     try:
         text = Path(given).read_text(encoding="utf8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"Cannot read the chat template {given!r} ({sentence(error)}); give another file.") from error
+        raise ValueError(
+            f"Cannot read the chat template {given!r} ({sentence(error)}); give its file or text."
+        ) from error
     if not text.strip():
         raise ValueError(f"The chat template {given!r} is empty; give a file with one, or its text.")
     return text
@@ -235,7 +228,6 @@ def open_encoded(
         split=split,
         eos=tokenizer.eos_token_id,
         streaming=arguments.streaming,
-        sample_by=arguments.sample_by,
         cache_dir=arguments.cache_dir,
     )
     return encoded(arguments, source, tokenizer, draft_length)
@@ -261,6 +253,7 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
         all_tokens=arguments.train_on == "all",
         pack=Packer(arguments.max_length, draft_length, arguments.packing, tokenizer.bos_token_id),
         source=source.name,
+        version=__version__,
     )
 
 
@@ -296,9 +289,8 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
         "features": datasets.Features({name: datasets.Sequence(datasets.Value(kind), length) for name, kind in types}),
     }
     if not arguments.streaming:
-        options["desc"] = f"{encoder.source}: tokenizing"
-        options["num_proc"] = arguments.num_proc
-        options["new_fingerprint"] = _fingerprint(documents, encoder)
+        options |= {"desc": f"{encoder.source}: tokenizing", "num_proc": arguments.num_proc}
+        encoder.tokenizer("")  # its first call changes it, and rows are cached under what it is
     try:
         rows = documents.map(encoder, **options)
         first = next(iter(rows), None)
@@ -307,52 +299,15 @@ def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: b
     except SystemError as error:  # what pyarrow raises where lengths in a damaged file are impossible
         raise ValueError(f"{encoder.source} is damaged ({sentence(error)}); write or fetch it again.") from error
     if first is None:
-        raise ValueError(_why_nothing(documents, encoder))
+        needed = encoder.pack.draft_length + 1
+        raise ValueError(
+            f"{encoder.source} holds nothing to train on: its documents are empty, shorter than the {needed} tokens "
+            "that a draft needs, or have no reply of an assistant so long; give longer ones, check the roles of "
+            "messages, or train on all tokens with train_on='all'."
+        )
     if endless:
         # `Trainer` resumes a stream by reading it again, but only within its first pass. Documents are shuffled, not
         # rows: what is shuffled after `map` is read shard by shard, and packed poorly.
-        documents = documents.repeat(None)
-        documents = documents.shuffle(seed=arguments.shuffle_seed, buffer_size=arguments.shuffle_buffer)
+        documents = documents.repeat(None).shuffle(seed=arguments.shuffle_seed, buffer_size=_SHUFFLED)
         rows = documents.map(encoder, **options)
     return rows
-
-
-def _fingerprint(documents: Any, encoder: Encoder) -> str | None:
-    """Names the cached rows by what they depend on; None leaves it to `datasets`.
-
-    `datasets` would pickle the tokenizer, whose state changes with its first use.
-    """
-    if not encoder.tokenizer.is_fast:
-        return None
-    backend = json.loads(encoder.tokenizer.backend_tokenizer.to_str())
-    backend.update(truncation=None, padding=None)
-    chat = encoder.chat
-    template = None if chat is None else (chat.template_text, chat.enable_thinking)
-    rest = (encoder.kind, encoder.name, encoder.all_tokens, asdict(encoder.pack), encoder.tokenizer.eos_token_id)
-    # What save_to_disk wrote keeps its fingerprint when its files are put in place of others.
-    files = [(file.stat().st_size, file.stat().st_mtime_ns) for file in _cached(documents)]
-    content = json.dumps([versions(()), documents._fingerprint, files, backend, template, rest])
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
-
-
-def _cached(documents: Any) -> list[Path]:
-    """The Arrow files of documents."""
-    return [Path(file["filename"]) for file in documents.cache_files]
-
-
-def _why_nothing(documents: Any, encoder: Encoder) -> str:
-    """Why documents give no row, by the first batch of them, and the remedy."""
-    encoded = [document for batch in islice(documents.iter(_BATCH), 1) for document in encoder.encode(batch)]
-    longest = max((len(ids) for ids, _ in encoded), default=0)
-    if not longest:
-        return f"{encoder.source} is empty, or all of its documents are; give some text."
-    length = encoder.pack.draft_length
-    if longest <= length:
-        return (
-            f"All documents of {encoder.source} are shorter than {length + 1} tokens (the longest has {longest}), "
-            f"which a draft of {length} needs; give longer ones or a head with a smaller draft_length."
-        )
-    return (
-        f"{encoder.source} has no tokens of an assistant to train on, or its replies are too short for a draft of "
-        f"{length} tokens; check the roles of its messages, or train on all tokens with train_on='all'."
-    )
