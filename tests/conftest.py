@@ -21,7 +21,7 @@ pytest.register_assert_rewrite("support")
 from support.compare import TALLIES, tally  # noqa: E402, after their assertions are rewritten
 from support.simulated_gpu import SimulatedGpu, simulated_gpu  # noqa: E402
 
-from hf_dart.decoding.costs import KEPT  # noqa: E402
+from hf_dart.decoding.pace import Pace  # noqa: E402
 
 torch.set_num_threads(1)
 transformers.logging.set_verbosity_error()
@@ -36,8 +36,7 @@ def _known_generator_state() -> None:
 @pytest.fixture(autouse=True)
 def untimed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rounds cost what they are estimated to, so that equal calls make equal rounds, however busy the machine is."""
-    monkeypatch.setattr("hf_dart.decoding.costs.LEAST", KEPT + 1)
-    monkeypatch.setattr("hf_dart.decoding.costs.BLOCK", 1 << 30)
+    monkeypatch.setattr(Pace, "timed_costs", lambda *_: frozenset())
 
 
 @pytest.fixture(autouse=True)

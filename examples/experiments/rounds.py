@@ -319,7 +319,7 @@ class _Bench:
             pair = pairs.get(name) or load_pair()
             found = profiling.measure(pair, context=context, progress=self._progress, **wanted)
             config = TreeConfig(verify_costs=found.verify, draft_cost=found.draft)
-            worth = {str(batch): nodes_worth(config.round_cost(batch, "cuda"), 64) for batch in _BATCHES}
+            worth = {str(batch): nodes_worth(config.round_cost(batch, "cuda", most=64)) for batch in _BATCHES}
             costs = {"draft": found.draft, "verify": {f"{nodes:.0f}": cost for nodes, cost in found.verify}}
             self._report.setdefault("costs", {})[name] = {**costs, "nodes_worth": worth}
             self._keep(self._report)

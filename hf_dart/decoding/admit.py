@@ -19,7 +19,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from transformers.integrations.fsdp import is_fsdp_managed_module
 
 from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
-from hf_dart.decoding.costs import estimated_costs
+from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.processors import needs_stocks_steps
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
@@ -104,7 +104,7 @@ def admit(
     prompt = input_ids if embeddings is None else embeddings
     levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
     # Processes that share a target would measure different costs, and verify different trees.
-    estimated = frozenset() if is_shared(model) else estimated_costs(tree_config, input_ids.device.type, levels)
+    timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
     tree_config = tree_config.for_levels(levels, input_ids.device.type)
     if tree_config.draft_cost is None:
         tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
@@ -136,7 +136,7 @@ def admit(
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=bool(trace),
-        estimated=estimated,
+        timed=timed,
     )
 
 

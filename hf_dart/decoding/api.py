@@ -359,5 +359,5 @@ def speculative_generate(
             noise.end()
     assistant.last_stats = session.stats  # before who reads the streamer is told that it has ended
     session.streaming.end()
-    session.pace.warn_once(assistant)
+    session.pace.finish(assistant)
     return output

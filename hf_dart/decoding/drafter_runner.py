@@ -52,7 +52,7 @@ class DrafterRunner:
 
         Args:
             seen: the positions that the last round verified.
-            level: how this round is drafted, one of `pace.LEVELS`.
+            level: how this round is drafted, one of `pace.MODES`.
         """
         if self.keeps:
             self.pending.append(seen)

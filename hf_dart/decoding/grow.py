@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,12 +13,11 @@ from transformers import LogitsProcessorList
 
 from hf_dart.decoding.candidates import Ranker, SeenTokens
 from hf_dart.decoding.chain import ChainScores, best_chain
-from hf_dart.decoding.costs import RoundCosts
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import Copy, RowLookup, alone, padded, up_to_end, with_copies
+from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
@@ -35,7 +35,7 @@ class TreeGrower:
         texts: per row its token ids so far, without padding; the lists are shared and grow from outside.
         device: where the target takes its input ids.
         ends: tokens that end a text.
-        costs: of rounds; None for those of `config`.
+        cost: of a round with a draft (True) or without; None for those of `config`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TreeGrower:
         texts: list[list[int]],
         device: torch.device,
         ends: Collection[int] = (),
-        costs: RoundCosts | None = None,
+        cost: Callable[[bool], RoundCost] | None = None,
     ) -> None:
         self._drafter, self._config, self._texts, self._device = drafter, config, texts, device
         self._ends = torch.tensor(sorted(ends), device=device)
@@ -55,7 +55,7 @@ class TreeGrower:
         self._seen = SeenTokens(texts) if self._rank.needs_history else None
         self._lookups = [RowLookup(text) for text in texts]
         self._formula = DraftScores(config, drafter.ngram)
-        self._costs = costs or RoundCosts(config, device.type)
+        self._cost = cost or partial(config.round_cost, len(texts), device.type)
         self._roots_alone = DraftTree.chain(torch.zeros((len(texts), 1), dtype=torch.long, device=device))
 
     def __call__(
@@ -65,7 +65,7 @@ class TreeGrower:
         deepest: list[int],
         refine: Callable[[Tensor], Proposal] | None = None,
         chain: bool = False,
-        shares: list[float] | None = None,
+        weights: list[float] | None = None,
         ended: list[bool] | None = None,
         copies: list[Copy] | None = None,
     ) -> DraftTree:
@@ -78,13 +78,13 @@ class TreeGrower:
             deepest: deepest node per row.
             refine: `Drafter.refine` of that proposal; needed where `TreeConfig.refine` asks for it.
             chain: of the proposal, take the likeliest token of each depth alone, and do not refine.
-            shares: what a token of each row counts for where trees are sized by their worth (`pace.shares`); None is
-                as much in all.
+            weights: of the rows' tokens, where trees are sized by their worth (`pace.row_weights`); None counts all
+                rows the same.
             ended: the rows that have ended and run on, which no token ends again; None for none.
             copies: what `copies` found for this round; None looks for it.
         """
         found = self.copies(deepest) if copies is None else copies
-        if self._most == 1 or (proposal is None and not self._may_pay(found, shares)):
+        if self._most == 1 or (proposal is None and not self._may_pay(found, weights)):
             return replace(self._roots_alone, tokens=self._roots(self._device)[:, None])
         copied, chances = padded(found)
         if len(self._ends):
@@ -92,7 +92,7 @@ class TreeGrower:
         if proposal is None:
             none = torch.empty(len(deepest), 0, 1)
             growing = self._candidates(none.long(), none[:, :, None], copied, chances, deepest, ended)
-            return self._on_host(growing, shares).to(self._device)
+            return self._on_host(growing, weights).to(self._device)
         seen = None if self._seen is None else self._seen(proposal.logits, proposal.vocabulary)
         after_draft = None
         if refine is not None and self._config.refine and self.depth > 1 and not chain:
@@ -107,7 +107,7 @@ class TreeGrower:
         if after_draft is not None:
             steps = after_draft.replace(tokens, steps)
         growing = self._candidates(tokens, steps, copied, chances, deepest, ended)
-        return self._on_host(growing, shares) if self._device.type == "cpu" else self._on_device(growing)
+        return self._on_host(growing, weights) if self._device.type == "cpu" else self._on_device(growing)
 
     def score(self, logits: Tensor, gumbel: Tensor | None) -> Tensor:
         """Log-scores [B, W, V] of the logits [B, W, V] of one depth, its noise being `gumbel` [B, 1, V]."""
@@ -154,13 +154,12 @@ class TreeGrower:
         longest = min(self._config.lookup, max(deepest) + 1)
         return [lookup.suggest(longest) for lookup in self._lookups]
 
-    def _may_pay(self, copies: list[Copy], shares: list[float] | None) -> bool:
+    def _may_pay(self, copies: list[Copy], weights: list[float] | None) -> bool:
         """Could verifying these copies alone pay? A bound: no tree need be grown to see that nothing was found."""
         longest = max(len(tokens) for tokens, _ in copies)
         if not longest or self._config.nodes is not None:
             return longest > 0
-        cost = self._costs(len(copies), drafted=False)
-        return alone(copies, [1.0] * len(copies) if shares is None else shares, cost).depth > 0
+        return best_depth(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
 
     def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
         """Which tokens [B, ...] end the text of their row."""
@@ -189,14 +188,14 @@ class TreeGrower:
         """Nodes per row."""
         return self._config.resolve_nodes(len(self._texts), self._device.type)
 
-    def _on_host(self, growing: Candidates, shares: list[float] | None) -> DraftTree:
+    def _on_host(self, growing: Candidates, weights: list[float] | None) -> DraftTree:
         """The trees on the CPU, sized by what their nodes are worth if no size is given."""
         cost: RoundCost | None = None
         if self._config.nodes is None:
-            cost = self._costs(len(self._texts), drafted=growing.tokens.shape[1] > 0)
+            cost = self._cost(growing.tokens.shape[1] > 0)
         # Without a table, scores of more paths cost next to nothing.
         beam = self._config.beam if self._formula.context else None
-        return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, shares=shares)
+        return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, weights=weights)
 
     def _on_device(self, growing: Candidates) -> DraftTree:
         """The trees on the target's device, of a given size."""

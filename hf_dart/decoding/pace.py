@@ -1,181 +1,259 @@
-"""What each round drafts: nothing, copied text alone, or the drafter's guesses beside it, by what that is worth.
+"""Pace: how the coming round is drafted, and how much rounds cost.
 
-Copied text costs nothing to draft. What a draft adds to it is measured: how often a draft was right as deep as that,
-where the copy was not. Where that brings less for its time than copies alone do, the round is not drafted. A drafter
-that is never worth its cost pauses, and is tried again later; where trees cannot shrink to what their nodes are worth,
-chains are tried before that. A call goes on where the last one of its kind has come to (`Experience`), so that short
-calls need no trials of their own.
+Verifying copied text needs no draft. A draft is made where the tokens that it is expected to add, by what was accepted
+per depth so far, are worth its cost; otherwise the round verifies copies alone. A drafter that does not pay is tried
+less and less often: first chains take the place of trees, where those cost less, then drafting pauses.
+
+Costs are those of `TreeConfig`. On a CPU those that it leaves open are running means of measured times, per number of
+nodes that a round ran. What the rounds of a call have shown is kept for the next call of its kind (`PaceRecord`).
 """
 
 from __future__ import annotations
 
+import copy
 import logging
-from collections.abc import Hashable, Sequence
-from math import exp, sqrt
+from collections.abc import Collection, Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from math import exp
+from statistics import median
 from typing import Any
 
-from hf_dart.decoding.costs import RoundCosts
-from hf_dart.decoding.experience import Course, Experience, Surplus
+import numpy as np
+
 from hf_dart.drafters.base import Drafter
+from hf_dart.trees.arrays import Array
 from hf_dart.trees.config import TreeConfig
-from hf_dart.trees.copies import Alone, Copy, alone
+from hf_dart.trees.copies import Copy, best_depth
+from hf_dart.trees.costs import RoundCost
 
-_STAKE = 3.0  # stock's steps that a first trial in one row may lose, later ones half of it; more rows scatter less
-_FIRST_WAIT, _LONGEST_WAIT = 48, 768  # rounds before a better way is tried again
-_LONGER = 4  # times as long after each trial that did not pay
-_TOLD_AFTER = 2  # pauses in which drafts never paid
-_LEAD = 8.0  # tokens by which a row is ahead of another when it counts for a factor of e less
+MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
+"""How a round is drafted: copied text alone; the likeliest token of each depth; a whole tree."""
 
-LEVELS = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
+_HOPE = 0.75  # prior: a draft is right up to depth k with probability _HOPE**k
+_TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
+_FIRST_WAIT, _LONGEST_WAIT, _LONGER = 64, 1024, 4  # rounds before a better mode is tried; grows by this factor
+_MEMORY = 32  # drafts of a row, and rounds, over which running means reach
+_SETTLED = 16  # drafted rounds after which a mode that pays counts as paying
+_WARN_AFTER = 2  # pauses without a paying mode between them
+_LEAD = 8.0  # tokens by which a row is ahead of the slowest one when its weight is lower by a factor of e
+_KINDS = 64  # kinds of calls that are remembered
+
+_TIMED_DRAFTS = 9  # last drafts whose median time counts, a third of them at least
+_SPEED = 1 / 8  # weight of a round in the running mean of the machine's speed
+_TIMED = 1 / 16  # least weight of a round in the running mean of the cost of its size
+_FADES = 1 / 256  # of what was measured, in each round: a size that seemed dear once would never be tried again
+_LATE = 2.0  # a round that takes longer by more than this factor counts for this factor
 
 _LOGGER = logging.getLogger(__name__)
 
 
-def shares(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
-    """What a token more of each row counts for the batch, which is done when its slowest row is; they sum to 1.
+def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
+    """Weights of a token more in each row, which sum to 1: a batch is done when its slowest row is.
 
     Args:
         emitted: tokens of each row so far.
-        limits: what each may emit in the coming round; rows with 0 take no part.
+        limits: tokens that each may emit in the coming round; rows with 0 take no part.
     """
     slowest = min((tokens for tokens, limit in zip(emitted, limits, strict=True) if limit > 0), default=0)
     rows = zip(emitted, limits, strict=True)
-    parts = [exp((slowest - tokens) / _LEAD) if limit > 0 else 0.0 for tokens, limit in rows]
-    total = sum(parts) or 1.0
-    return [part / total for part in parts]
+    weights = [exp((slowest - tokens) / _LEAD) if limit > 0 else 0.0 for tokens, limit in rows]
+    total = sum(weights) or 1.0
+    return [weight / total for weight in weights]
+
+
+@dataclass
+class PaceRecord:
+    """What the rounds of one kind of calls have shown; relative costs are those of `RoundCost`.
+
+    Attributes:
+        mode: one of `MODES`, the best that is known to pay or being tried.
+        chances: [d] estimated chance that a draft is right up to each depth, where the copied text is not.
+        counts: [d] drafts behind each of them, those that the prior counts for included.
+        rounds: drafted in this mode.
+        added: running mean of what verifying their nodes cost beside copies.
+        left, wait: rounds until a better mode is tried now, and after the next one that does not pay.
+        pauses: since drafts last paid.
+        drafted: rows of drafted rounds in all, and the tokens that they emitted.
+        draft_costs: of the last drafts, where they are timed.
+        correction: [N] measured cost of verifying 1 to N nodes per row, divided by its estimate.
+        timed: [N] rounds that were measured, fewer the longer ago they are.
+    """
+
+    mode: str
+    chances: Array
+    counts: Array
+    correction: Array
+    timed: Array
+    rounds: int = 0
+    added: float = 0.0
+    left: int = 0
+    wait: int = _FIRST_WAIT
+    pauses: int = 0
+    drafted: tuple[int, int] = (0, 0)
+    draft_costs: tuple[float, ...] = ()
 
 
 class Pace:
-    """Weighs what drafts bring against what they cost (`RoundCosts`), over the rounds of one call.
+    """Chooses how each round of one call is drafted, and says what rounds cost.
+
+    `choose` is called before a round and `count` after it; `finish` at the end of the call.
 
     Args:
-        config, device_type: of the call.
-        depth: of a draft; 0 where there is copied text alone, which is verified at all times.
-        costs: of its rounds; None takes them as `config` says.
-        experience, kind: what calls have learnt, and which of them this one goes on with; None begins from nothing.
+        config: of the call, its `draft_cost` given or estimated.
+        device_type: of the target.
+        batch: B, rows that every round runs.
+        depth: tokens of a draft; 0 for a drafter of copied text alone, which is verified in every round.
+        timed: the costs in place of which measured ones are used (`Pace.timed_costs`).
+        records: of calls by their kind, kept from call to call; None keeps nothing.
+        kind: of this call, which goes on where the last one of its kind ended.
     """
 
     def __init__(
         self,
         config: TreeConfig,
         device_type: str,
+        batch: int,
         depth: int,
-        costs: RoundCosts | None = None,
-        experience: Experience | None = None,
+        timed: Collection[str] = (),
+        records: dict[Hashable, PaceRecord] | None = None,
         kind: Hashable = None,
     ) -> None:
-        self._costs = costs or RoundCosts(config, device_type)
-        self._weighs = depth > 0 and config.nodes is None
-        self._depth = depth
-        self.ever_drafts = config.nodes != 1
-        """Is any round drafted?"""
-        # On a host trees shrink to chains by themselves, and a chain spares nothing but other looks at the draft.
+        self._config, self._depth, self._timed = config, depth, timed
+        self._chooses = depth > 0 and config.nodes is None
+        # On a CPU trees shrink to chains by themselves, and a chain saves nothing but other looks at the draft.
         self._chains = device_type != "cpu" or config.refine > 0
-        self._emitted: list[int] = []
-        first = Course(LEVELS.index(TREE if self.ever_drafts else PAUSE), [_FIRST_WAIT] * len(LEVELS), _STAKE)
-        self._course = (experience or Experience()).go_on(kind, first)
+        self._estimate = config.round_cost(batch, device_type, drafted=False)
+        self._verify, self._draft_cost = self._estimate.verify, config.draft_cost or 0.0
+        self._spent: dict[str, float] = {}  # seconds of each phase so far
+        self._seconds = 0.0  # of a round that verifies the root alone
+        self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copy] = ()
-        self._alone = Alone(1.0, 1.0, 0)
+        self._records, self._kind = records, kind
+        known = None if records is None else records.get(kind)
+        if known is not None:
+            self._record = copy.deepcopy(known)
+            self._read_timed()
+            return
+        none, sizes = np.zeros(depth), np.zeros(len(self._verify))
+        self._record = PaceRecord(TREE if self.ever_drafts else PAUSE, none, none, sizes + 1, sizes)
+        self._try(self._record.mode)
+
+    @staticmethod
+    def timed_costs(config: TreeConfig, device_type: str) -> frozenset[str]:
+        """Fields of `config` that are to be measured: "draft_cost", "node_cost", both or none.
+
+        Only on a CPU (elsewhere, timing would wait for the device), and for trees without a given size, as others are
+        grown whatever they cost.
+        """
+        if config.nodes is not None or device_type != "cpu":
+            return frozenset()
+        open_ones = {name for name in ("draft_cost", "node_cost") if getattr(config, name) is None}
+        return frozenset(open_ones - {"node_cost"} if config.verify_costs else open_ones)
 
     @property
-    def level(self) -> str:
-        """How rounds are drafted now where copies alone are not worth more, one of `LEVELS`."""
-        return LEVELS[self._course.level]
+    def ever_drafts(self) -> bool:
+        """Whether any round of the call may be drafted."""
+        return self._config.nodes != 1
 
-    def choose(self, copies: Sequence[Copy], parts: Sequence[float], deepest: Sequence[int]) -> str:
-        """How the coming round is to be drafted, one of `LEVELS`.
+    def cost(self, drafted: bool = True, refined: bool = True) -> RoundCost:
+        """Cost of a round.
+
+        Args:
+            drafted: with a draft, not copied text alone.
+            refined: the drafter looks at its draft again, as often as the config says.
+        """
+        looks = 1 + (self._config.refine if refined else 0)
+        return RoundCost(self._draft_cost * looks if drafted else 0.0, self._verify, self._estimate.level)
+
+    def choose(self, copies: Sequence[Copy], weights: Sequence[float], deepest: Sequence[int]) -> str:
+        """Choose how the coming round is drafted, one of `MODES`.
 
         Args:
             copies: of each row.
-            parts: what a token of each row counts for (`shares`).
+            weights: of the rows' tokens (`row_weights`).
             deepest: deepest node of each row's tree.
         """
-        if not self._weighs or self.level == PAUSE:
-            return self.level
-        batch, course = len(parts), self._course  # rows that have ended are computed with the others
-        self._copies, self._alone = copies, alone(copies, parts, self._costs(batch, drafted=False))
-        if course.surplus is None:
-            running = sum(part > 0 for part in parts)
-            course.surplus = Surplus(self._depth, course.stake * sqrt(running), self._charged(batch))
-        surplus = course.surplus
-        each = zip(parts, copies, deepest, strict=True)
-        brings = sum(part * surplus.expected(copy, self._alone.depth, most) for part, copy, most in each if part)
-        charged = self._charged(batch)
-        if brings >= self._alone.rate * charged or not (surplus.rounds or self._alone.depth):  # a trial has a round
-            return self.level
-        if self._alone.depth or surplus.chances.sum() >= charged:  # it is this round that is not worth it
-            return PAUSE
-        self._step(-1)
-        course.left = course.wait[course.level]
-        course.wait[course.level] = min(_LONGER * course.left, _LONGEST_WAIT)
-        course.pauses += self.level == PAUSE
-        return self.choose(copies, parts, deepest)
+        record = self._record
+        if not self._chooses or record.mode == PAUSE:
+            return record.mode
+        copied, tokens, self._copies_cost = best_depth(copies, weights, self.cost(drafted=False))
+        self._copies, rate = copies, tokens / self._copies_cost
+        while record.mode != PAUSE:
+            cost = self._cost_of_drafting()
+            rows = zip(weights, copies, deepest, strict=True)
+            added = sum(weight * self._expected(one, copied, most) for weight, one, most in rows if weight)
+            if added >= rate * cost or not (record.rounds or copied):  # a trial has at least one round
+                plain = "node_cost" in self._timed and record.timed[0] < 1 and not copied
+                return PAUSE if plain else record.mode  # drafts are compared with rounds of the root alone
+            if copied or record.chances.sum() >= cost:  # the mode pays in other rounds
+                return PAUSE
+            self._try(self._next(-1))
+            if record.left <= 0:
+                record.left, record.wait = record.wait, min(_LONGER * record.wait, _LONGEST_WAIT)
+            record.pauses += record.mode == PAUSE
+        return PAUSE
 
     def count(
         self,
-        level: str,
+        mode: str,
         came: Sequence[Sequence[int]],
         limits: Sequence[int],
         nodes: int,
         levels: int,
+        seconds: Mapping[str, float],
     ) -> None:
         """Learn from a round.
 
         Args:
-            level: what `choose` said.
+            mode: what `choose` said.
             came: the tokens that each row emitted.
-            limits, nodes: as for `DraftStats.count`.
-            levels: of its trees, below the root.
+            limits: tokens that each could have emitted; rows with 0 took no part.
+            nodes, levels: of its trees, the root a node and no level.
+            seconds: spent in each phase of the call so far.
         """
-        if not self._weighs:
+        if self._timed:
+            self._time(mode, nodes, levels, seconds)
+        if not self._chooses:
             return
+        record, before = self._record, self._emitted
         emitted = [len(tokens) for tokens in came]
-        before = self._emitted or [0] * len(emitted)
         self._emitted = [tokens + new for tokens, new in zip(before, emitted, strict=True)]
-        course, surplus = self._course, self._course.surplus
-        course.left -= 1
-        if self.level == PAUSE:
-            if course.left == 0:
-                self._step(1)
+        record.left -= 1
+        if record.mode == PAUSE and record.left == 0:
+            self._try(self._next(1))
+        if mode == PAUSE:
             return
-        if level == PAUSE or surplus is None:
-            return
-        parts = shares(before, limits)
-        many = 1 / (sum(part * part for part in parts) or 1.0)  # rows, by what they count for
-        for row, part in enumerate(parts):
-            right = _right(self._copies[row][0], came[row])
-            if part and right is not None:
+        weights = row_weights(before, limits)
+        rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
+        for row, weight in enumerate(weights):
+            right = _accepted(self._copies[row][0], came[row])
+            if weight and right is not None:
                 most = min(self._depth, limits[row] - 1)
-                surplus.learn(part * many, right, emitted[row] - 1, most)
-        cost = self._costs(len(limits), refined=level != CHAIN)
-        surplus.charge(cost.of(nodes, levels) - cost.draft - self._alone.cost)
+                self._learn(weight * rows, right, emitted[row] - 1, most)
+        record.rounds += 1
+        added = self.cost(drafted=False).of(nodes, levels) - self._copies_cost
+        record.added += (added - record.added) / min(record.rounds, _MEMORY)
         running = sum(limit > 0 for limit in limits)
-        course.drafted = (course.drafted[0] + running, course.drafted[1] + sum(emitted))
-        if surplus.shown > self._charged(len(limits)):
-            course.wait[self._next(-1)], course.pauses = _FIRST_WAIT, 0
-            if self.level == CHAIN and course.left <= 0:
-                self._step(1)
+        record.drafted = (record.drafted[0] + running, record.drafted[1] + sum(emitted))
+        if record.rounds >= _SETTLED and record.chances.sum() > self._cost_of_drafting():
+            record.pauses = 0
+            if record.mode == TREE:
+                record.wait = _FIRST_WAIT
+            elif record.left <= 0:
+                self._try(TREE)
 
-    def _charged(self, batch: int) -> float:
-        """What a draft and its nodes cost."""
-        surplus = self._course.surplus
-        nodes = 0.0 if surplus is None else max(surplus.nodes, 0.0)
-        return self._costs(batch, refined=self.level != CHAIN).draft + nodes
-
-    def _step(self, by: int) -> None:
-        course = self._course
-        course.level, course.surplus, course.stake = self._next(by), None, _STAKE / 2
-
-    def _next(self, by: int) -> int:
-        level = self._course.level + by
-        return level if self._chains or LEVELS[level] != CHAIN else level + by
-
-    def warn_once(self, drafter: Drafter[Any]) -> None:
-        """Say once per drafter that its drafts do not pay, and what is likely wrong."""
-        if self._course.pauses < _TOLD_AFTER or drafter.warned:
+    def finish(self, drafter: Drafter[Any]) -> None:
+        """Keep what the rounds have shown, and warn once per drafter if its drafts do not pay."""
+        record, records = self._record, self._records
+        if records is not None:
+            records.pop(self._kind, None)
+            records[self._kind] = record
+            for oldest in list(records)[:-_KINDS]:
+                records.pop(oldest, None)
+        if record.pauses < _WARN_AFTER or drafter.warned:
             return
         drafter.warned = True
-        rows, tokens = self._course.drafted
+        rows, tokens = record.drafted
         _LOGGER.warning(
             f"The drafts of this {type(drafter).__name__} brought {tokens / rows:.2f} tokens per round, which is less "
             "than they cost here, so drafting paused; the output is the same. Likely causes: a prompt without the chat "
@@ -184,9 +262,94 @@ class Pace:
             "measures them)."
         )
 
+    def _cost_of_drafting(self) -> float:
+        """Cost of a draft and its nodes, beside what copies alone cost."""
+        return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0)
 
-def _right(copied: Sequence[int], came: Sequence[int]) -> int | None:
-    """How many tokens of a copy came true before one that did not; None if all that came did, and it goes on."""
+    def _expected(self, copied: Copy, verified: int, deepest: int) -> float:
+        """Tokens that a draft is expected to add to one row.
+
+        Args:
+            copied: in the row; its tree holds the copy as deep as the draft goes.
+            verified: tokens of the copy that are verified without a draft, too.
+            deepest: deepest node of the tree.
+        """
+        depths = np.arange(1, min(max(deepest, 0), self._depth) + 1)
+        right = np.where(depths <= len(copied[0]), np.exp(copied[1] * depths), 0.0)
+        added = (1 - right) * self._record.chances[: len(depths)] + np.where(depths > verified, right, 0.0)
+        return float(added.sum())
+
+    def _learn(self, weight: float, right: int, accepted: int, deepest: int) -> None:
+        """Learn what was accepted from a row of a drafted round.
+
+        Args:
+            weight: of the row, in drafts.
+            right: leading copied tokens that were accepted; of those depths a draft shows nothing.
+            accepted: nodes on the accepted path.
+            deepest: deepest node that the tree could have.
+        """
+        here = slice(right, max(deepest, right))
+        depths = np.arange(1, self._depth + 1)[here]
+        record = self._record
+        record.counts[here] = np.minimum(record.counts[here] + weight, _MEMORY)
+        step = np.minimum(weight / record.counts[here], 1)
+        record.chances[here] += ((depths <= accepted) - record.chances[here]) * step
+
+    def _try(self, mode: str) -> None:
+        """Begin a trial of a mode, or a pause."""
+        record = self._record
+        record.mode, record.rounds, record.added = mode, 0, 0.0
+        record.chances = _HOPE ** np.arange(1, self._depth + 1)
+        # After n drafts in vain, n * cost tokens are lost, and hope is down to hope * count / (count + n).
+        hope, cost = float(record.chances.sum()), self._cost_of_drafting()
+        record.counts = np.full(self._depth, _TRIAL / max(hope - cost, hope / 4, 1e-9))
+
+    def _next(self, step: int) -> str:
+        """The next better (1) or worse (-1) mode."""
+        place = MODES.index(self._record.mode) + step
+        return MODES[place] if self._chains or MODES[place] != CHAIN else MODES[place + step]
+
+    def _time(self, mode: str, nodes: int, levels: int, seconds: Mapping[str, float]) -> None:
+        """Measure a round: its draft relative to its own forward, and its forward relative to those of other sizes.
+
+        A busy machine slows a round as a whole, and rounds in a row alike.
+        """
+        spent = {name: seconds.get(name, 0.0) for name in ("draft", "grow", "verify")}
+        draft, grow, verify = (spent[name] - self._spent.get(name, 0.0) for name in spent)
+        self._spent, record = spent, self._record
+        if verify <= 0:
+            return
+        expected = self.cost(drafted=False).of(nodes, levels)
+        if mode != PAUSE and "draft_cost" in self._timed:
+            looks = 1 if mode == CHAIN else 1 + self._config.refine
+            cost = (draft + grow) / verify * expected / looks
+            record.draft_costs = (*record.draft_costs[1 - _TIMED_DRAFTS :], cost)
+        if "node_cost" in self._timed:
+            self._seconds = self._seconds or verify / expected
+            late = min(max(verify / (self._seconds * expected), 1 / _LATE), _LATE)
+            self._seconds *= late**_SPEED
+            record.timed *= 1 - _FADES
+            record.timed[nodes - 1] += 1
+            record.correction[nodes - 1] *= late ** max(1 / (1 + record.timed[nodes - 1]), _TIMED)
+            if nodes > 1:
+                record.correction[1:] *= (record.correction[nodes - 1] / record.correction[1:]) ** _FADES
+            # Between sizes that were timed, straight lines; the cost of a root alone stays 1.
+            sizes = record.timed.nonzero()[0]
+            record.correction = np.interp(np.arange(len(self._verify)), sizes, record.correction[sizes])
+            self._seconds *= record.correction[0]
+            record.correction /= record.correction[0]
+        self._read_timed()
+
+    def _read_timed(self) -> None:
+        """Take the costs that were measured."""
+        record = self._record
+        if len(record.draft_costs) >= _TIMED_DRAFTS // 3:
+            self._draft_cost = median(record.draft_costs)
+        self._verify = self._estimate.verify * record.correction
+
+
+def _accepted(copied: Sequence[int], came: Sequence[int]) -> int | None:
+    """Number of leading copied tokens that were accepted; None if the copy matched everything that came."""
     for place, token in enumerate(came):
         if place == len(copied) or copied[place] != token:
             return place

@@ -15,9 +15,7 @@ from hf_dart.cache.base import TreeCache
 from hf_dart.cache.states import states_put_back
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
-from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
-from hf_dart.decoding.experience import Experience
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
 from hf_dart.decoding.pace import Pace
@@ -223,15 +221,13 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
             keep_scores=request.collects("output_scores"),
             keep_logits=request.collects("output_logits"),
         )
+        depth = min(request.tree_config.depth or request.drafter.draft_length, request.drafter.draft_length)
         # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
-        records = {} if is_shared(request.model) else request.drafter.pace_records
-        experience = records.setdefault("", Experience())
-        costs = RoundCosts(request.tree_config, rows.device.type, experience.timings, request.estimated)
-        costs.begin(batch)
+        records = None if is_shared(request.model) else request.drafter.pace_records
+        pace = Pace(request.tree_config, rows.device.type, batch, depth, request.timed, records, request.kind)
         grower = TreeGrower(
-            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, costs
+            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost
         )
-        pace = Pace(request.tree_config, rows.device.type, grower.depth, costs, experience, request.kind)
         drafter_runner = DrafterRunner(
             request.drafter,
             drafter_state,
@@ -249,7 +245,6 @@ def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple
         rows=rows,
         streaming=streaming,
         stats=stats,
-        costs=costs,
         pace=pace,
         drafter_runner=drafter_runner,
         grower=grower,

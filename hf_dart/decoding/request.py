@@ -39,7 +39,7 @@ class Request:
         sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
-        estimated: costs in `tree_config` in the place of which what rounds take is to be measured (`RoundCosts`).
+        timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
     """
 
     model: PreTrainedModel
@@ -60,7 +60,7 @@ class Request:
     sees: bool
     in_step: bool
     traced: bool
-    estimated: Collection[str]
+    timed: Collection[str]
 
     @property
     def first_slot(self) -> int:

@@ -10,11 +10,10 @@ from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
-from hf_dart.decoding.costs import RoundCosts
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
-from hf_dart.decoding.pace import CHAIN, PAUSE, Pace, shares
+from hf_dart.decoding.pace import CHAIN, Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
@@ -52,14 +51,14 @@ class Budget:
     Attributes:
         limits: tokens that each row may emit; 0 if it has ended or is too far ahead.
         deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
-        shares: what a token more of each row counts for the batch (`pace.shares`).
+        weights: of the rows' tokens (`pace.row_weights`).
         copies: what may be copied in each row.
-        level: how the round is drafted, one of `pace.LEVELS`.
+        level: how the round is drafted, one of `pace.MODES`.
     """
 
     limits: list[int]
     deepest: list[int]
-    shares: list[float]
+    weights: list[float]
     copies: list[Copy]
     level: str
 
@@ -87,8 +86,7 @@ class Session:
         rows: the text of each row.
         streaming: who sees it.
         stats: what was done.
-        costs: what rounds cost.
-        pace: what rounds draft.
+        pace: how rounds are drafted, and what they cost.
         drafter_runner: the drafter's side.
         grower: from a draft to a tree.
         verify: the target's forward over a tree.
@@ -107,7 +105,6 @@ class Session:
     rows: Rows
     streaming: Streaming
     stats: DraftStats
-    costs: RoundCosts
     pace: Pace
     drafter_runner: DrafterRunner
     grower: TreeGrower
@@ -138,8 +135,8 @@ class Session:
         """What the coming round may do, and whether it is worth a draft."""
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
-        parts, copies = shares(self.rows.emitted, limits), self.grower.copies(deepest)
-        return Budget(limits, deepest, parts, copies, self.pace.choose(copies, parts, deepest))
+        weights, copies = row_weights(self.rows.emitted, limits), self.grower.copies(deepest)
+        return Budget(limits, deepest, weights, copies, self.pace.choose(copies, weights, deepest))
 
     def first_token(self, logits: Tensor) -> None:
         """Take the token after the prompt from the target's logits [B, 1, V] of its last position."""
@@ -151,7 +148,7 @@ class Session:
         """The trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
         ended = self.rows.ended if self.rows.in_step else None
         if proposal is None:
-            return self.grower(None, None, budget.deepest, shares=budget.shares, ended=ended, copies=budget.copies)
+            return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
         chain = budget.level == CHAIN
 
@@ -159,15 +156,14 @@ class Session:
             return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
 
         drafted = proposal.within(self.vocab_size)
-        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.shares, ended, budget.copies)
+        return self.grower(drafted, gumbel, budget.deepest, refine, chain, budget.weights, ended, budget.copies)
 
     def count(self, tree: DraftTree, accepted: Accepted, budget: Budget) -> None:
         """Note what came of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
         self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
-        self.costs.count(self.stats.seconds, len(self.rows), tree.size, tree.max_depth, budget.level != PAUSE)
         came = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.level, came, budget.limits, tree.size, tree.max_depth)
+        self.pace.count(budget.level, came, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)

@@ -76,7 +76,7 @@ class DraftStats:
             emitted: tokens that each row committed; all but the last of them were drafted.
             limits: what each could have committed; rows with 0 took no part.
             nodes: size of the tree, its root included.
-            level: how it was drafted, one of `pace.LEVELS`.
+            level: how it was drafted, one of `pace.MODES`.
         """
         self.rounds += 1
         self.plain_rounds += nodes == 1

@@ -118,7 +118,7 @@ class Drafter(ABC, Generic[State]):
         """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
 
         It decides where `TreeConfig.draft_cost` does not say: on a CPU until the first rounds have shown what their
-        drafts took (`decoding.costs`), elsewhere in all rounds.
+        drafts took (`decoding.pace`), elsewhere in all rounds.
         """
         return DRAFT_COST
 

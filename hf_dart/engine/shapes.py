@@ -36,7 +36,7 @@ def shape_of(job: HeadJob, batch: int, running: list[tuple[int, int]], first_tie
     words = job.head.draft_vocabulary
     nodes = config.resolve_nodes(batch, rows.device.type)
     if config.nodes is None and nodes > 1:
-        nodes = nodes_worth(config.round_cost(batch, rows.device.type), nodes)
+        nodes = nodes_worth(config.round_cost(batch, rows.device.type))
     depth = session.grower.depth if nodes > 1 else 0
     most = most_nodes(depth, config, session.vocab_size if words is None else len(words))
     nodes = widest = min(nodes, most)

@@ -7,8 +7,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
+import numpy as np
+
 from hf_dart.errors import check_types, refuse_unknown
-from hf_dart.trees.costs import ANY_TREE, DRAFT_COST, LEVEL_COST, NODE_COST, RoundCost, VerifyCost, checked_points
+from hf_dart.trees.costs import (
+    ANY_TREE,
+    DRAFT_COST,
+    LEVEL_COST,
+    NODE_COST,
+    RoundCost,
+    checked_points,
+    interpolated,
+)
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 MAX_NODES = 1024
@@ -33,18 +43,17 @@ class TreeConfig:
         beam: W, paths that are expanded at each depth where trees grow in tensors, or with n-grams; otherwise the best
             nodes of all paths are found on a CPU without it. At most 1024; 1 with `top_k=1` is a chain.
         lookup: longest copy of earlier text that may be grafted onto the tree (`hf_dart.trees.copies`); 0 for none.
-        node_cost: on a CPU, what verifying one more node in one row costs, relative to a round without drafts. None is
-            an estimate, and where trees have no given size, what fits the last rounds.
-        verify_costs: in place of `node_cost`, on any device: what a forward of so many tokens costs, relative to one of
-            a single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
+        node_cost: cost of verifying one more node in one row on a CPU, relative to a round without a draft. None is an
+            estimate, and where trees have no given size, it is measured while generating.
+        verify_costs: in place of `node_cost`, on any device: costs of a forward of so many tokens, relative to one of a
+            single token, as rising pairs (tokens, cost) from (1, 1) on; straight lines between them. `hf-dart
             profile` measures them. Empty for none.
-        level_cost: what each level of nodes costs beside them on a target that computes its trees level by level, as
-            those with running states are (`hf_dart.cache.states`): None is an estimate there, which rounds show with
-            `node_cost`, and nothing elsewhere.
-        draft_cost: what a draft costs, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),
-            and on a CPU, where trees have no given size, what drafts took in the last rounds. Rounds in which drafts
-            would bring less than they cost have none, and only copied text is verified (`decoding.pace`). Numbers here
-            and in `node_cost` or `verify_costs` make equal calls make equal rounds.
+        level_cost: additional cost of each level of nodes on a target that computes its trees level by level, as some
+            with running states do (`hf_dart.cache.states`). None is an estimate there, and nothing elsewhere.
+        draft_cost: cost of a draft, relative to the same; None is the drafter's own estimate (`Drafter.draft_cost`),
+            and on a CPU, where trees have no given size, it is measured while generating. Rounds in which drafts would
+            bring less than they cost have none, and only copied text is verified (`decoding.pace`). With numbers here
+            and in `node_cost` or `verify_costs`, equal calls make equal rounds.
         selector: ask the drafter's selector, if it has one, which neighbouring tokens go together.
         ngram_weight: how much the drafter's n-gram table counts (`Drafter.ngram`), if it has one: the power that its
             probabilities are raised to.
@@ -131,20 +140,31 @@ class TreeConfig:
         shallow = self.depth is None and self.nodes is None and device_type != "cpu"
         return replace(self, level_cost=cost, depth=_LEVELLED[1] if shallow else self.depth)
 
-    def round_cost(self, batch_size: int, device_type: str, drafted: bool = True) -> RoundCost:
-        """What rounds of a batch cost, with a draft or without.
+    def round_cost(
+        self, batch_size: int, device_type: str, drafted: bool = True, most: int | None = None
+    ) -> RoundCost:
+        """Cost of rounds of a batch, from the fields of this config and the estimates of `hf_dart.trees.costs`.
 
-        Where neither is known, an accelerator verifies many nodes in the time of one; `nodes` says to take so many
-        anyway.
+        An accelerator of unknown costs is taken to verify many nodes in the time of one. Nodes cost nothing, either,
+        where `nodes` asks for so many anyway.
+
+        Args:
+            batch_size: rows.
+            device_type: of the target.
+            drafted: with a draft.
+            most: nodes per row up to which costs are computed; None is `resolve_nodes`.
         """
-        level = self.level_cost or 0.0
+        sizes = np.arange(1, (most or self.resolve_nodes(batch_size, device_type)) + 1)
         once = DRAFT_COST if self.draft_cost is None else self.draft_cost
-        draft = once * (1 + self.refine) if drafted else 0.0
         if self.nodes is None and self.verify_costs:
-            return replace(RoundCost.measured(draft, self.verify_costs, batch_size), level=level)
-        counts = self.nodes is None and device_type == "cpu"
-        node = (NODE_COST if self.node_cost is None else self.node_cost) if counts else 0.0
-        return RoundCost.linear(draft, VerifyCost(ANY_TREE if node else 0.0, node * batch_size, level))
+            forward = interpolated(self.verify_costs, batch_size * sizes)
+            verify = forward / interpolated(self.verify_costs, batch_size)
+        elif self.nodes is None and device_type == "cpu":
+            node = NODE_COST if self.node_cost is None else self.node_cost
+            verify = 1 + node * batch_size * (sizes - 1) + (ANY_TREE if node else 0.0) * (sizes > 1)
+        else:
+            verify = np.ones(len(sizes))
+        return RoundCost(once * (1 + self.refine) if drafted else 0.0, verify, self.level_cost or 0.0)
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf, log
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -179,42 +178,25 @@ class BatchLookup:
         return torch.where(worth, copied, -1), torch.where(worth, chance.log()[:, None], -inf).float()
 
 
-class Alone(NamedTuple):
-    """What the best round brings that verifies copies and nothing else.
-
-    Attributes:
-        tokens: expected, weighed by what those of each row count for.
-        cost: relative to a round without a draft.
-        depth: how many tokens of the copies are verified.
-    """
-
-    tokens: float
-    cost: float
-    depth: int
-
-    @property
-    def rate(self) -> float:
-        """Tokens for what a round without a draft costs."""
-        return self.tokens / self.cost
-
-
-def alone(copies: Sequence[Copy], shares: Sequence[float], cost: RoundCost) -> Alone:
-    """What copies bring by themselves, as deep as they are worth it.
+def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost) -> tuple[int, float, float]:
+    """Depth at which a round that verifies copies and nothing else brings most for its cost.
 
     Args:
         copies: of each row.
-        shares: what a token of each row counts for.
+        weights: of the rows' tokens.
         cost: of a round without a draft.
+
+    Returns:
+        The depth, at most N - 1 for a tree of N nodes, 0 for none; the expected tokens, weighted; and the cost.
     """
-    longest = max(len(tokens) for tokens, _ in copies)
-    expected = np.full(longest + 1, float(sum(shares)))
-    for share, (tokens, chance) in zip(shares, copies, strict=True):
-        alive = np.zeros(longest)
-        alive[: len(tokens)] = share * np.exp(chance * np.arange(1, len(tokens) + 1))
-        expected[1:] += alive.cumsum()
+    longest = min(max(len(tokens) for tokens, _ in copies), len(cost.verify) - 1)
+    expected = np.full(longest + 1, float(sum(weights)))
+    for weight, (tokens, chance) in zip(weights, copies, strict=True):
+        depths = np.arange(1, longest + 1)
+        expected[1:] += np.where(depths <= len(tokens), weight * np.exp(chance * depths), 0.0).cumsum()
     costs = cost.of_each(longest + 1) + cost.level * np.arange(longest + 1)
     depth = longest - int((expected / costs)[::-1].argmax())  # the deepest of the best
-    return Alone(float(expected[depth]), float(costs[depth]), depth)
+    return depth, float(expected[depth]), float(costs[depth])
 
 
 def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:

@@ -1,14 +1,13 @@
-"""What a round of drafting costs, and how large a tree is worth verifying.
+"""Cost of a round, and the number of nodes that is worth verifying at that cost.
 
-One rule decides (CAST, arXiv 2610.00321; BASTION, arXiv 2605.29727): the tree has the size at which the tokens that a
-round is expected to bring, over what it costs, are most. Costs are relative to a round without drafts. `hf-dart
-profile` measures them when it is asked to, and what it found is kept with the head; where nobody said what rounds
-cost, those on a CPU show it as they go (`hf_dart.decoding.costs`).
+One rule decides (CAST, arXiv 2610.00321; BASTION, arXiv 2605.29727): a tree has the size at which the tokens that a
+round is expected to bring, divided by its cost, are most. Costs are relative to a round without a draft. `TreeConfig`
+gives them, from the constants below or from what `hf-dart profile` measured; on a CPU `hf_dart.decoding.pace` replaces
+the constants by measured times.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -16,35 +15,63 @@ from math import isfinite
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
+
+from hf_dart.trees.arrays import Array
 
 Points = tuple[tuple[float, float], ...]
 """(size, cost), both rising; straight lines between them, and on after the last one."""
 
 DRAFT_COST = 0.2
-"""What a draft is taken to cost where nothing is known of it, and at least where it is estimated."""
+"""Cost of a draft where nothing is known of it, and the least that is estimated for one."""
 
 LEVEL_COST = 0.25
-"""What a level costs on a target with running states where nothing is known of it (`model_cards/hybrid_costs`)."""
+"""Estimated cost of a level on a target that computes its trees level by level (`model_cards/hybrid_costs`)."""
 
 ANY_TREE, NODE_COST = 0.1, 0.03
-"""What a tree on a CPU is taken to cost beside its nodes (masks, kernels for more than one query), and what each of
-them in one row, where nothing is known of it."""
+"""Estimated costs on a CPU: of any tree (masks, kernels for more than one query), and of each node in one row."""
 
 _FIRST, _DOUBLED = 0.676, 0.57
-"""Tokens that a round brings beside its own: `_FIRST` of a tree of two nodes, and for one of 2**n, n**`_DOUBLED` as
-many. Fits the packaged pair's 2.49, 2.68 and 2.86 for trees of 16, 32 and 60 nodes."""
+"""Tokens that a tree of 2**n nodes adds to a round: `_FIRST` * n**`_DOUBLED`.
+
+Fits the packaged pair's 2.49, 2.68 and 2.86 tokens for trees of 16, 32 and 60 nodes."""
 
 
-def interpolated(points: Sequence[tuple[float, float]], size: float) -> float:
-    """The cost of a size, from at least two points."""
-    place = min(max(bisect_left(points, (size,)), 1), len(points) - 1)
-    (left, low), (right, high) = points[place - 1], points[place]
-    return low + (high - low) * (size - left) / (right - left)
+@dataclass(frozen=True, eq=False)
+class RoundCost:
+    """Cost of a round of one batch.
+
+    Attributes:
+        draft: of the draft; 0 without one.
+        verify: [N] of verifying trees of 1 to N nodes per row. It may fall from one size to the next.
+        level: of each level of nodes below the roots, where a target computes its trees level by level.
+    """
+
+    draft: float
+    verify: Array
+    level: float = 0.0
+
+    def of(self, nodes: int, levels: int = 0) -> float:
+        """Cost of a round that verifies trees of `nodes` nodes on `levels` levels below the root."""
+        return self.draft + float(self.verify[nodes - 1]) + self.level * levels
+
+    def of_each(self, most: int) -> Array:
+        """[`most`] costs of 1 to `most` nodes, at most N, without those of levels."""
+        return self.draft + self.verify[:most]
+
+
+def interpolated(points: Sequence[tuple[float, float]], sizes: Any) -> Array:
+    """Costs of `sizes`, numbers of any shape, by at least two points."""
+    known, costs = np.array(points).T
+    slope = (costs[-1] - costs[-2]) / (known[-1] - known[-2])
+    return np.interp(sizes, known, costs) + slope * np.maximum(np.asarray(sizes) - known[-1], 0)
 
 
 def checked_points(name: str, points: Any) -> Points:
-    """The points as tuples; a `ValueError` if they are no costs of rising sizes, from 1 token at cost 1 on."""
+    """Return the points as tuples.
+
+    Raises:
+        ValueError: they are not costs of rising sizes, from 1 token at cost 1 on.
+    """
     try:
         pairs = tuple((float(size), float(cost)) for size, cost in points)
     except (TypeError, ValueError):
@@ -58,71 +85,11 @@ def checked_points(name: str, points: Any) -> Points:
     return pairs
 
 
-@dataclass(frozen=True)
-class VerifyCost:
-    """What verifying trees costs beside their roots, relative to a round without a draft.
+def nodes_worth(cost: RoundCost) -> int:
+    """Number of nodes per row, 2 to N, at which rounds of one fixed size bring most for their cost.
 
-    Attributes:
-        tree: of any tree.
-        node: of one node more in every row.
-        level: of each level of nodes, where a target computes its trees level by level.
+    It counts with the acceptance of an average draft. Trees that are sized one by one follow their own scores instead.
     """
-
-    tree: float
-    node: float
-    level: float = 0.0
-
-
-@dataclass(frozen=True)
-class RoundCost:
-    """What a round of one batch costs.
-
-    Attributes:
-        draft: of the draft.
-        points: (nodes per row, cost of verifying so many).
-        level: of each level of nodes below the roots, where a target computes its trees level by level.
-    """
-
-    draft: float
-    points: Points
-    level: float = 0.0
-
-    @classmethod
-    def linear(cls, draft: float, verify: VerifyCost) -> RoundCost:
-        """Every node costs the same, and the first one below the roots what any tree costs beside it."""
-        two = 1 + verify.tree + verify.node
-        return cls(draft, ((1, 1.0), (2, two), (3, two + verify.node)), verify.level)
-
-    @classmethod
-    def measured(cls, draft: float, tokens: Points, batch: int) -> RoundCost:
-        """From the costs of forwards of so many `tokens`, relative to one of a single token."""
-        plain = interpolated(tokens, batch)
-        knots = sorted({1.0, *(size / batch for size, _ in tokens if size > batch), 2 * tokens[-1][0] / batch})
-        if len(knots) == 1:
-            knots.append(2.0)
-        return cls(draft, tuple((nodes, interpolated(tokens, nodes * batch) / plain) for nodes in knots))
-
-    def of(self, nodes: float, levels: int = 0) -> float:
-        """The cost of a round that verifies trees of so many nodes and levels below the root, after a draft."""
-        return self.draft + interpolated(self.points, nodes) + self.level * levels
-
-    def of_each(self, most: int) -> NDArray[Any]:
-        """`of` of 1 to `most` nodes, levels left out."""
-        sizes, costs = np.array(self.points).T
-        nodes = np.arange(1, most + 1)
-        beyond = (costs[-1] - costs[-2]) / (sizes[-1] - sizes[-2]) * np.maximum(nodes - sizes[-1], 0)
-        return self.draft + np.interp(nodes, sizes, costs) + beyond
-
-
-def nodes_worth(cost: RoundCost, most: int) -> int:
-    """Nodes per row at which rounds of one size bring most for what they cost, for drafts that are usual.
-
-    Trees that are sized one by one follow their own chances; rounds of fixed shapes cannot.
-
-    Args:
-        cost: of a round of the batch.
-        most: nodes per row, 2 or more.
-    """
-    nodes = np.arange(2, most + 1)
+    nodes = np.arange(2, len(cost.verify) + 1)
     tokens = 1 + _FIRST * np.log2(nodes) ** _DOUBLED
-    return int(nodes[(tokens / cost.of_each(most)[1:]).argmax()])
+    return int(nodes[(tokens / cost.of_each(len(cost.verify))[1:]).argmax()])

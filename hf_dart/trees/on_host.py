@@ -39,7 +39,7 @@ def grow_on_host(
     nodes: int,
     beam: int | None = None,
     cost: RoundCost | None = None,
-    shares: Sequence[float] | None = None,
+    weights: Sequence[float] | None = None,
 ) -> DraftTree:
     """Grow one tree per row, all of one size N <= `nodes`.
 
@@ -51,7 +51,7 @@ def grow_on_host(
         nodes: most nodes per row, the root included.
         beam: W, how many paths of each depth are extended; None finds the best nodes of all paths.
         cost: of the round; None grows to `nodes`.
-        shares: what a token of each row counts for; None is as much in all.
+        weights: of the rows' tokens; None counts all rows the same.
 
     Returns:
         The trees, on the CPU. A row that has fewer nodes than others has empty ones.
@@ -60,18 +60,18 @@ def grow_on_host(
     with np.errstate(divide="ignore", invalid="ignore"):  # logarithms of what is no candidate
         levels = _levels(candidates, nodes - 1, nodes if beam is None else beam) if nodes > 1 else []
     pool = np.concatenate([np.empty((len(roots), 0)), *(level.scores.reshape(len(roots), -1) for level in levels)], 1)
-    weights = np.ones(len(roots)) if shares is None else np.array(shares)
+    per_row = np.ones(len(roots)) if weights is None else np.array(weights)
     drafted = candidates.tokens.shape[1]
     if cost is not None and cost.level:
         depths = _depths(levels, drafted)
         # What was looked at down to a depth is the same, however deep the search went on.
         best = [
-            _best(np.where(depths <= deepest, pool, -inf), nodes, cost, weights, deepest)
+            _best(np.where(depths <= deepest, pool, -inf), nodes, cost, per_row, deepest)
             for deepest in range(1, int(depths.max(initial=0)) + 1)
         ]
         chosen, scores, _ = max(best, key=lambda tree: tree[2], default=(pool[:, :0].astype(np.int64), pool[:, :0], 0))
     else:
-        chosen, scores, _ = _best(pool, nodes, cost, weights)
+        chosen, scores, _ = _best(pool, nodes, cost, per_row)
     if not chosen.shape[1]:
         return DraftTree.chain(torch.from_numpy(roots.copy()))
     tokens, parents, depths = _look_up(levels, drafted, chosen)
@@ -112,7 +112,7 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
         if depth + 1 == deepest:
             break
         scores = scores.reshape(batch, -1)
-        # Children score less than their parents: none of a path that is not among the best so far will be among them.
+        # A child scores below its parent, so a path outside the current best cannot lead back into it.
         kept = np.concatenate([kept, scores], axis=1)
         if kept.shape[1] >= count:
             kept.partition(kept.shape[1] - count, axis=1)
@@ -139,7 +139,7 @@ def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
 
 
 def _best(
-    pool: Array, nodes: int, cost: RoundCost | None, shares: Array, levels: int = 0
+    pool: Array, nodes: int, cost: RoundCost | None, weights: Array, levels: int = 0
 ) -> tuple[Array, Array, float]:
     """Places and scores [B, n] of the nodes below the root of the best tree of a pool [B, P] of scores, and its rate.
 
@@ -149,11 +149,11 @@ def _best(
     chosen = _largest(pool, min(nodes - 1, pool.shape[1]))
     chosen = take(chosen, (-take(pool, chosen)).argsort(axis=1, kind="stable"))
     scores = take(pool, chosen)
-    gains = shares @ np.exp(scores)
+    gains = weights @ np.exp(scores)
     gains = gains[: np.count_nonzero(gains)]
     size, rate = 1 + len(gains), 0.0
     if cost is not None:
-        expected = shares.sum() + np.concatenate([[0.0], gains.cumsum()])
+        expected = weights.sum() + np.concatenate([[0.0], gains.cumsum()])
         costs = cost.of_each(len(expected))
         costs[1:] += cost.level * levels
         rates = expected / costs

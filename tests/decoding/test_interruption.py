@@ -62,7 +62,7 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "part"), [(prefill, "mask_kinds"), (prefill, "Verifier"), (prefill, "Walker"), (session, "shares")]
+    ("where", "part"), [(prefill, "mask_kinds"), (prefill, "Verifier"), (prefill, "Walker"), (session, "row_weights")]
 )
 def test_a_kept_interruption_holds_no_noise(
     pair: tuple[Any, DartHead], where: Any, part: str, monkeypatch: pytest.MonkeyPatch

@@ -1,10 +1,13 @@
-"""Pauses and chains where drafts bring less than they cost: when they come, and that they change no token."""
+"""Pauses and chains where drafts bring less than they cost, and measured costs: none of it changes a token."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import groupby
 from math import inf, log
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -15,8 +18,8 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, ti
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.drafter_runner import joined
-from hf_dart.decoding.experience import Course, Experience, Surplus
-from hf_dart.decoding.pace import Pace, shares
+from hf_dart.decoding.grow import TreeGrower
+from hf_dart.decoding.pace import Pace, PaceRecord, row_weights
 from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.proposal import Verified
@@ -28,30 +31,35 @@ LOOP: Copy = ([7] * 24, -0.02)
 """What is copied where nothing is found, and in a loop; `play` lets 7s come."""
 
 
+def pace_of(config: TreeConfig, batch: int = 1, device: str = "cpu", **more: Any) -> Pace:
+    """The pace of a call with drafts of `DEPTH` tokens."""
+    return Pace(config, device, batch, DEPTH, **more)
+
+
 def play(pace: Pace, emitted: Callable[[str], list[int]], nodes: int, copies: list[Copy], so_far: list[int]) -> str:
-    """Play a round that brings so many tokens per row, by how it is drafted, which is returned."""
+    """Play a round that brings so many tokens per row, by its mode, which is returned."""
     limits = [50] * len(copies)
-    level = pace.choose(copies, shares(so_far, limits), [DEPTH] * len(copies))
-    new = emitted(level)
-    pace.count(level, [[7] * tokens for tokens in new], limits, nodes if level != "pause" else 1, 0)
+    mode = pace.choose(copies, row_weights(so_far, limits), [DEPTH] * len(copies))
+    new = emitted(mode)
+    pace.count(mode, [[7] * tokens for tokens in new], limits, nodes if mode != "pause" else 1, 0, {})
     so_far[:] = [before + tokens for before, tokens in zip(so_far, new, strict=True)]
-    return level
+    return mode
 
 
 def rounds(pace: Pace, count: int, emitted: list[int], nodes: int) -> list[bool]:
     """Play rounds that bring so many tokens where they are drafted; which of them were."""
     plain, so_far = [min(1, tokens) for tokens in emitted], [0] * len(emitted)
 
-    def brought(level: str) -> list[int]:
-        return plain if level == "pause" else emitted
+    def brought(mode: str) -> list[int]:
+        return plain if mode == "pause" else emitted
 
     return [play(pace, brought, nodes, [NOTHING] * len(emitted), so_far) != "pause" for _ in range(count)]
 
 
-def levels(pace: Pace, count: int, emitted: dict[str, int], nodes: int) -> list[tuple[str, int]]:
-    """Play rounds of one row that bring so many tokens at each level; the levels, and for how many rounds each held."""
-    played = [play(pace, lambda level: [emitted[level]], nodes, [NOTHING], [0]) for _ in range(count)]
-    return [(level, len(list(same))) for level, same in groupby(played)]
+def modes(pace: Pace, count: int, emitted: dict[str, int], nodes: int) -> list[tuple[str, int]]:
+    """Play rounds of one row that bring so many tokens in each mode; the modes, and for how many rounds each held."""
+    played = [play(pace, lambda mode: [emitted[mode]], nodes, [NOTHING], [0]) for _ in range(count)]
+    return [(mode, len(list(same))) for mode, same in groupby(played)]
 
 
 CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second look at the draft
@@ -59,59 +67,49 @@ CHAINS = TreeConfig(draft_cost=0.3, refine=1)  # where a chain spares a second l
 
 def test_drafts_that_do_not_pay_pause_longer_and_longer() -> None:
     free = TreeConfig(draft_cost=0.3, node_cost=0.0)
-    found = levels(Pace(free, "cpu", DEPTH), 1900, {"tree": 1, "pause": 1}, nodes=6)
-    assert found[:8] == [
-        ("tree", 11),
-        ("pause", 48),
-        ("tree", 6),
-        ("pause", 192),
-        ("tree", 6),
-        ("pause", 768),
-        ("tree", 6),
-        ("pause", 768),
-    ]
-    found = levels(Pace(CHAINS, "cpu", DEPTH), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 4), ("chain", 4), ("pause", 48), ("chain", 4), ("pause", 192)]
+    found = modes(pace_of(free), 2600, {"tree": 1, "pause": 1}, nodes=6)
+    assert [mode for mode, _ in found[:7:2]] == ["tree"] * 4
+    assert [count for _, count in found[:8]] == [11, 64, 11, 256, 11, 1024, 11, 1024]
+    found = modes(pace_of(CHAINS), 900, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)
+    assert found[:5] == [("tree", 4), ("chain", 7), ("pause", 57), ("chain", 7), ("pause", 256)]
 
 
-def test_a_trial_loses_no_more_than_its_stake() -> None:
-    for draft, rows in ((1.0, 1), (1.0, 4), (0.5, 4), (0.1, 4)):
-        pace = Pace(TreeConfig(draft_cost=draft, node_cost=0.0), "cpu", DEPTH)
-        played = rounds(pace, 100, [1] * rows, nodes=1)
+def test_a_trial_loses_no_more_than_it_may() -> None:
+    for draft, rows in ((1.0, 1), (1.0, 4), (0.5, 1), (0.5, 4), (0.1, 4)):
+        played = rounds(pace_of(TreeConfig(draft_cost=draft, node_cost=0.0), rows), 100, [1] * rows, nodes=1)
         found = [(drafted, len(list(same))) for drafted, same in groupby(played)]
-        for (drafted, count), stake in zip(found[::2], (3.0, 1.5), strict=False):
+        for drafted, count in found[:3:2]:
             assert drafted
-            allowed = stake / rows**0.5
-            assert 0.8 * allowed < (count + 1) * draft <= allowed + 2 * draft + 1e-9
-        assert found[1] == (False, 48)
-    dear = rounds(Pace(TreeConfig(draft_cost=9.0, node_cost=0.0), "cpu", DEPTH), 60, [1], nodes=1)
-    assert [place for place, drafted in enumerate(dear) if drafted] == [0, 49], "even then it is tried"
+            assert 3 / rows - draft < count * draft <= 3 / rows + draft + 1e-9
+        assert found[1] == (False, 64)
+    dear = rounds(pace_of(TreeConfig(draft_cost=9.0, node_cost=0.0)), 80, [1], nodes=1)
+    assert [place for place, drafted in enumerate(dear) if drafted] == [0, 65], "even then it is tried"
 
 
 def test_a_chain_where_a_tree_does_not_pay() -> None:
-    found = levels(Pace(CHAINS, "cpu", DEPTH), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
-    assert found[:5] == [("tree", 4), ("chain", 48), ("tree", 2), ("chain", 192), ("tree", 2)]
+    found = modes(pace_of(CHAINS), 300, {"tree": 1, "chain": 2, "pause": 1}, nodes=2)
+    assert found == [("tree", 4), ("chain", 64), ("tree", 4), ("chain", 228)]
 
 
 def test_back_to_a_tree_when_the_text_gets_easier() -> None:
-    pace = Pace(CHAINS, "cpu", DEPTH)
-    assert levels(pace, 56, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)[-1] == ("pause", 48)
-    (first, settling), (then, rest) = levels(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=2)
+    pace = pace_of(CHAINS)
+    assert modes(pace, 68, {"tree": 1, "chain": 1, "pause": 1}, nodes=2)[-1] == ("pause", 57)
+    (first, settling), (then, rest) = modes(pace, 100, {"tree": 3, "chain": 2, "pause": 1}, nodes=2)
     assert (first, then, settling + rest) == ("chain", "tree", 100)
     assert settling < 20
 
 
 def test_copies_that_suffice_are_not_drafted_beside() -> None:
     """A loop has no drafts though they would be right; where it ends, they go on at once."""
-    pace = Pace(TreeConfig(draft_cost=0.25), "cpu", DEPTH)
+    pace = pace_of(TreeConfig(draft_cost=0.25))
     brings = {"tree": [3], "pause": [3]}
     assert all(play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree" for _ in range(20))
     loop = [play(pace, {"tree": [20], "pause": [20]}.__getitem__, 24, [LOOP], [0]) for _ in range(100)]
     assert loop == ["pause"] * 100
     assert play(pace, brings.__getitem__, 6, [NOTHING], [0]) == "tree"
-    likely = Pace(TreeConfig(draft_cost=0.5), "cpu", DEPTH)
+    likely = pace_of(TreeConfig(draft_cost=0.5))
     assert play(likely, brings.__getitem__, 6, [([7] * 24, log(0.8))], [0]) == "pause", "0.7 tokens, or 1.5 meanwhile"
-    free = Pace(TreeConfig(draft_cost=0.0, node_cost=0.0), "cpu", DEPTH)
+    free = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0))
     assert play(free, brings.__getitem__, 6, [LOOP], [0]) == "tree", "what costs nothing is always worth it"
 
 
@@ -120,52 +118,49 @@ def test_a_batch_is_drafted_for_the_rows_that_need_it() -> None:
     brings: dict[str, list[int]] = {"tree": [9, 3, 3, 3], "pause": [9, 1, 1, 1]}
     copies = [LOOP, NOTHING, NOTHING, NOTHING]
     config = TreeConfig(draft_cost=0.25, node_cost=0.01)
-    assert {play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [0] * 4) for _ in range(9)} == {"tree"}
-    assert play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [0, 900, 900, 900]) == "pause"
-    assert play(Pace(config, "cpu", DEPTH), brings.__getitem__, 4, copies, [900, 0, 0, 0]) == "tree"
+    assert {play(pace_of(config, 4), brings.__getitem__, 4, copies, [0] * 4) for _ in range(9)} == {"tree"}
+    assert play(pace_of(config, 4), brings.__getitem__, 4, copies, [0, 900, 900, 900]) == "pause"
+    assert play(pace_of(config, 4), brings.__getitem__, 4, copies, [900, 0, 0, 0]) == "tree"
 
 
-def test_what_drafts_bring_beside_copies() -> None:
+def test_what_drafts_add_to_copies() -> None:
     """The chances are those of a draft where the copy is wrong: found again by counting."""
     generator = np.random.default_rng(0)
-    surplus = Surplus(DEPTH, 1.0, 0.2)
+    pace = pace_of(TreeConfig(draft_cost=0.2))
     copied, drafted = generator.geometric(0.3, 4000) - 1, generator.geometric(0.5, 4000) - 1
     for right, accepted in zip(copied, np.maximum(copied, drafted), strict=True):
-        surplus.learn(1.0, int(right), int(accepted), DEPTH)
-    late = slice(-200, None)
+        pace._learn(1.0, int(right), int(accepted), DEPTH)
+    chances, late = pace._record.chances, slice(-200, None)
     for depth in range(1, DEPTH + 1):
         wrong = copied[late] < depth
-        assert surplus.chances[depth - 1] == pytest.approx((drafted[late][wrong] >= depth).mean(), abs=0.2)
-    ([], chance), (tokens, logs) = NOTHING, ([7] * 3, log(0.5))
-    assert surplus.expected(([], chance), 0, DEPTH) == pytest.approx(surplus.chances.sum())
-    assert surplus.expected(NOTHING, 0, 2) == pytest.approx(surplus.chances[:2].sum())
-    assert surplus.expected(NOTHING, 0, -1) == 0
-    q = surplus.chances
-    assert surplus.expected((tokens, logs), 3, DEPTH) == pytest.approx(0.5 * q[0] + 0.75 * q[1] + 0.875 * q[2] + q[3])
-    unverified = surplus.expected((tokens, logs), 1, DEPTH) - surplus.expected((tokens, logs), 3, DEPTH)
+        assert chances[depth - 1] == pytest.approx((drafted[late][wrong] >= depth).mean(), abs=0.2)
+    copy: Copy = ([7] * 3, log(0.5))
+    assert pace._expected(NOTHING, 0, DEPTH) == pytest.approx(chances.sum())
+    assert pace._expected(NOTHING, 0, 2) == pytest.approx(chances[:2].sum())
+    assert pace._expected(NOTHING, 0, -1) == 0
+    q = chances
+    assert pace._expected(copy, 3, DEPTH) == pytest.approx(0.5 * q[0] + 0.75 * q[1] + 0.875 * q[2] + q[3])
+    unverified = pace._expected(copy, 1, DEPTH) - pace._expected(copy, 3, DEPTH)
     assert unverified == pytest.approx(0.25 + 0.125), "what is not verified alone comes with a draft"
 
 
-def test_what_a_row_counts_for() -> None:
-    emitted, limits = [30, 34, 90, 7], [9, 9, 9, 0]
-    parts = shares(emitted, limits)
-    assert sum(parts) == pytest.approx(1)
-    assert parts[0] > parts[1] > 100 * parts[2] > parts[3] == 0, "who has ended, or is far ahead, does not count"
-    assert shares([5, 5], [9, 9]) == [0.5, 0.5]
-    assert shares([5, 6], [0, 0]) == [0.0, 0.0]
+def test_weights_of_rows() -> None:
+    weights = row_weights([30, 34, 90, 7], [9, 9, 9, 0])
+    assert sum(weights) == pytest.approx(1)
+    assert weights[0] > weights[1] > 100 * weights[2] > weights[3] == 0, "who has ended, or is far ahead, is ignored"
+    assert row_weights([5, 5], [9, 9]) == [0.5, 0.5]
+    assert row_weights([5, 6], [0, 0]) == [0.0, 0.0]
 
 
 def test_a_row_that_is_about_to_end_says_nothing_of_drafts() -> None:
     """Its tree had no room for them; and the other's copy has not gone wrong yet."""
     chances = []
     for room in (1, 5):
-        pace = Pace(TreeConfig(draft_cost=0.3, node_cost=0.0), "cpu", DEPTH)
+        pace = pace_of(TreeConfig(draft_cost=0.3, node_cost=0.0), 2)
         pace.choose([LOOP, NOTHING], [0.5, 0.5], [DEPTH, room - 1])
-        surplus = pace._course.surplus
-        assert surplus is not None
-        before = surplus.chances.copy()
-        pace.count("tree", [[7] * 3, [5]], [9, room], 6, DEPTH)
-        chances.append((surplus.chances == before).all())
+        before = pace._record.chances.copy()
+        pace.count("tree", [[7] * 3, [5]], [9, room], 6, DEPTH, {})
+        chances.append((pace._record.chances == before).all())
     assert chances == [True, False]
 
 
@@ -191,9 +186,9 @@ def test_what_came_of_each_row_is_counted(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
     config = TreeConfig(draft_cost=0.3, node_cost=0.0)
-    assert not all(rounds(Pace(config, "cpu", DEPTH), 40, [1, 3], 4)), "the mean of both rows is 2"
-    assert all(rounds(Pace(config, "cpu", DEPTH), 40, [2, 3], 4))
-    turns, so_far, number = Pace(config, "cpu", DEPTH), [0, 0], 0
+    assert not all(rounds(pace_of(config, 2), 40, [1, 3], 4)), "the mean of both rows is 2"
+    assert all(rounds(pace_of(config, 2), 40, [2, 3], 4))
+    turns, so_far, number = pace_of(config, 2), [0, 0], 0
     for number in range(40):
         level = play(turns, lambda _: [1, 3] if number % 2 else [3, 1], 4, [NOTHING] * 2, so_far)  # noqa: B023
         assert level == "tree", "each is ahead in its turn"
@@ -235,7 +230,7 @@ def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> N
         target.generate(**inputs, assistant=head, max_new_tokens=90, tree_config=config)
         stats = head.last_stats
         assert stats is not None
-        assert stats.paused_rounds > 48
+        assert stats.paused_rounds > 64
         assert stats.to_dict()["paused_rounds"] == stats.paused_rounds
     assert len(said(caplog)) == 1
     for cause in ("chat template", "language", "thinking", "another target"):
@@ -248,9 +243,9 @@ def test_drafts_that_pay_go_on() -> None:
         (TreeConfig(draft_cost=0.3, node_cost=0.1), [2, 2], 3),
         (TreeConfig(draft_cost=9.0, nodes=8), [1], 8),
     ):
-        assert all(rounds(Pace(config, "cpu", DEPTH), 50, emitted, nodes))
-    assert not all(rounds(Pace(TreeConfig(draft_cost=0.3, node_cost=0.1), "cpu", DEPTH), 50, [2, 2], 5))
-    assert all(rounds(Pace(TreeConfig(), "cuda", DEPTH), 50, [2, 2], 64)), "nodes that cost nothing are not charged"
+        assert all(rounds(pace_of(config, len(emitted)), 50, emitted, nodes))
+    assert not all(rounds(pace_of(TreeConfig(draft_cost=0.3, node_cost=0.1), 2), 50, [2, 2], 5))
+    assert all(rounds(pace_of(TreeConfig(), 2, "cuda"), 50, [2, 2], 64)), "nodes that cost nothing are not charged"
 
 
 @pytest.mark.parametrize("keeps", [False, True])
@@ -273,24 +268,27 @@ def test_a_tree_of_one_node_asks_no_drafter(keeps: bool, monkeypatch: pytest.Mon
         assert again.tolist() == target.generate(ids, max_new_tokens=9, do_sample=False).tolist()
 
 
-def test_a_call_goes_on_where_the_last_of_its_kind_has_come_to() -> None:
-    """What does not pay is tried once, and not by each of many short calls; other kinds learn for themselves."""
+def test_a_call_goes_on_where_the_last_of_its_kind_ended() -> None:
+    """Drafts that do not pay are tried once, and not by each of many short calls; other kinds learn for themselves."""
     config = TreeConfig(draft_cost=0.5, node_cost=0.0)
+    drafter = LookupDrafter()
+    records: dict[Any, PaceRecord] = {}
     short: list[list[bool]] = []
-    for experience in (Experience(), None):
+    for kept in (records, None):
         drafted: list[bool] = []
         for _ in range(12):
-            drafted += rounds(Pace(config, "cpu", DEPTH, None, experience, "text"), 8, [1], nodes=4)
+            pace = pace_of(config, records=kept, kind="text")
+            drafted += rounds(pace, 8, [1], nodes=4)
+            pace.finish(drafter)
         short.append(drafted)
-    one_call = rounds(Pace(config, "cpu", DEPTH), 12 * 8, [1], nodes=4)
+    one_call = rounds(pace_of(config), 12 * 8, [1], nodes=4)
     assert short[0] == one_call
     assert sum(short[1]) > 2 * sum(one_call)
-    experience = Experience()
-    assert not all(rounds(Pace(config, "cpu", DEPTH, None, experience, "text"), 40, [1], nodes=4))
-    assert rounds(Pace(config, "cpu", DEPTH, None, experience, "code"), 1, [1], nodes=4) == [True]
+    assert rounds(pace_of(config, records=records, kind="text"), 1, [1], nodes=4) == [False]
+    assert rounds(pace_of(config, records=records, kind="code"), 1, [1], nodes=4) == [True]
     for other in range(200):
-        experience.go_on(other, Course(0, [], 0.0))
-    assert len(experience.courses) < 100
+        pace_of(config, records=records, kind=other).finish(drafter)
+    assert len(records) < 100
 
 
 def test_kinds_of_calls() -> None:
@@ -377,3 +375,179 @@ def test_a_loop_is_copied_and_not_drafted(lengths: list[int], monkeypatch: pytes
     assert_identical(target, head, prompts(lengths), do_sample=False, max_new_tokens=40, tree_config=apart)
     assert head.last_stats is not None
     assert head.last_stats.paused_rounds == 0
+
+
+class Clock:
+    """Seconds by phase, as `DraftStats` counts them, and the rounds of a call that take them."""
+
+    def __init__(self, pace: Pace) -> None:
+        self.pace, self.seconds = pace, dict.fromkeys(("prefill", "draft", "grow", "verify"), 0.0)
+
+    def round(self, mode: str, nodes: int, draft: float, grow: float, verify: float) -> None:
+        for name, spent in (("draft", draft), ("grow", grow), ("verify", verify)):
+            self.seconds[name] += spent
+        self.pace._time(mode, nodes, min(nodes - 1, 2), self.seconds)
+
+
+TIMED_COSTS = Pace.timed_costs
+"""What `untimed` takes from all tests but those that ask for it."""
+
+
+def timed(rounds: Iterable[tuple[str, int, float, float, float]], batch: int = 1, **fields: Any) -> Pace:
+    """The pace after rounds of a mode, nodes, and seconds of draft, growth and forward."""
+    config = TreeConfig(**fields)
+    measured = TIMED_COSTS(config, "cpu")
+    clock = Clock(pace_of(replace(config, draft_cost=fields.get("draft_cost", 0.25)), batch, timed=measured))
+    for one in rounds:
+        clock.round(*one)
+    return clock.pace
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "names"),
+    [
+        ({}, "cpu", {"draft_cost", "node_cost"}),
+        ({"draft_cost": 0.1, "level_cost": 0.1}, "cpu", {"node_cost"}),
+        ({"node_cost": 0.1}, "cpu", {"draft_cost"}),
+        ({"verify_costs": ((1, 1), (2, 2))}, "cpu", {"draft_cost"}),
+        ({"verify_costs": ((1, 1), (2, 2)), "draft_cost": 0.1}, "cpu", set()),
+        ({"nodes": 8}, "cpu", set()),
+        ({}, "cuda", set()),
+    ],
+)
+def test_costs_that_are_timed(fields: dict[str, Any], device: str, names: set[str]) -> None:
+    assert TIMED_COSTS(TreeConfig(**fields), device) == names
+
+
+def test_the_cost_of_a_draft_is_the_median_of_its_times() -> None:
+    # Two rows of three nodes cost 1 + 0.1 + 2 * 2 * 0.1 of a plain round: 1.5 s are what 1 s is without a draft.
+    drafts = [("tree", 3, 0.4, 0.1, 1.5)] * 3
+    known: dict[str, Any] = {"batch": 2, "node_cost": 0.1}
+    pace = timed(drafts, **known)
+    assert pace.cost().draft == pytest.approx(0.5), "growing its trees included"
+    assert pace.cost(False).draft == 0
+    assert pace.cost().of(3) == pytest.approx(2.0), "given costs stay"
+    assert timed([("tree", 3, 4.0, 1.0, 15.0)] * 3, **known).cost().draft == pytest.approx(0.5), "a busy machine"
+    assert timed(drafts[:2], **known).cost().draft == 0.25
+    late = [*drafts, ("tree", 3, 50.0, 0.1, 1.5), ("tree", 3, 0.4, 0.1, 0.0), *drafts]
+    assert timed(late, **known).cost().draft == pytest.approx(0.5)
+    assert timed(drafts, draft_cost=0.3, **known).cost().draft == 0.3
+    refined = timed([("tree", 3, 0.9, 0.0, 1.5), ("chain", 3, 0.3, 0.0, 1.5)] * 3, refine=2, **known)
+    assert (refined.cost().draft, refined.cost(refined=False).draft) == pytest.approx((0.9, 0.3))
+
+
+def verified(sizes: list[int], count: int, cost: Callable[[int], float], seed: int = 0) -> list[Any]:
+    """Rounds that take what `cost` says of their nodes, a few per cent more or less, on a slow machine."""
+    random = Random(seed)
+    rounds = []
+    for _ in range(count):
+        nodes = random.choice(sizes)
+        rounds.append(("tree", nodes, 0.0, 0.0, 0.3 * cost(nodes) * random.uniform(0.95, 1.05)))
+    return rounds
+
+
+def test_verifying_costs_what_rounds_of_each_size_took() -> None:
+    """With falling steps, and straight lines between sizes that were run."""
+    true = {1: 1.0, 2: 1.5, 6: 2.4, 8: 1.9, 30: 2.6}
+    rounds = verified(list(true), 400, true.__getitem__)
+    late = [(*one[:4], 20 * one[4]) if number % 50 == 7 else one for number, one in enumerate(rounds)]
+    for shown in (rounds, late):
+        cost = timed(shown).cost(False)
+        for size, known in true.items():
+            assert cost.of(size) == pytest.approx(known, rel=0.1)
+        assert cost.of(6) > cost.of(7) > cost.of(8)
+
+
+@pytest.mark.parametrize("sizes", [[1], [8]])
+def test_what_rounds_cannot_tell_stays_as_it_was(sizes: list[int]) -> None:
+    cost, known = timed(verified(sizes, 80, lambda nodes: 7.0)).cost(False), timed([]).cost(False)
+    assert cost.verify.tolist() == pytest.approx(known.verify.tolist(), rel=0.05)
+
+
+def test_a_size_that_seemed_dear_is_tried_again() -> None:
+    """The cost of a size that is not run any more draws nearer to that of the one that is."""
+    dear = [*verified([1, 4], 40, lambda nodes: 1.2), *verified([9], 3, lambda nodes: 9.0)]
+    rounds = [*dear, *verified([1, 4], 800, lambda nodes: 1.2)]
+    assert timed(dear).cost(False).of(9) > 1.2 * timed(rounds).cost(False).of(9)
+
+
+def test_rounds_without_a_draft_are_timed_now_and_then() -> None:
+    """Costs are relative to them; where copies are found, or nothing is timed, none is held for it."""
+    cases = ((("node_cost",), NOTHING, True), (("node_cost",), LOOP, False), ((), NOTHING, False))
+    for timing, copies, wanted in cases:
+        pace = pace_of(TreeConfig(draft_cost=0.0, node_cost=0.0), timed=timing)
+        plain = []
+        for number in range(400):
+            mode = pace.choose([copies], [1.0], [DEPTH])
+            plain.append(mode == "pause")
+            pace.count(mode, [[7, 7, 7]], [50], 1 if plain[-1] else 4, 2, {"verify": 1.0 + number})
+        assert plain[0] == wanted
+        assert 2 * wanted <= sum(plain) <= 5 * wanted
+
+
+def test_later_calls_know_what_earlier_ones_took() -> None:
+    records: dict[Any, PaceRecord] = {}
+    first = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    clock = Clock(first)
+    for one in verified([1, 8], 60, {1: 1.0, 8: 3.0}.__getitem__):
+        clock.round(*one)
+    first.finish(LookupDrafter())
+    later = pace_of(TreeConfig(draft_cost=0.25), timed=("draft_cost", "node_cost"), records=records)
+    assert later.cost().verify.tolist() == first.cost().verify.tolist()
+    assert later.cost().draft == first.cost().draft == 0
+
+
+def test_calls_measure_their_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And a drafter for another target begins anew."""
+    monkeypatch.setattr(Pace, "timed_costs", TIMED_COSTS)
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    options = {"do_sample": False, "max_new_tokens": 40, "tree_config": TreeConfig(lookup=0)}
+    assert_identical(target, head, prompts([7, 5]), **options)
+    (record,) = head.pace_records.values()
+    assert record.timed.sum() > 10
+    assert record.timed[0] > 0
+    head.bind(tiny_target("qwen3"))
+    assert not head.pace_records
+
+
+def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Pace, "timed_costs", TIMED_COSTS)
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    propose = head.propose
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        time.sleep(0.15)  # a hundred forwards of this target
+        return propose(*args, **kwargs)
+
+    monkeypatch.setattr(head, "propose", slow)
+    inputs = prompts([7])
+    options = {"max_new_tokens": 24, "do_sample": False, "eos_token_id": None}
+    stock = target.generate(**inputs, **options)
+    paused = {}
+    for cost in (0.0, None):
+        tree = TreeConfig(lookup=0, depth=2, node_cost=0.0, draft_cost=cost)
+        assert torch.equal(target.generate(**inputs, **options, assistant=head, tree_config=tree), stock)
+        paused[cost] = head.last_stats.paused_rounds
+    assert paused[0.0] == 0 < paused[None]
+
+
+@pytest.mark.parametrize("nodes", [None, 6])
+def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound refuses no tree that growth would find worth it."""
+    grown: list[bool] = []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        texts = [torch.randint(3, (14,), generator=generator).tolist() for _ in range(1 + seed % 3)]
+        config = TreeConfig(nodes=nodes, node_cost=0.05 + 0.1 * (seed % 4), lookup=8)
+        trees: list[torch.Tensor] = []
+        for bounded in (True, False):
+            grower = TreeGrower(LookupDrafter(config), config, [], texts, torch.device("cpu"))  # type: ignore[arg-type]
+            if not bounded:
+                monkeypatch.setattr(grower, "_may_pay", lambda *_: True)
+            trees.append(grower(None, None, [6] * len(texts)).tokens)
+        assert torch.equal(*trees)
+        grown.append(trees[0].shape[1] > 1)
+    assert any(grown)
+    assert not all(grown)

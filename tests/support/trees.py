@@ -74,7 +74,7 @@ def random_draft(batch: int, depth: int, width: int, seed: int) -> tuple[Tensor,
 class InTensors(TreeGrower):
     """Grows trees on a CPU as on an accelerator."""
 
-    def _on_host(self, growing: Candidates, shares: Any) -> DraftTree:
+    def _on_host(self, growing: Candidates, weights: Any) -> DraftTree:
         return self._on_device(growing)
 
 

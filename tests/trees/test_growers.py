@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import up_to_end
-from hf_dart.trees.costs import RoundCost, VerifyCost
+from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
 from hf_dart.trees.tree import DraftTree
@@ -273,7 +273,7 @@ def test_no_node_that_costs_more_than_it_brings() -> None:
                     of_path = zip(steps, [0, *columns], columns, strict=False)
                     expected += exp(sum(min(pairs[before][column], -1e-4) for pairs, before, column in of_path))
             rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
-        size = grow_on_host(candidates, nodes=20, cost=RoundCost.linear(draft_cost, VerifyCost(0.0, 2 * cost))).size
+        size = grow_on_host(candidates, nodes=20, cost=RoundCost(draft_cost, 1 + 2 * cost * np.arange(20))).size
         assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
         shrunk += size < 20
     assert shrunk > 10
@@ -285,7 +285,7 @@ def test_levels_that_cost_are_as_few_as_pay() -> None:
         tokens = torch.arange(2, 22).view(1, 5, 4).repeat(2, 1, 1)
         table = torch.randn(2, 5, 1, 4, generator=torch.Generator().manual_seed(seed)).sub(0.5).log_softmax(-1)
         level = 0.02 * seed
-        cost = RoundCost(0.1, ((1, 1.0), (20, 1.5)), level)
+        cost = RoundCost(0.1, np.linspace(1, 1.5, 20), level)
 
         def rate(tree: DraftTree, cost: RoundCost = cost) -> float:
             assert tree.scores is not None
@@ -304,6 +304,6 @@ def test_levels_that_cost_are_as_few_as_pay() -> None:
 def test_trees_grow_for_the_rows_that_count() -> None:
     """One row's draft is sure, the other's is not: nodes are worth their cost if the sure row is not far ahead."""
     candidates = candidates_of(torch.tensor([[[3, 4]]] * 2), torch.tensor([[[-0.05, -5.0]], [[-5.0, -6.0]]])).on_host()
-    cost = RoundCost.linear(0.0, VerifyCost(0.0, 0.1))
+    cost = RoundCost(0.0, 1 + 0.1 * np.arange(4))
     for parts, size in (([0.5, 0.5], 2), ([1.0, 0.0], 2), ([0.02, 0.98], 1), (None, 2)):
-        assert grow_on_host(candidates, nodes=4, cost=cost, shares=parts).size == size
+        assert grow_on_host(candidates, nodes=4, cost=cost, weights=parts).size == size
