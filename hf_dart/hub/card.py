@@ -7,6 +7,7 @@ whatever people write above and below the markers, which stays as it is.
 from __future__ import annotations
 
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -22,6 +23,7 @@ _TAGS = ("speculative-decoding", "draft-model", "custom_generate")
 _STAY = ("library_name", "pipeline_tag")
 _DEPTHS = 8  # that a card tells of; bench.json has all
 _HOME = "https://huggingface.co/"
+_TEMPLATE, _SECTION = Path(__file__).with_name("card.md"), "<!-- section -->"
 
 
 def front_matter(facts: HeadFacts) -> dict[str, Any]:
@@ -85,7 +87,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
 
 
 def has_markers(card: str) -> bool:
-    """Is there a part of it that is written again?"""
+    """Whether a card has a part that is written again."""
     return END in card.partition(BEGIN)[2]
 
 
@@ -112,77 +114,61 @@ def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
 
 
 def _body(facts: HeadFacts) -> str:
-    parts = (_about, _use, _measured, _exact, _training, _limits, _source)
-    return "\n\n".join(text for part in parts if (text := part(facts)))
+    """The template's sections, filled in; those with a field that is not known are left out."""
+    fields, sections = _fields(facts), []
+    for section in _TEMPLATE.read_text(encoding="utf8").split(_SECTION):
+        with suppress(KeyError):
+            sections.append(section.strip().format_map(fields))
+    return "\n\n".join(sections)
 
 
-def _about(facts: HeadFacts) -> str:
+def _fields(facts: HeadFacts) -> dict[str, Any]:
+    """What is known, by its name in the template."""
     config, texts = facts.config, facts.texts
+    named = f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
-    made_for = f" for {_link(facts)}{revision}" if facts.target else ""
+    same_shape = "widths, layers or vocabulary" if facts.borrows or config.feature_layers else "vocabulary"
+    fields = {
+        "introduced": texts.introduced,
+        "made_for": f" for {named}{revision}" if facts.target else "",
+        "short": texts.short,
+        "rows": _rows(_about(facts)),
+        "bench_same": "",
+        "target": facts.target or "its target",
+        "other": same_shape,
+        "source": texts.source,
+    }
+    if facts.repository is not None and facts.base_model is not None:
+        fields |= {"installed_from": INSTALLED_FROM, "module": facts.kind.module, "class_name": facts.kind.class_name}
+        fields |= {"base_model": facts.base_model, "repository": facts.repository}
+    if facts.bench is not None:
+        fields |= {"bench_command": facts.bench["command"], "bench_table": as_table(facts.bench)}
+        fields |= {"bench_depths": _by_depth(facts.bench), "bench_same": _same(facts.bench)}
+    if facts.training is not None:
+        recipe = facts.training.get("recipe", {})
+        shown = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
+        shown = f"\n\nBy `hf-dart train` with these options:\n\n```yaml\n{shown}\n```" if recipe else ""
+        fields |= {"training_rows": _rows(_training(facts.training, recipe, facts.datasets)), "recipe": shown}
+    return fields
+
+
+def _rows(cells: dict[str, str]) -> str:
+    """The lines of a table of two columns; empty ones are left out."""
+    return "\n".join(f"| {name} | {value} |" for name, value in cells.items() if value)
+
+
+def _about(facts: HeadFacts) -> dict[str, str]:
+    config = facts.config
     thinking = {None: "", True: ", thinking on", False: ", thinking off"}[config.enable_thinking]
     lent = "embeddings and LM head are the target's" if facts.borrows else "the table of its tokens included"
-    rows = {
-        **texts.rows(config),
+    return {
+        **facts.texts.rows(config),
         "parameters": f"{facts.parameters / 1e6:.1f} M in {facts.dtype}, {facts.size / 1e6:.1f} MB; {lent}",
         "tokenizer": f"the target's, vocabulary `{config.tokenizer_hash}`" if config.tokenizer_hash else "",
         "chat template": f"`{config.chat_template_hash}`{thinking}" if config.chat_template_hash else "",
         "published as": f"`{config.origin}`, in another format" if config.origin else "",
         "tree": ", ".join(f"{name} {value}" for name, value in config.tree.items()),
     }
-    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    return "\n".join(
-        [
-            f"{texts.introduced}{made_for}. With it, `model.generate()` of plain transformers writes the "
-            "same tokens as without, several per forward pass of the target.",
-            "",
-            f"| {texts.short} | |",
-            "|---|---|",
-            *table,
-        ]
-    )
-
-
-def _use(facts: HeadFacts) -> str:
-    if facts.repository is None or facts.base_model is None:
-        return ""
-    name, short = facts.kind.class_name, facts.texts.short
-    return f"""## Use
-
-```sh
-pip install {INSTALLED_FROM}    # a clone of hf-dart, which is not on PyPI yet
-```
-
-```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from {facts.kind.module} import {name}
-
-model = AutoModelForCausalLM.from_pretrained("{facts.base_model}", device_map="auto")
-tokenizer = AutoTokenizer.from_pretrained("{facts.base_model}")
-{short} = {name}.from_pretrained("{facts.repository}", target=model)
-
-inputs = tokenizer("The tide gauge", return_tensors="pt").to(model.device)
-model.generate(**inputs, assistant={short}, max_new_tokens=512)
-print({short}.last_stats.tau)
-```
-
-Or in one line, through this repository's own `custom_generate/generate.py`, which loads it at the first call and leaves
-the model's `generate` as it is:
-
-```python
-model.generate(**inputs, custom_generate="{facts.repository}", trust_remote_code=True, max_new_tokens=512)
-```"""
-
-
-def _measured(facts: HeadFacts) -> str:
-    if facts.bench is None:
-        return ""
-    return f"""## Measured
-
-τ: tokens committed per forward pass of the target, the target's own token included. Printed by
-`{facts.bench["command"]}`.
-
-{as_table(facts.bench)}{_by_depth(facts.bench)}"""
 
 
 def _by_depth(bench: dict[str, Any]) -> str:
@@ -206,16 +192,9 @@ def _by_depth(bench: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _exact(facts: HeadFacts) -> str:
-    text = """## What is exact
-
-The text is what stock `generate` writes with the same arguments, token for token: greedy, and sampled with the same
-seed. In float64 always; in float32 unless the target's two best choices lie closer than 1e-5 somewhere; in bfloat16
-and float16 near-ties of the target's logits are common, and the text may part at one, as stock's own does between
-batch sizes."""
-    if facts.bench is None:
-        return text
-    verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(facts.bench)), Verdict())
+def _same(bench: dict[str, Any]) -> str:
+    """How many rows of a bench were stock's."""
+    verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(bench)), Verdict())
     same = verdict.rows - verdict.near_ties - verdict.differences
     apart = [
         f"{verdict.near_ties} parted at a near-tie" * bool(verdict.near_ties),
@@ -223,47 +202,27 @@ batch sizes."""
         "the generator was not always where stock leaves it" * (not verdict.generator),
     ]
     found = "; ".join(["", *filter(None, apart)])
-    return f"{text} In the runs above, in {facts.bench['dtype']}, {same} of {verdict.rows} rows were the same{found}."
+    return f" In the runs above, in {bench['dtype']}, {same} of {verdict.rows} rows were the same{found}."
 
 
-def _training(facts: HeadFacts) -> str:
-    record = facts.training
-    if record is None:
-        return ""
-    recipe = record.get("recipe", {})
+def _training(record: dict[str, Any], recipe: dict[str, Any], datasets: tuple[str, ...]) -> dict[str, str]:
     processes = "{processes} x " if record.get("processes", 1) > 1 else ""
-    rows = {
-        "data": ", ".join(recipe.get("train_data", facts.datasets)),
+    amount = ("{steps} steps", "{rows_per_step} rows a step", "{anchors_per_row} blocks a row", "{tokens:,} tokens")
+    optimizer = ("{optimizer}", "learning rate {learning_rate:g}", "{schedule} schedule", "seed {seed}")
+    taus = ("greedy τ {eval_tau:.2f}", "sampled τ {eval_tau_sampled:.2f}", "decoded τ {eval_tau_decoded:.2f}")
+    return {
+        "data": ", ".join(recipe.get("train_data", datasets)),
         "loss": _say(record, "`{loss}`") + _objective(record.get("objective")),
         "blocks": _say(record, "{revealed_share:.0%} with tokens revealed")
         + _say(record, "; {text_weight:g} x cross-entropy of the text's next tokens"),
         "trained": "the bigram selector, the rest frozen" if record.get("selector_only") else "",
-        "amount": _say(
-            record,
-            "{steps} steps",
-            "{rows_per_step} rows a step",
-            "{anchors_per_row} blocks a row",
-            "{tokens:,} tokens",
-        ),
-        "optimizer": _say(
-            record, "{optimizer}", "learning rate {learning_rate:g}", "{schedule} schedule", "seed {seed}"
-        ),
+        "amount": _say(record, *amount),
+        "optimizer": _say(record, *optimizer),
         "numbers": _say(record, "weights {weights_dtype}", "target {target_dtype}", "{precision} autocast"),
         "hardware": _say(record, processes + "{hardware}"),
         "versions": ", ".join(f"{name} {number}" for name, number in record.get("versions", {}).items()),
-        "held-out rows": _say(
-            record.get("evaluation", {}),
-            "greedy τ {eval_tau:.2f}",
-            "sampled τ {eval_tau_sampled:.2f}",
-            "decoded τ {eval_tau_decoded:.2f}",
-        ),
+        "held-out rows": _say(record.get("evaluation", {}), *taus),
     }
-    table = [f"| {name} | {value} |" for name, value in rows.items() if value]
-    lines = ["## Training", "", "| | |", "|---|---|", *table]
-    if recipe:
-        given = yaml.safe_dump(recipe, sort_keys=False, allow_unicode=True).strip()
-        lines += ["", "By `hf-dart train` with these options:", "", "```yaml", given, "```"]
-    return "\n".join(lines)
 
 
 def _say(known: dict[str, Any], *templates: str) -> str:
@@ -294,25 +253,6 @@ def _objective(objective: dict[str, Any] | None) -> str:
             factor = "" if objective[weight] == 1 else f"{objective[weight]:g} x "
             terms.append(factor + term.format_map(objective))
     return ": " + "; ".join(terms)
-
-
-def _limits(facts: HeadFacts) -> str:
-    target = facts.target or "its target"
-    other = "widths, layers or vocabulary" if facts.borrows or facts.config.feature_layers else "vocabulary"
-    return f"""## Limits
-
-- It drafts for {target}. A model with other {other} is refused; with a fine-tuned copy the
-  text stays that copy's own, and τ may be lower.
-- The gain depends on the text, the batch, the device and the target's size; larger batches leave less to gain.
-- What could not be exact is refused: beam search, quantized and offloaded caches."""
-
-
-def _source(facts: HeadFacts) -> str:
-    return f"## Source\n\n{facts.texts.source}"
-
-
-def _link(facts: HeadFacts) -> str:
-    return f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
 
 
 def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:
