@@ -10,14 +10,13 @@ import resource
 import time
 from collections.abc import Callable
 from pathlib import Path
-from random import Random
 from typing import Any, ClassVar
 
 import pytest
 import torch
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
-from support.attacks import VALUES, changed, damaged, seeds, survives
+from support.attacks import VALUES, as_one_line, attack, changed, damaged, seeds, survives
 from support.compare import assert_identical
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from transformers import AutoTokenizer
@@ -26,9 +25,8 @@ from hf_dart import DartConfig, DartHead, TreeConfig, load_drafter
 from hf_dart.bench import suites
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.errors import UserError
 from hf_dart.hub.card import eval_results, render_card
-from hf_dart.hub.facts import TRAINING_RECORD, HeadFacts
+from hf_dart.hub.facts import HeadFacts
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.training.recipe import read_recipe
 from hf_dart.training.regenerate.regenerate import Shard, begin
@@ -44,58 +42,26 @@ def target() -> Any:
     return tiny_target("llama", dtype=torch.float32)
 
 
-def one_line(read: Callable[[], Any]) -> Callable[[], Any]:
-    """A reader of a command: its errors are what the command prints."""
-
-    def reading() -> Any:
-        try:
-            return read()
-        except (UserError, ValueError) as error:
-            raise ValueError(f"{str(error).rstrip('.?')}.") from error
-
-    return reading
-
-
 @pytest.mark.parametrize("part", seeds(8, 1000))
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_configs_of_drafters(target: Any, tmp_path: Path, kind: str, part: range) -> None:
+def test_drafters(target: Any, tmp_path: Path, kind: str, name: str, part: range) -> None:
+    """Weights that are read draft worse at most: the text is the target's."""
     KINDS[kind](target).save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf8"))
-    for seed in part:
-        (tmp_path / "config.json").write_text(changed(config, seed), encoding="latin1")
-        survives(lambda: load_drafter(str(tmp_path), target=target))
-
-
-@pytest.mark.parametrize("part", seeds(8, 1000))
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_of_drafters(target: Any, tmp_path: Path, kind: str, part: range) -> None:
-    """What is read drafts worse at most: the text is the target's."""
-    KINDS[kind](target).save_pretrained(tmp_path)
-    file = tmp_path / "model.safetensors"
-    content = file.read_bytes()
-    double = tiny_target("llama")
-    for seed in part:
-        file.write_bytes(damaged(content, seed))
-        if survives(lambda: load_drafter(str(tmp_path), target=target)) and seed % 10 == 1:
-            drafter = load_drafter(str(tmp_path), target=double)
-            assert_identical(double, drafter, prompts([5]), do_sample=False, max_new_tokens=6)
+    attack(tmp_path / name, lambda: load_drafter(str(tmp_path), target=target), part)
+    if name == "model.safetensors":
+        double, whole = tiny_target("llama"), (tmp_path / name).read_bytes()
+        for seed in part[1::10]:
+            (tmp_path / name).write_bytes(damaged(whole, seed))
+            if survives(lambda: load_drafter(str(tmp_path), target=double)):
+                drafter = load_drafter(str(tmp_path), target=double)
+                assert_identical(double, drafter, prompts([5]), do_sample=False, max_new_tokens=6)
 
 
 @pytest.mark.parametrize("part", seeds(8, 1000))
 @pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
-def test_adapters(target: Any, tmp_path: Path, name: str, part: range) -> None:
-    head = tiny_head(target)
-    head.save_pretrained(tmp_path / "head")
-    head.add_adapter(LoraConfig(r=2))
-    head.save_pretrained(tmp_path / "adapter")
-    file = tmp_path / "adapter" / name
-    content = file.read_bytes()
-    for seed in part:
-        if name.endswith(".json"):
-            file.write_text(changed(json.loads(content), seed), encoding="latin1")
-        else:
-            file.write_bytes(damaged(content, seed))
-        survives(lambda: DartHead.from_pretrained(str(tmp_path / "adapter"), target=target))
+def test_adapters(target: Any, adapter: Path, name: str, part: range) -> None:
+    attack(adapter / name, lambda: DartHead.from_pretrained(str(adapter), target=target), part)
 
 
 @pytest.mark.parametrize("part", seeds(3, 1000))
@@ -105,75 +71,57 @@ def test_targets(target: Any, tmp_path: Path, name: str, part: range) -> None:
     """What transformers reads is its own matter, but a damaged file is no traceback."""
     target.save_pretrained(tmp_path)
     AutoTokenizer.from_pretrained(PACKAGED_TARGET).save_pretrained(tmp_path)
-    content = (tmp_path / name).read_bytes()
 
     def read() -> None:
         with torch.random.fork_rng(devices=[]):  # weights that are missing are drawn
             load_target(str(tmp_path))
 
-    for seed in part:
-        if name.endswith(".json") and seed % 3:
-            (tmp_path / name).write_text(changed(json.loads(content), seed), encoding="latin1")
-        else:
-            (tmp_path / name).write_bytes(damaged(content, seed))
-        survives(one_line(read))
+    attack(tmp_path / name, as_one_line(read), part)
+
+
+def read_bench(file: Path) -> None:
+    facts = HeadFacts.read(PACKAGED_HEAD, bench=file, bench_dataset="them/prompts")
+    render_card(facts)
+    eval_results(facts)
+
+
+RECORD = {
+    "loss": "dart", "steps": 100, "rows_per_step": 8, "anchors_per_row": 24, "tokens": 10_000, "optimizer": "adamw",
+    "learning_rate": 1e-3, "schedule": "cosine", "seed": 0, "weights_dtype": "float32", "target_dtype": "bfloat16",
+    "precision": "bf16", "processes": 2, "hardware": "two cores", "versions": {"torch": "2.13"},
+    "evaluation": {"eval_tau": 2.0, "eval_tau_sampled": 1.5}, "recipe": {"train_data": ["them/data"], "seed": 0},
+}  # fmt: skip
+RECIPE = {
+    "drafter": "dart", "output_dir": "run", "train_data": ["a.jsonl", "b.jsonl"], "max_steps": 5,
+    "shares": [0.5, 0.5], "learning_rate": 0.001, "tree": {"nodes": 8}, "packing": True, "lora_rank": 4,
+}  # fmt: skip
+READERS: dict[str, tuple[dict[str, Any], Callable[[Path], Any]]] = {
+    "training.json": (RECORD, lambda file: render_card(HeadFacts.read(PACKAGED_HEAD, training=file))),
+    "recipe.json": (RECIPE, lambda file: read_recipe([str(file)])),
+    "recipe.yaml": (RECIPE, lambda file: read_recipe([str(file)])),  # JSON is YAML
+    "bench.json": (json.loads(BENCH.read_text(encoding="utf8")), read_bench),
+}
+
+
+@pytest.mark.parametrize("part", seeds(40, 1500))
+@pytest.mark.parametrize("name", READERS)
+def test_reports_and_recipes(tmp_path: Path, name: str, part: range) -> None:
+    content, read = READERS[name]
+    file = tmp_path / name
+    file.write_text(json.dumps(content))
+    assert 0 < attack(file, as_one_line(lambda: read(file)), part) < len(part)
 
 
 @pytest.mark.parametrize("part", seeds(60, 1500))
-def test_benches(tmp_path: Path, part: range) -> None:
-    good = json.loads(BENCH.read_text(encoding="utf8"))
-    file = tmp_path / "bench.json"
-    read = 0
+def test_results_of_a_bench(tmp_path: Path, part: range) -> None:
+    good, were_read = json.loads(BENCH.read_text(encoding="utf8")), 0
     for seed in part:
-        file.write_text(mutated(good, "results", seed), encoding="latin1")
-
-        def card() -> None:
-            facts = HeadFacts.read(PACKAGED_HEAD, bench=file, bench_dataset="them/prompts")
-            render_card(facts)
-            eval_results(facts)
-
-        read += survives(card)
-    assert 0 < read < len(part)
-
-
-def mutated(content: dict[str, Any], entries: str, seed: int) -> str:
-    """`changed`, of the object or of one of its `entries`."""
-    random = Random(seed)
-    if seed % 2:
-        return changed(content, random.randrange(2**30))
-    place = random.randrange(len(content[entries]))
-    text = changed(content[entries][place], 8 * random.randrange(2**20) + random.randrange(7))
-    return json.dumps({**content, entries: [*content[entries][:place], json.loads(text)]})
-
-
-@pytest.mark.parametrize("part", seeds(60, 1500))
-def test_training_records(tmp_path: Path, part: range) -> None:
-    record = {
-        "loss": "dart", "steps": 100, "rows_per_step": 8, "anchors_per_row": 24, "tokens": 10_000, "optimizer": "adamw",
-        "learning_rate": 1e-3, "schedule": "cosine", "seed": 0, "weights_dtype": "float32", "target_dtype": "bfloat16",
-        "precision": "bf16", "processes": 2, "hardware": "two cores", "versions": {"torch": "2.13"},
-        "evaluation": {"eval_tau": 2.0, "eval_tau_sampled": 1.5}, "recipe": {"train_data": ["them/data"], "seed": 0},
-    }  # fmt: skip
-    file = tmp_path / TRAINING_RECORD
-    read = 0
-    for seed in part:
-        file.write_text(changed(record, seed), encoding="latin1")
-        read += survives(lambda: render_card(HeadFacts.read(PACKAGED_HEAD, training=file)))
-    assert 0 < read < len(part)
-
-
-@pytest.mark.parametrize("part", seeds(40, 1200))
-def test_recipes(tmp_path: Path, part: range) -> None:
-    recipe = {
-        "drafter": "dart", "output_dir": str(tmp_path / "run"), "train_data": ["a.jsonl", "b.jsonl"], "max_steps": 5,
-        "shares": [0.5, 0.5], "learning_rate": 0.001, "tree": {"nodes": 8}, "packing": True, "lora_rank": 4,
-    }  # fmt: skip
-    read = 0
-    for seed in part:
-        file = tmp_path / ("recipe.json" if seed % 3 else "recipe.yaml")
-        file.write_text(changed(recipe, seed), encoding="latin1")
-        read += survives(one_line(lambda file=file: read_recipe([str(file)])))  # type: ignore[misc]
-    assert 0 < read < len(part)
+        place = seed % len(good["results"])
+        result = json.loads(changed(good["results"][place], 8 * seed + seed % 7))
+        results = [*good["results"][:place], result, *good["results"][place + 1 :]]
+        (tmp_path / "bench.json").write_text(json.dumps({**good, "results": results}))
+        were_read += survives(lambda: read_bench(tmp_path / "bench.json"))
+    assert 0 < were_read < len(part)
 
 
 @pytest.mark.parametrize("part", seeds(40, 1200))
@@ -185,14 +133,23 @@ def test_suites(tmp_path: Path, part: range) -> None:
         {"question": "def f("},
     ]
     file = tmp_path / "suite.jsonl"
-    read = 0
+    were_read = 0
     for seed in part:
         lines = [json.dumps(row) for row in rows]
         lines[seed % 3] = changed(rows[seed % 3], seed)
         content = "\n".join(lines).encode("latin1")
         file.write_bytes(damaged(content, seed) if seed % 4 == 3 else content)
-        read += survives(one_line(lambda: suites.open_suite(str(file), tokenizer, 3)))
-    assert 0 < read < len(part)
+        were_read += survives(as_one_line(lambda: suites.open_suite(str(file), tokenizer, 3)))
+    assert 0 < were_read < len(part)
+
+
+@pytest.fixture
+def adapter(target: Any, tmp_path: Path) -> Path:
+    head = tiny_head(target)
+    head.save_pretrained(tmp_path / "head")
+    head.add_adapter(LoraConfig(r=2))
+    head.save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
 
 
 # ---- what transformers would do for a file, and must not be asked to -------------------------------------------
@@ -280,15 +237,6 @@ HOSTILE: dict[str, Any] = {
     "alpha_pattern": {"(([a-z.])+)+!": 1}, "modules_to_save": ["(([a-z.])+)+!"], "trainable_token_indices": [2**30],
     "peft_type": "VERA", "base_model_name_or_path": "SELF",
 }  # fmt: skip
-
-
-@pytest.fixture
-def adapter(target: Any, tmp_path: Path) -> Path:
-    head = tiny_head(target)
-    head.save_pretrained(tmp_path / "head")
-    head.add_adapter(LoraConfig(r=2))
-    head.save_pretrained(tmp_path / "adapter")
-    return tmp_path / "adapter"
 
 
 def with_field(adapter: Path, **fields: Any) -> str:

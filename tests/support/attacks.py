@@ -5,11 +5,14 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Callable
+from pathlib import Path
 from random import Random
 from typing import Any
 
 import pytest
 import torch
+
+from hf_dart.errors import UserError
 
 VALUES: list[Any] = [
     None, True, False, 0, 1, -1, 2, 7, 2**31, 2**63, 10**40, 0.5, -2.5, 1e300, "", "x", "../../etc", "float32",
@@ -66,6 +69,32 @@ def survives(read: Callable[[], Any]) -> bool:
         assert "\n" not in refusal, refusal
         assert refusal.endswith("."), refusal
     return refusal is None
+
+
+def attack(file: Path, read: Callable[[], Any], part: range) -> int:
+    """Damage a file once for each seed, by its kind, and run the reader; how many of them were read.
+
+    JSON is mostly changed as such, everything else as bytes. The file is whole again afterwards.
+    """
+    whole, were_read = file.read_bytes(), 0
+    for seed in part:
+        text = changed(json.loads(whole), seed).encode("latin1") if file.suffix == ".json" and seed % 4 else None
+        file.write_bytes(damaged(whole, seed) if text is None else text)
+        were_read += survives(read)
+    file.write_bytes(whole)
+    return were_read
+
+
+def as_one_line(read: Callable[[], Any]) -> Callable[[], Any]:
+    """A reader of a command, whose errors are what the command prints: the remedy of some is a question."""
+
+    def reading() -> Any:
+        try:
+            return read()
+        except (UserError, ValueError) as error:
+            raise ValueError(f"{str(error).rstrip('.?')}.") from error
+
+    return reading
 
 
 def seeds(fast: int, all_of_them: int) -> list[Any]:
