@@ -5,24 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
-from support.scripts import experiment
-from transformers import AutoTokenizer
 
 from hf_dart import DartHead, EagleDrafter
-from hf_dart.bench import suites
 from hf_dart.bench.rivals import ASSISTED, COMPILED, LOOKUP, STOCK
 from hf_dart.cli import main
-from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET, load_target
 from hf_dart.view.tables import OURS, as_table, labels
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(PACKAGED_TARGET)
 
 
 @pytest.fixture(scope="module")
@@ -76,85 +66,6 @@ def test_tables_say_which_case(report: dict[str, Any]) -> None:
 
 def longest(report: dict[str, Any]) -> int:
     return report["results"][0]["prompt_tokens"]
-
-
-def test_plots_are_whole_pictures(report: dict[str, Any]) -> None:
-    hostile = "</text><script>alert(1)</script>&"
-    results = [{**one, "text": f"{one['text']} {hostile}"} for one in report["results"]]
-    drawn = experiment("plots").plots({**report, "results": results})
-    assert set(drawn) == {"speed", "depth", "phases", "speed_by_tau"}
-    for svg in drawn.values():
-        tree = ElementTree.fromstring(svg)
-        assert not [piece for piece in tree.iter() if piece.tag.endswith("script")]
-        assert "://" not in svg.replace("http://www.w3.org/2000/svg", "")
-        assert any(hostile in (piece.text or "") for piece in tree.iter())
-    bars = ElementTree.fromstring(drawn["speed"]).findall(".//{*}rect")
-    assert len(bars) == 1 + sum(one["method"] != STOCK for one in results)  # the background first
-    ratios = [one["ratio"]["median"] for one in results if one["method"] != STOCK]
-    widths = [float(bar.attrib["width"]) for bar in bars[1:]]
-    assert widths == pytest.approx([widths[0] / ratios[0] * ratio for ratio in ratios], rel=0.05, abs=0.2)
-
-
-def test_packaged_suites_are_whole(tokenizer: Any) -> None:
-    for name in suites.PACKAGED:
-        prompts = suites.open_suite(name, tokenizer, 8)
-        assert len({tuple(prompt) for prompt in prompts}) == 8
-    assert max(map(len, suites.open_suite("code", tokenizer, 2, most=60))) <= 60
-
-
-def test_rows_of_all_kinds(tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    turns = [("human", "def f("), ("gpt", "x):"), ("human", "return"), ("gpt", "x")]
-    rows = [
-        {"prompt": "import os"},
-        {"question": "import sys"},
-        {"messages": [{"role": "system", "content": "Be terse."}, {"role": "user", "content": "class A:"}]},
-        {"conversations": [{"from": who, "value": what} for who, what in turns]},
-    ]
-    file.write_text("\n".join(map(json.dumps, rows)), encoding="utf8")
-    prompts = suites.open_suite(str(file), tokenizer, 4)
-    assert [tokenizer.decode(ids) for ids in prompts] == ["import os", "import sys", "class A:", "return"]
-
-
-@pytest.mark.matrix
-def test_whatever_datasets_reads_is_a_suite(tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "mine.json"
-    file.write_text(json.dumps([{"problem": "import os"}, {"problem": "class A:"}]), encoding="utf8")
-    prompts = suites.open_suite(str(file), tokenizer, 2)
-    assert [tokenizer.decode(ids) for ids in prompts] == ["import os", "class A:"]
-
-
-def test_a_chat_template_frames_requests(tmp_path: Path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(PACKAGED_TARGET)
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>"
-        "{% endif %}"
-    )
-    file = tmp_path / "mine.jsonl"
-    file.write_text(json.dumps({"question": "x = 1"}), encoding="utf8")
-    (ids,) = suites.open_suite(str(file), tokenizer, 1)
-    assert tokenizer.decode(ids) == "<user>x = 1<assistant>"
-
-
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "Line 1 of .* is not JSON"),
-        ("[" * 100_000, "Line 1 of .* is not JSON"),
-        ("3", "has none of the fields"),
-        ('{"prompt": 3}', "holds int, not text"),
-        ('{"messages": "hello"}', "no list of messages"),
-        ('{"messages": [{"content": "hello"}]}', "cannot be read"),
-        ('{"messages": [{"role": "user", "content": [1]}]}', "no text in 'content'"),
-        ('{"messages": []}', "has 0 prompts"),
-        ('{"prompt": "import os"}', "ask for fewer"),
-    ],
-)
-def test_what_is_no_suite_is_refused(line: str, message: str, tokenizer: Any, tmp_path: Path) -> None:
-    file = tmp_path / "mine.jsonl"
-    file.write_text(line, encoding="utf8")
-    with pytest.raises(UserError, match=message):
-        suites.open_suite(str(file), tokenizer, 2)
 
 
 def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

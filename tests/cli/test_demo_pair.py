@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from support.compare import NEAR_TIE, assert_identical_up_to_near_ties, first_difference, run, tally, top2_gap
+from support.compare import assert_identical_up_to_near_ties, run, tally
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.hub.loading import PACKAGED_TARGET
@@ -69,30 +68,22 @@ def test_the_pairs_are_known_and_small(folder: Path, target: str, megabytes: int
     assert head.config.tokenizer_hash is not None
 
 
-def padded(pair: tuple[Any, DartHead, Any], prompts: list[list[int]]) -> dict[str, torch.Tensor]:
-    return dict(pair[2].pad({"input_ids": prompts}, return_tensors="pt"))
-
-
-def common_token(target: Any, inputs: dict[str, torch.Tensor], **options: Any) -> list[int]:
-    """Two tokens that stock writes early and a third that is rare, so that rows end at different places."""
-    text = run(target, inputs, 0, **options).sequences[:, inputs["input_ids"].shape[1] :]
-    return [int(text[0, 9]), int(text[-1, 20]), 5]
+def check(pair: tuple[Any, DartHead, Any], prompts: list[list[int]], label: str, **options: Any) -> None:
+    target, head, tokenizer = pair
+    inputs = dict(tokenizer.pad({"input_ids": prompts}, return_tensors="pt"))
+    assert_identical_up_to_near_ties(target, head, inputs, into=FIGURES, label=label, **options)
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_one_prompt_at_a_time(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
-    target, head, _ = pair
     for seed, text in enumerate(texts):
-        assert_identical_up_to_near_ties(
-            target,
-            head,
-            padded(pair, [text]),
-            seed=seed,
-            into=FIGURES,
-            label=f"{mode}, prompt {seed}",
-            max_new_tokens=NEW_TOKENS,
-            **MODES[mode],
-        )
+        check(pair, [text], f"{mode}, prompt {seed}", seed=seed, max_new_tokens=NEW_TOKENS, **MODES[mode])
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ragged_batches(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
+    for half in (texts[:4], texts[4:]):
+        check(pair, half, f"{mode}, batch of 4", max_new_tokens=NEW_TOKENS, **MODES[mode])
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -100,95 +91,18 @@ def test_the_deep_pair(texts: list[list[int]], mode: str) -> None:
     """One padded batch; what else is here runs it with `-m matrix`."""
     target, head, _ = deep = load(DEEP)
     assert target.config.num_hidden_layers >= 20
-    inputs = padded(deep, texts[:2])
-    assert_identical_up_to_near_ties(
-        target, head, inputs, into=FIGURES, label=f"{mode}, deep", max_new_tokens=NEW_TOKENS, **MODES[mode]
-    )
+    check(deep, texts[:2], f"{mode}, deep", max_new_tokens=NEW_TOKENS, **MODES[mode])
     assert head.last_stats is not None
     assert head.last_stats.tau > 1.3
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ragged_batches(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
-    target, head, _ = pair
-    for half in (texts[:4], texts[4:]):
-        assert_identical_up_to_near_ties(
-            target,
-            head,
-            padded(pair, half),
-            into=FIGURES,
-            label=f"{mode}, batch of 4",
-            max_new_tokens=NEW_TOKENS,
-            **MODES[mode],
-        )
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("mode", MODES)
-def test_several_eos(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str, rows: int) -> None:
-    target, head, _ = pair
-    inputs = padded(pair, texts[:rows])
-    options = {**MODES[mode], "max_new_tokens": NEW_TOKENS}
-    eos = common_token(target, inputs, **options)
-    assert_identical_up_to_near_ties(
-        target, head, inputs, into=FIGURES, label=f"{mode}, EOS, {rows} rows", eos_token_id=eos, **options
-    )
-
-
-@pytest.mark.parametrize("rows", [1, 4])
-@pytest.mark.parametrize("extra", [1, 2, 9])
-def test_max_length(pair: tuple[Any, DartHead, Any], texts: list[list[int]], extra: int, rows: int) -> None:
-    target, head, _ = pair
-    inputs = padded(pair, texts[:rows])
-    length = inputs["input_ids"].shape[1] + extra
-    for mode in ("greedy", "T=1"):
-        options = MODES[mode]
-        assert_identical_up_to_near_ties(
-            target, head, inputs, into=FIGURES, label=f"{mode}, max_length", max_length=length, **options
-        )
-
-
 def test_up_to_the_end_of_the_position_table(pair: tuple[Any, DartHead, Any], texts: list[list[int]]) -> None:
     """A prompt that leaves less room than a draft is long (rotary: stock itself may go on after it)."""
-    target, head, tokenizer = pair
+    target, _, tokenizer = pair
     table = target.config.max_position_embeddings
     long = [token for text in texts * 8 for token in text][: table - 12]
-    assert_identical_up_to_near_ties(
-        target, head, padded(pair, [long]), into=FIGURES, label="end of table", max_length=table, **MODES["T=1"]
-    )
+    check(pair, [long], "end of table", max_length=table, **MODES["T=1"])
     assert tokenizer.model_max_length == table
-
-
-class Recorder(BaseStreamer):
-    def __init__(self) -> None:
-        self.calls: list[Any] = []
-
-    def put(self, value: torch.Tensor) -> None:
-        self.calls.append(value.tolist())
-
-    def end(self) -> None:
-        self.calls.append("end")
-
-
-@pytest.mark.parametrize("mode", MODES)
-def test_streaming(pair: tuple[Any, DartHead, Any], texts: list[list[int]], mode: str) -> None:
-    target, head, _ = pair
-    inputs = padded(pair, [texts[2]])
-    outcomes = []
-    for drafting in ({}, {"assistant": head}):
-        recorder = Recorder()
-        done = run(target, inputs, 0, streamer=recorder, max_new_tokens=NEW_TOKENS, **drafting, **MODES[mode])
-        assert recorder.calls == [
-            inputs["input_ids"].tolist(),
-            *([token] for token in done.sequences[0, len(texts[2]) :].tolist()),
-            "end",
-        ]
-        outcomes.append(done.sequences)
-    split = first_difference(*outcomes)
-    if split is not None:
-        position = split[1] - len(texts[2])
-        assert top2_gap(target, inputs, 0, 0, position, max_new_tokens=NEW_TOKENS, **MODES[mode]) < NEAR_TIE
-        FIGURES.near_ties.append(f"{mode}, streaming, token {position}")
 
 
 def test_the_head_beats_drafting_nothing_and_copying_alone(
@@ -199,7 +113,8 @@ def test_the_head_beats_drafting_nothing_and_copying_alone(
     tree = TreeConfig(lookup=0, shared_noise=False)
     taus = []
     for text in texts[:4]:
-        run(target, padded(pair, [text]), 0, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=40)
+        options = {"assistant": head, "tree_config": tree, "do_sample": False, "max_new_tokens": 40}
+        run(target, {"input_ids": torch.tensor([text])}, 0, **options)
         assert head.last_stats is not None
         taus.append(head.last_stats.tau)
     assert sum(taus) / len(taus) > 1.3

@@ -98,7 +98,7 @@ NOT_RUN = {
     "hf-dart audit": "likewise",
     "hf-dart serve": "goes on until it is stopped: tests/tools/test_serve.py",
     "hf-dart ngram build code.ngram --dataset": "needs the Hub; its options are read here",
-    "hf-dart push": "needs the Hub: tests/hub/test_push.py has one; its options are read here",
+    "hf-dart push": "needs the Hub: tests/hub/test_publish.py has one; its options are read here",
 }
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,8 @@ import pytest
 import yaml
 from huggingface_hub import ModelCard, constants, eval_result_entries_to_yaml, parse_eval_result_entries
 from support.hub import card_errors
+from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter
+from support.tiny import tiny_target as llama_target
 from support.tiny_training import LENGTHS, VOCABULARY, tiny_head, tiny_target, tiny_trainer, token_rows
 
 import hf_dart
@@ -26,6 +28,7 @@ from hf_dart.training.recipe import parser
 from hf_dart.view.tables import as_table
 
 registered()  # fills KINDS
+llama = partial(llama_target, "llama")
 CARDS = Path(__file__).parents[2] / "model_cards"
 BENCH = CARDS / "demo_pair" / "bench.json"
 
@@ -153,10 +156,11 @@ def test_the_training_is_told_by_the_trainer(tmp_path: Path) -> None:
     assert trainer.record()["recipe"] == private.training["recipe"]
 
     # A record that says less gives a card that says less.
-    thin = {"steps": 3}
+    thin = {"steps": 3, "revealed_share": 0.75, "text_weight": 0.5}
     (tmp_path / "final" / TRAINING_RECORD).write_text(json.dumps(thin), encoding="utf8")
     told = render_card(HeadFacts.read(tmp_path / "final")).partition("## Training")[2].partition("##")[0]
-    assert told.strip().splitlines() == ["| | |", "|---|---|", "| amount | 3 steps |"]
+    blocks = "| blocks | 75% with tokens revealed; 0.5 x cross-entropy of the text's next tokens |"
+    assert told.strip().splitlines() == ["| | |", "|---|---|", blocks, "| amount | 3 steps |"]
 
 
 def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,20 +185,45 @@ def test_the_revision_of_the_target_is_the_one_in_the_cache(tmp_path: Path, monk
     assert cached_commit(str(tmp_path), "v1") is None
 
 
-def test_options_of_the_head_are_told(tmp_path: Path) -> None:
-    options: dict[str, dict[str, Any]] = {
-        "also as keys and values of every layer": {"inject_features": True},
-        "mask slots as P-EAGLE's, token 9": {"mask_mode": "peagle", "mask_token_id": 9},
-        "| vocabulary | the 3 tokens it was given |": {"draft_vocabulary": [4, 5, 6]},
-        "copies of the target's from layer 2 on": {"copy_layer": 2},
-        "| layers | 2 decoder layers: ": {"num_layers": 2},
-        "| chat template | `0a1b`, thinking off |": {"chat_template_hash": "0a1b", "enable_thinking": False},
-    }
+OF_HEADS: dict[str, dict[str, Any]] = {
+    "also as keys and values of every layer": {"inject_features": True},
+    "mask slots as P-EAGLE's, token 9": {"mask_mode": "peagle", "mask_token_id": 9},
+    "| vocabulary | the 3 tokens it was given |": {"draft_vocabulary": [4, 5, 6]},
+    "copies of the target's from layer 2 on": {"copy_layer": 2},
+    "| layers | 2 decoder layers: ": {"num_layers": 2},
+    "| chat template | `0a1b`, thinking off |": {"chat_template_hash": "0a1b", "enable_thinking": False},
+}
+OF_DIFFUSION: dict[str, dict[str, Any]] = {
+    "| drafts | 5 tokens in 3 reverse steps, left to right |": {"unmasking": "left_to_right"},
+    "the last 7 tokens, and layers 0, 2 of the target's 2": {"feature_layers": [0, 2]},
+    "the table of its tokens included": {"share_embeddings": False},
+    "| drafts | 5 tokens in one reverse step, the likeliest tokens first |": {"denoise_steps": 1},
+    "| layers | one decoder layer: ": {"num_layers": 1},
+}
+OF_EAGLE: dict[str, dict[str, Any]] = {
+    "5 tokens, one pass each |": {"beam": 1},
+    "5 tokens, one pass each, the 3 best of each depth drafted on from |": {"beam": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("make", "title", "options"),
+    [
+        (lambda **fields: tiny_head(tiny_target(), **fields), "A DART head", OF_HEADS),
+        (lambda **fields: tiny_diffusion_drafter(llama(), **fields), "A diffusion drafter", OF_DIFFUSION),
+        (lambda **fields: tiny_eagle_drafter(llama(), **fields), "An EAGLE head", OF_EAGLE),
+    ],
+)
+def test_options_are_told(make: Any, title: str, options: dict[str, dict[str, Any]], tmp_path: Path) -> None:
     for said, fields in options.items():
-        tiny_head(tiny_target(), **fields).save_pretrained(tmp_path)
+        make(**fields).save_pretrained(tmp_path)
         card = render_card(HeadFacts.read(tmp_path))
         assert [one for one in options if one in card] == [said]
-        assert "in float32," in card
+        assert card.count(f"\n# {title}\n") == 1
+        assert "eprint = {" in card
+        own_table = not fields.get("share_embeddings", True)
+        assert ("embeddings and LM head are the target's" in card) != own_table
+        assert ("A model with other vocabulary is refused" in card) == own_table
 
 
 def test_a_folder_is_no_base_model(tmp_path: Path) -> None:
@@ -283,9 +312,3 @@ def test_the_bench_has_to_be_that_of_the_head(tmp_path: Path) -> None:
     tiny_head(target).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="give the bench of this head"):
         HeadFacts.read(tmp_path, bench=BENCH)
-
-
-def test_facts_do_not_change() -> None:
-    assert replace(facts(), license="mit").license == "mit"
-    with pytest.raises(AttributeError):
-        facts().license = "mit"  # type: ignore[misc]

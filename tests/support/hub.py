@@ -353,3 +353,25 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Hub]:
         close_session()  # the next one takes the environment above
         yield server
         close_session()
+
+
+@pytest.fixture
+def alice(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Hub:
+    """A Hub where alice is logged in."""
+    log_in(monkeypatch, "hf_alice")
+    return hub
+
+
+def log_in(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
+    if token is None:
+        monkeypatch.delenv("HF_TOKEN")
+    else:
+        monkeypatch.setenv("HF_TOKEN", token)
+
+
+def card_of(hub: Hub, repository: str = "alice/head", revision: str = "main") -> str:
+    """The card of a repository, whose front matter is right."""
+    card = hub.repositories[repository].files(revision)["README.md"].decode()
+    if card.startswith("---\n"):
+        assert card_errors(card.split("---\n")[1]) == []
+    return card

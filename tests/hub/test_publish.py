@@ -1,4 +1,4 @@
-"""Heads go to the Hub and come back, through the real client and a Hub on this machine (`hub.py`)."""
+"""Drafters go to the Hub, through the real client and a Hub on this machine (`support/hub.py`)."""
 
 from __future__ import annotations
 
@@ -14,17 +14,19 @@ from typing import Any
 import pytest
 import torch
 import yaml
-from huggingface_hub import HfApi, constants
+from huggingface_hub import HfApi, ModelCard, constants
 from huggingface_hub.errors import LocalEntryNotFoundError
 from peft import LoraConfig
 from support import tiny_training as training
-from support.hub import Hub, card_errors, running_hub
+from support.hub import Hub, card_of, log_in, running_hub
+from support.hub import alice as alice
 from support.hub import hub as hub
-from support.tiny import prompts, tiny_head, tiny_target
+from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
-from hf_dart import DartHead, detach, load_once
+from hf_dart import DartHead, DiffusionDrafter, EagleDrafter, detach, load_drafter, load_once
 from hf_dart.cli import main
 from hf_dart.hub.card import BEGIN, END
+from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.publish import push_folder
 
@@ -44,30 +46,24 @@ def head(target: Any) -> DartHead:
     return tiny_head(target)
 
 
-@pytest.fixture
-def alice(monkeypatch: pytest.MonkeyPatch, hub: Hub) -> Hub:
-    """A Hub where alice is logged in."""
-    monkeypatch.setenv("HF_TOKEN", "hf_alice")
-    return hub
+MAKERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "dart": (tiny_head, {}),
+    "diffusion": (tiny_diffusion_drafter, {}),
+    "diffusion, own table": (tiny_diffusion_drafter, {"share_embeddings": False, "hidden_size": 24}),
+    "eagle": (tiny_eagle_drafter, {}),
+}
 
 
-def card_of(hub: Hub, repository: str = "alice/head", revision: str = "main") -> str:
-    return hub.repositories[repository].files(revision)["README.md"].decode()
-
-
-def log_in(monkeypatch: pytest.MonkeyPatch, token: str | None) -> None:
-    if token is None:
-        monkeypatch.delenv("HF_TOKEN")
-    else:
-        monkeypatch.setenv("HF_TOKEN", token)
-
-
-def test_a_head_goes_up_and_comes_back(alice: Hub, head: DartHead, target: Any) -> None:
-    commit = head.push_to_hub("head", license="mit", base_model="them/tiny", tags=["mine"], commit_message="first")
-    stored = alice.repositories["alice/head"]
+@pytest.mark.parametrize("name", MAKERS)
+def test_up_and_back_by_name(name: str, alice: Hub, target: Any) -> None:
+    make, config = MAKERS[name]
+    drafter = make(target, **config)
+    class_name, kind = type(drafter).__name__, KINDS[drafter.config.model_type]
+    commit = drafter.push_to_hub("mine", license="mit", base_model="them/tiny", tags=["mine"])
+    stored = alice.repositories["alice/mine"]
     assert not stored.private
     assert commit.oid == stored.refs["main"]
-    assert stored.messages[commit.oid] == "first"
+    assert stored.messages[commit.oid] == f"Upload {class_name}"
     assert set(stored.files()) == {
         ".gitattributes",
         "README.md",
@@ -76,22 +72,26 @@ def test_a_head_goes_up_and_comes_back(alice: Hub, head: DartHead, target: Any) 
         "custom_generate/requirements.txt",
         "model.safetensors",
     }
-    card = card_of(alice)
-    assert card_errors(card.split("---\n")[1]) == []
-    assert '"alice/head"' in card  # the whole id, though only the name was given
+    card = card_of(alice, "alice/mine")
+    # The whole id, though only the name was given.
+    assert f'{class_name}.from_pretrained("alice/mine", target=model)' in card
+    assert kind.texts.introduced in card
+    data = ModelCard(card).data
+    assert data.tags[:2] == ["hf-dart", kind.texts.tag]
+    assert data.base_model_relation == "adapter"
 
-    loaded = DartHead.from_pretrained("alice/head", target=target)
-    for name, weight in head.state_dict().items():
-        assert torch.equal(loaded.state_dict()[name], weight)
-    inputs = prompts([7, 4])
-    stock = target.generate(**inputs, max_new_tokens=12)
-    assert torch.equal(target.generate(**inputs, max_new_tokens=12, assistant=loaded), stock)
-    assert loaded.last_stats is not None
-    assert loaded.last_stats.accepted > 0
-
-    # The repository's custom_generate is the same, by the repository's name.
-    remote = {"custom_generate": "alice/head", "trust_remote_code": True}
-    assert torch.equal(target.generate(**inputs, max_new_tokens=12, **remote, assistant=loaded), stock)
+    by_class = type(drafter).from_pretrained("alice/mine", target=target)
+    by_config = load_drafter("alice/mine", target=target)
+    options = {**prompts([7, 4]), "do_sample": True, "top_k": 0, "max_new_tokens": 12}
+    torch.manual_seed(1)
+    stock = target.generate(**options)
+    remote = {"custom_generate": "alice/mine", "trust_remote_code": True}
+    for loaded, how in ((by_class, {}), (by_config, {}), (by_config, remote)):
+        assert type(loaded) is type(drafter)
+        assert all(torch.equal(loaded.state_dict()[name], weight) for name, weight in drafter.state_dict().items())
+        torch.manual_seed(1)
+        assert torch.equal(target.generate(**options, **how, assistant=loaded), stock)
+        assert loaded.last_stats.accepted > 0
 
 
 def test_a_target_that_is_not_known_is_asked_for(alice: Hub, head: DartHead, caplog: pytest.LogCaptureFixture) -> None:
@@ -120,92 +120,6 @@ def test_the_repository_brings_its_own_head(alice: Hub, head: DartHead, target: 
     )
     with pytest.raises(ValueError, match="assistant"):
         target.generate(**given, assistant=head)  # it is still not attached
-
-
-def test_the_cache_serves_offline(alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    head.push_to_hub("alice/head")
-    DartHead.from_pretrained("alice/head", target=target)
-    alice.requests.clear()
-    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    DartHead.from_pretrained("alice/head", target=target)
-    DartHead.from_pretrained("alice/head", target=target, local_files_only=True)
-    assert not alice.requests
-    with pytest.raises(OSError, match=r"cannot be reached and .* is not on this machine as a whole"):
-        DartHead.from_pretrained("alice/other", target=target)
-    with pytest.raises(OSError, match="an id of the Hub names its user; give USER/head"):
-        DartHead.from_pretrained("head", target=target)
-
-
-def test_branches_subfolders_and_pull_requests(alice: Hub, head: DartHead, target: Any, tmp_path: Path) -> None:
-    first = head.push_to_hub("alice/head").oid
-    other = tiny_head(target, draft_length=3)
-    other.push_to_hub("alice/head", revision="short")
-    other.push_to_hub("alice/head", revision="short")  # nothing new: no commit, no error
-    proposed = other.push_to_hub("alice/head", create_pr=True)
-    assert proposed.pr_url == f"{alice.url}/alice/head/discussions/1"
-    assert alice.repositories["alice/head"].refs["main"] == first
-    lengths = {None: 5, "short": 3, "refs/pr/1": 3, first: 5}
-    for revision, length in lengths.items():
-        options = {} if revision is None else {"revision": revision}
-        assert DartHead.from_pretrained("alice/head", target=target, **options).draft_length == length
-
-    other.save_pretrained(tmp_path)
-    HfApi().upload_folder(repo_id="alice/head", folder_path=tmp_path, path_in_repo="heads/short")
-    assert DartHead.from_pretrained("alice/head", target=target, subfolder="heads/short").draft_length == 3
-
-
-def test_config_and_weights_are_of_one_commit(
-    alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head.push_to_hub("alice/head")
-    tiny_head(target, num_layers=2).push_to_hub("alice/deeper")
-    stored, deeper = alice.repositories["alice/head"], alice.repositories["alice/deeper"].files()
-    plain = DartHead.config_class.from_pretrained
-
-    def meanwhile(*args: Any, **kwargs: Any) -> Any:
-        stored.commit("main", stored.refs["main"], deeper, "meanwhile")
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(DartHead.config_class, "from_pretrained", meanwhile)
-    assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 1
-    assert len(stored.commits) == 3
-    assert DartHead.from_pretrained("alice/head", target=target).config.num_layers == 2
-
-
-def test_what_a_private_repository_says(
-    alice: Hub, head: DartHead, target: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    head.push_to_hub("alice/head", private=True)
-    assert alice.repositories["alice/head"].private
-    DartHead.from_pretrained("alice/head", target=target)
-    log_in(monkeypatch, None)
-    for repository in ("alice/head", "alice/nothing"):
-        with pytest.raises(OSError, match=rf"no repository '{repository}' without a token; .*hf auth login"):
-            DartHead.from_pretrained(repository, target=target, force_download=True)
-    with pytest.raises(OSError, match="shows this token no repository 'alice/head'; check the name"):
-        DartHead.from_pretrained("alice/head", target=target, token="hf_bob", force_download=True)
-    with pytest.raises(OSError, match=r"refused .* with 401 \(Invalid credentials.*pass a valid token="):
-        DartHead.from_pretrained("alice/head", target=target, token="hf_nobody", force_download=True)
-    DartHead.from_pretrained("alice/head", target=target, token="hf_alice", force_download=True)
-
-
-def test_what_else_is_not_there(alice: Hub, head: DartHead, target: Any) -> None:
-    head.push_to_hub("alice/head")
-    with pytest.raises(OSError, match="'alice/head' has no revision 'v2'"):
-        DartHead.from_pretrained("alice/head", target=target, revision="v2")
-    api, stored = HfApi(), alice.repositories["alice/head"]
-
-    api.delete_file("model.safetensors", "alice/head")
-    with pytest.raises(OSError, match=r"alice/head holds no weights \(model.safetensors\); save, push or fetch"):
-        DartHead.from_pretrained("alice/head", target=target)
-    assert not any("discussions" in asked or "commits" in asked for asked in alice.requests)
-
-    api.delete_file("config.json", "alice/head")
-    with pytest.raises(ValueError, match=r"alice/head holds no config.json of a DART head"):
-        DartHead.from_pretrained("alice/head", target=target)
-    stored.gated = True
-    with pytest.raises(OSError, match="'alice/head' is gated; ask for access"):
-        DartHead.from_pretrained("alice/head", target=target)
 
 
 def test_nobody_pushes_what_is_not_theirs(alice: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -390,6 +304,36 @@ def test_mistakes_get_one_sentence(words: list[str], says: str, alice: Hub, caps
     assert shown.err.startswith("hf-dart: ")
     assert shown.err.count("\n") == 1
     assert not alice.repositories
+
+
+def test_the_command_knows_every_kind(
+    alice: Hub, target: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny_eagle_drafter(target).save_pretrained(tmp_path / "eagle")
+    assert main(["push", str(tmp_path / "eagle"), "alice/eagle", "--license", "mit"]) == 0
+    assert "license: mit" in card_of(alice, "alice/eagle")
+    with pytest.raises(ValueError, match="an EAGLE head, and no diffusion drafter: load it with EagleDrafter"):
+        DiffusionDrafter.from_pretrained("alice/eagle", target=target)
+    assert type(EagleDrafter.from_pretrained("alice/eagle")) is EagleDrafter
+    capsys.readouterr()
+    target.save_pretrained(tmp_path / "target")
+    assert main(["push", str(tmp_path / "target"), "alice/target"]) == 2
+    shown = capsys.readouterr().err
+    for called in ("holds no config.json of a", "a DFlash drafter", "a diffusion drafter", "an EAGLE head"):
+        assert called in shown
+    assert "alice/target" not in alice.repositories
+
+
+def test_a_dry_run_overwrites_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    words = ["push", str(PACKAGED_HEAD), "alice/head", "--dry-run"]
+    assert main([*words, str(project)]) == 0  # an empty folder is taken
+    (project / "README.md").write_text("my own")
+    for taken in (project, project / "README.md"):
+        assert main([*words, str(taken)]) == 2
+        assert "is there already; give an empty folder" in capsys.readouterr().err
+    assert (project / "README.md").read_text() == "my own"
 
 
 def test_a_hub_that_is_not_there(hub: Hub, head: DartHead, monkeypatch: pytest.MonkeyPatch) -> None:

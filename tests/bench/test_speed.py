@@ -8,15 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from support.memory import resident
-from support.scripts import experiment
 
-from hf_dart.bench import suites
 from hf_dart.bench.exact import repeated_4grams
 from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.rivals import LOOKUP, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
-from hf_dart.errors import UserError
 from hf_dart.view.tables import OURS
 
 
@@ -74,40 +71,6 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
             assert whole == pytest.approx(sum(one["seconds"]))
             forward = one["round_ms"]["draft"] + one["round_ms"]["verify"]
             assert one["not_forward"] == pytest.approx(1 - forward / sum(one["round_ms"].values()))
-
-
-def test_training_is_measured_against_the_bare_target(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "bench.json"
-    words = ["--rows", "2", "--length", "48", "--blocks", "2,6", "--repeats", "2", "--json", str(file)]
-    experiment("training_cost").main(words)
-    assert "| x bare target |" in capsys.readouterr().out
-    report = json.loads(file.read_text(encoding="utf8"))
-    assert report["target_layers"] == 8
-    bare, *steps = report["results"]
-    assert [one["blocks"] for one in report["results"]] == [0, 2, 6]
-    assert bare["ratio"] == {"median": 1.0, "min": 1.0, "max": 1.0}
-    for one in steps:
-        ratios = [target / step for target, step in zip(bare["seconds"], one["seconds"], strict=True)]
-        assert one["ratio"]["max"] == pytest.approx(max(ratios))
-        assert one["tokens_per_second"]["max"] == pytest.approx(96 / min(one["seconds"]))
-        assert one["peak_memory_bytes"] > 2**20
-
-
-def test_text_of_ones_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tmp_path / "story.txt"
-    text.write_text("\n".join(f"x{i} = {i}  # the number {i}" for i in range(200)), encoding="utf8")
-    words = ["bench", "--smoke", "--text", str(text), "--repeats", "1", "--new-tokens", "4", "--batch", "2"]
-    assert main(words) == 0
-    assert "story.txt" in capsys.readouterr().out
-    text.write_text("x = 1\n", encoding="utf8")
-    assert main(words) == 2
-    assert "too short" in capsys.readouterr().err
-
-
-def test_without_pytest_the_text_has_to_be_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="name files with --text"):
-        suites.default_files()
 
 
 def test_repeated_4grams() -> None:
