@@ -11,13 +11,12 @@ entries' own keys hold the features already; deeper layers would see them only t
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.models.packed import attend_in_groups
@@ -55,13 +54,12 @@ class DartAttention(nn.Module):
         if injected:
             self.context_k_proj = nn.Linear(config.hidden_size, key_size, bias=False)
             self.context_v_proj = nn.Linear(config.hidden_size, key_size, bias=False)
-        self.grouped = config.num_attention_heads != config.num_key_value_heads
 
     def forward(
         self,
         x: Tensor,  # [B, Q, input_size]
         rotation: tuple[Tensor, Tensor],  # cos, sin [B, 1, Q, head_dim]
-        mask: Tensor | BlockMask,  # [B or 1, 1, Q, S] bool; keys of injected features after those of entries
+        mask: Tensor,  # [B or 1, 1, Q, S] bool; keys of injected features after those of entries
         remember: KeyValueWriter | None,
         context: Tensor | None = None,  # [B, R, H] fused features of the first R entries, to be injected
         wanted: Tensor | None = None,  # [B, W] entries that ask, instead of all Q; the mask's queries are they
@@ -82,14 +80,7 @@ class DartAttention(nn.Module):
             if remember is not None:
                 known_key, known_value = remember(known_key, known_value, injected=True)
             key, value = torch.cat([key, known_key], dim=2), torch.cat([value, known_value], dim=2)
-        if isinstance(mask, Tensor):
-            mixed = attend(query, key, value, mask)
-        else:
-            # Under autocast rotation has made these fp32; not every torch casts them back for FlexAttention.
-            query, key = query.to(value.dtype), key.to(value.dtype)
-            flex = _flex_attention(query.device.type)
-            mixed = flex(query, key, value, block_mask=mask, enable_gqa=self.grouped)
-        return self.o_proj(mixed.transpose(1, 2).flatten(2))
+        return self.o_proj(attend(query, key, value, mask).transpose(1, 2).flatten(2))
 
     def _heads(self, x: Tensor) -> Tensor:  # [B, Q, n head_dim] -> [B, n, Q, head_dim]
         return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
@@ -149,7 +140,7 @@ class DartLayer(nn.Module):
         x: Tensor,  # [B, Q, E + H] pairs, else [B, Q, H]
         residual: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor | BlockMask,
+        mask: Tensor,
         remember: KeyValueWriter | None,
         context: Tensor | None,
         wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
@@ -195,12 +186,6 @@ def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) ->
     angles = positions[:, None, :, None] * frequencies
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     return (cos, sin) if scale == 1.0 else (cos * scale, sin * scale)
-
-
-@lru_cache(maxsize=2)
-def _flex_attention(device_type: str) -> Any:
-    # Uncompiled it is exact and slow: all scores are written down. On a CPU there is no backward pass.
-    return torch.compile(flex_attention) if device_type == "cuda" else flex_attention
 
 
 @torch.compiler.assume_constant_result

@@ -26,7 +26,7 @@ class Recipe:
 
     Attributes:
         target, head, lora, data, training: the options by what they are about.
-        given: those that were given, by name, for `yaml.safe_dump`; tokens of the Hub left out.
+        given: those that are others than the default, by name, for `yaml.safe_dump`; tokens of the Hub left out.
     """
 
     target: TargetArguments
@@ -88,13 +88,17 @@ def read_recipe(words: Sequence[str]) -> Recipe:
         flags = [*_as_flags(_read(Path(flags[0]))), *flags[1:]]
     kind = drafter_of(flags)
     known = {one.name for group in _groups(kind) for one in fields(group) if one.init}
-    names = [_option(word, known) for word in flags if word.startswith("--")]
+    for word in flags:
+        name = word[2:].partition("=")[0].replace("-", "_")
+        if word.startswith("--") and not {name, name.removeprefix("no_")} & known:
+            remedy = did_you_mean(name, known, otherwise="'hf-dart train --help' lists all.")
+            raise ValueError(f"There is no option {name!r}; {remedy}")
     reader = parser(kind)
     space, rest = reader.parse_known_args(flags)
     if rest:
         raise ValueError(f"{rest[0]!r} belongs to no option; a recipe file comes first, a value after its option.")
-    # What gives access is not written down.
-    given = {name: getattr(space, name) for name in names if not name.endswith("_token")}
+    options = ((name, value) for name, value in vars(space).items() if value != reader.get_default(name))
+    given = {name: value for name, value in options if not name.endswith("_token")}  # no access is written down
     target, head, *lora, data, training = reader.parse_args_into_dataclasses(flags, look_for_args_file=False)
     if training.output_dir == "trainer_output" and "output_dir" not in given:
         raise ValueError("output_dir is missing; name the folder that the run is written to.")
@@ -132,13 +136,3 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
 
-
-def _option(word: str, known: set[str]) -> str:
-    """The option that a word of a command line names."""
-    name = word[2:].partition("=")[0].replace("-", "_")
-    if name.startswith("no_") and name[3:] in known:
-        name = name[3:]
-    if name not in known:
-        remedy = did_you_mean(name, known, otherwise="'hf-dart train --help' lists all.")
-        raise ValueError(f"There is no option {name!r}; {remedy}")
-    return name

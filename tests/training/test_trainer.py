@@ -42,36 +42,6 @@ def test_a_few_steps_lower_the_loss_and_touch_the_head_alone(tmp_path: Path) -> 
         assert torch.equal(value, head.state_dict()[name])
 
 
-def test_a_selector_is_trained_on_a_frozen_head(tmp_path: Path) -> None:
-    target = tiny_target()
-    head = tiny_head(target)
-    rows = token_rows(LENGTHS * 4)
-    with pytest.raises(ValueError, match="add_selector"):
-        tiny_trainer(tmp_path, head, target, rows, max_steps=1, selector_only=True)
-    head.add_selector(8)
-    before = {name: value.clone() for name, value in head.state_dict().items()}
-    trainer = tiny_trainer(
-        tmp_path,
-        head,
-        target,
-        rows,
-        max_steps=40,
-        logging_steps=5,
-        learning_rate=1e-2,
-        selector_only=True,
-        save_strategy="steps",
-        save_steps=40,
-    )
-    trainer.train()
-    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    assert logs[-1] < logs[0]
-    changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
-    assert changed == {name for name in before if name.startswith("selector.")}
-    loaded = DartHead.from_pretrained(str(tmp_path / "checkpoint-40"), target=target)
-    assert loaded.config.selector_rank == 8
-    assert all(torch.equal(value, head.state_dict()[name]) for name, value in loaded.state_dict().items())
-
-
 def test_accumulated_micro_batches_are_one_batch(tmp_path: Path) -> None:
     """Rows with few anchors must not count more for being alone in their micro-batch."""
     rows = token_rows([[24], [8, -16], [12, 12], [6, -18]])
@@ -159,6 +129,24 @@ def test_rows_that_hold_no_block_are_refused(tmp_path: Path) -> None:
         trainer.train()
     with pytest.raises(ValueError, match="nothing to evaluate"):
         trainer.evaluate(short)
+
+
+def masked(rows: list[dict[str, Any]], learned: bool) -> list[dict[str, Any]]:
+    return [{**row, "loss_mask": torch.full((len(row["input_ids"]),), learned)} for row in rows]
+
+
+def test_rows_without_blocks_leave_the_loss_as_it_is(tmp_path: Path) -> None:
+    target = tiny_target()
+    rows = masked(token_rows([[24], [8, 16], [6, -18]]), True)
+    for size in (1, 2, 4):
+        options = {"per_device_eval_batch_size": size, "anchors_per_row": 30}
+        trainer = tiny_trainer(tmp_path, tiny_head(target), target, rows, **options)
+        found = trainer.evaluate(rows)["eval_loss"]
+        if size == 1:
+            expected = found  # of blocks, though rows have different numbers of them
+        assert found == pytest.approx(expected, rel=1e-5)
+        empty = masked(token_rows([[24]] * 3), False)
+        assert trainer.evaluate([*empty, *rows])["eval_loss"] == pytest.approx(expected, rel=1e-5)
 
 
 def test_bf16_casts_the_target_and_its_lm_head_too(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.editor import Editor
@@ -55,7 +54,7 @@ class Edits(NamedTuple):
     """
 
     passes: int
-    mask: Tensor | BlockMask
+    mask: Tensor
     draft: Callable[[int, Tensor], Tensor]
 
 
@@ -165,10 +164,10 @@ class DartModel(DraftNetwork):
         features: Tensor,  # [B, T, F]
         next_embeddings: Tensor,  # [B, T, E]
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | BlockMask | None,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
+        attention_mask: Tensor | None,  # [B, 1, T + M, T + M] bool; T more keys if features are injected
         edits: Edits | None = None,
         wanted: Tensor | None = None,  # [B, W] entries
-        wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
+        wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
         """The training pass: T real positions, then M mask slots of many blocks.
 

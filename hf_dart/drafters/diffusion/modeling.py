@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.layers import DartAttention, DartMLP, KeyValueWriter, rotation_at, take
@@ -29,7 +28,7 @@ class DiffusionLayer(nn.Module):
         self,
         x: Tensor,  # [B, Q, H]
         rotation: tuple[Tensor, Tensor],
-        mask: Tensor | BlockMask,
+        mask: Tensor,
         remember: KeyValueWriter | None,
         wanted: Tensor | None = None,  # [B, W] entries whose output is wanted; None is all
     ) -> Tensor:  # [B, Q or W, H]
@@ -124,9 +123,9 @@ class DiffusionModel(DraftNetwork):
         tokens: Tensor,  # [B, T + M]
         features: Tensor,  # [B, T, F]; F is 0 without feature layers
         positions: Tensor,  # [B, T + M]
-        attention_mask: Tensor | BlockMask | None,  # [B, 1, T + M, T + M] bool; None for one layer with `wanted`
+        attention_mask: Tensor | None,  # [B, 1, T + M, T + M] bool; None for one layer with `wanted`
         wanted: Tensor | None = None,  # [B, W] entries
-        wanted_mask: Tensor | BlockMask | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
+        wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
         """The training pass: T entries of the text, then M slots of many blocks, `MASK` or known.
 

@@ -375,7 +375,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         blocking: bool = True,
         token: str | None = None,
         revision: str | None = None,
-        private: bool | None = None,
         **known: Any,
     ) -> CommitInfo | None:
         """Push the drafter with its card in one commit, as `hf_dart.hub.publish.push_folder` does.
@@ -399,14 +398,13 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             commit_message=commit_message,
             token=token or self.args.hub_token,
             revision=revision or self.args.hub_revision,
-            private=self.args.hub_private_repo if private is None else private,
-            **known,
+            **{"private": self.args.hub_private_repo, **known},
         )
 
     def floating_point_ops(self, inputs: dict[str, Any]) -> int:
         """Operations of the drafter alone, forward and backward: 6 per parameter and position."""
-        slots = inputs["anchors"].numel() * (self.drafter.draft_length - 1)
-        return 6 * sum(p.numel() for p in self.drafter.parameters()) * (inputs["input_ids"].numel() + slots)
+        positions = inputs["input_ids"].numel() + inputs["anchors"].numel() * (self.drafter.draft_length - 1)
+        return 6 * self.drafter.num_parameters() * positions
 
 
 def read_tokens(inputs: dict[str, Any]) -> Tensor:

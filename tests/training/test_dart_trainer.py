@@ -1,4 +1,4 @@
-"""Selectors that learn with the noise of sampling: against a plain reference, token by token."""
+"""Selectors: trained on a frozen head, with the noise of sampling, against a plain reference."""
 
 from __future__ import annotations
 
@@ -7,9 +7,55 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, tiny_head, tiny_target, tiny_trainer, token_rows
 
+from hf_dart import DartHead
 from hf_dart.training.trainers.drafts import Drafts
+
+
+def test_a_selector_is_trained_on_a_frozen_head(tmp_path: Path) -> None:
+    target = tiny_target()
+    head = tiny_head(target)
+    rows = token_rows(LENGTHS * 4)
+    with pytest.raises(ValueError, match="add_selector"):
+        tiny_trainer(tmp_path, head, target, rows, max_steps=1, selector_only=True)
+    head.add_selector(8)
+    before = {name: value.clone() for name, value in head.state_dict().items()}
+    trainer = tiny_trainer(
+        tmp_path,
+        head,
+        target,
+        rows,
+        max_steps=40,
+        logging_steps=5,
+        learning_rate=1e-2,
+        selector_only=True,
+        save_strategy="steps",
+        save_steps=40,
+    )
+    trainer.train()
+    logs = [float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    assert logs[-1] < logs[0]
+    changed = {name for name, value in head.state_dict().items() if not torch.equal(value, before[name])}
+    assert changed == {name for name in before if name.startswith("selector.")}
+    loaded = DartHead.from_pretrained(str(tmp_path / "checkpoint-40"), target=target)
+    assert loaded.config.selector_rank == 8
+    assert all(torch.equal(value, head.state_dict()[name]) for name, value in loaded.state_dict().items())
+
+
+@pytest.mark.parametrize("chunk", [64, 0])
+def test_a_selector_learns_nothing_from_rows_without_blocks(tmp_path: Path, chunk: int) -> None:
+    target = tiny_target()
+    rows = [
+        {**row, "loss_mask": torch.full((24,), learned)} for learned in (False, True) for row in token_rows([[24]] * 2)
+    ]
+    options: dict[str, Any] = {"selector_only": True, "loss_chunk": chunk, "max_steps": 4}
+    head = tiny_head(target).add_selector(4)
+    trainer = tiny_trainer(tmp_path, head, target, rows, rows, per_device_train_batch_size=1, **options)
+    before = {name: weight.clone() for name, weight in head.selector.state_dict().items()}
+    trainer.train()
+    assert any(not torch.equal(weight, before[name]) for name, weight in head.selector.state_dict().items())
+    assert trainer.evaluate()["eval_loss"] > 0
 
 
 @pytest.mark.parametrize("chunk", [64, 3])
