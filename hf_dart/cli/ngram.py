@@ -106,8 +106,8 @@ def _merge(arguments: argparse.Namespace) -> int:
 
 
 def _info(arguments: argparse.Namespace) -> int:
+    from hf_dart.models.tokenizers import vocabulary_hash
     from hf_dart.trees.ngram import NgramTable
-    from hf_dart.trees.vocabulary import vocabulary_hash
 
     with as_user_error(ValueError):
         table = NgramTable.load(arguments.table)

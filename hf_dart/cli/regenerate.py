@@ -79,10 +79,10 @@ def _run(arguments: argparse.Namespace) -> int:
     common.set_threads(arguments.threads)
     tokenizer = load_tokenizer(arguments.target)
     from hf_dart.hub.machine import versions
+    from hf_dart.models.tokenizers import vocabulary_hash
     from hf_dart.training.data.documents import datasets_library
     from hf_dart.training.data.sources import DataArguments
     from hf_dart.training.regenerate.regenerate import RegenerateSettings, begin, describe, open_sources, regenerate
-    from hf_dart.trees.vocabulary import vocabulary_hash
 
     with as_user_error():
         datasets_library().disable_progress_bars()

@@ -42,7 +42,7 @@ class DrafterConfig(PreTrainedConfig):
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the drafter was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
-        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the target's tokenizer, or None if not recorded.
         chat_template_hash, enable_thinking: `hf_dart.models.tokenizers.template_hash` of the chat template of the
             conversations that the drafter was trained on, and the thinking flag that was handed to it; None without.
         origin, origin_license: the Hub repository (or the name of the folder) of another project that the drafter came

@@ -10,8 +10,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.features import layer_count, lm_head_of
-from hf_dart.models.tokenizers import template_hash, tokenizer_beside
-from hf_dart.trees.vocabulary import same_vocabulary
+from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_beside
 
 
 class TargetNeeds(Protocol):
@@ -22,7 +21,7 @@ class TargetNeeds(Protocol):
         needs: sizes by name: "hidden size", "embedding width", "LM head width", "number of layers"; those that are
             not there may be any.
         vocab_size: rows of its embedding table; None if that is not known.
-        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of its tokenizer; None if that is not known.
+        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of its tokenizer; None if that is not known.
         chat_template_hash: of the chat template of the training texts; None if that is not known.
     """
 

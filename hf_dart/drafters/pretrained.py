@@ -25,9 +25,9 @@ from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.publish import push_folder
 from hf_dart.models.devices import as_dtype, host_by_default
 from hf_dart.models.progress_bars import without_bars
+from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
-from hf_dart.trees.vocabulary import vocabulary_hash
 
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 

@@ -18,7 +18,7 @@ from hf_dart.hub.download import checkpoint_config, published_license, weight_fi
 from hf_dart.interop.eagle3 import JOINED, eagle3_format, read_published, read_weights
 from hf_dart.models.devices import as_dtype, weight_of
 from hf_dart.models.features import layer_count
-from hf_dart.trees.vocabulary import vocabulary_hash
+from hf_dart.models.tokenizers import vocabulary_hash
 
 
 def load_published(

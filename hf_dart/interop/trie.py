@@ -17,10 +17,10 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
+from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.arrays import Array
 from hf_dart.trees.ngram.build import TableStack, TableWriter, folder_of, merge
 from hf_dart.trees.ngram.table import NgramSpec, NgramTable
-from hf_dart.trees.vocabulary import vocabulary_hash
 
 CHUNK = 2**20
 """Nodes that are taken in at a time."""

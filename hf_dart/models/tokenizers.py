@@ -1,8 +1,9 @@
-"""The tokenizer of a target: the one beside its weights, and the hash of a chat template."""
+"""The tokenizer of a target: hashes of its vocabulary and chat template, and the one beside its weights."""
 
 from __future__ import annotations
 
 import hashlib
+from typing import Any
 
 from huggingface_hub.errors import HFValidationError
 from tokenizers import Tokenizer
@@ -10,6 +11,22 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from hf_dart.errors import sentence
+from hf_dart.trees.vocabulary import hash_of_ids
+
+
+def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
+    """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
+
+    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
+    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
+    as a padding token that was added for training, are not counted either.
+    """
+    return hash_of_ids(tokenizer.get_vocab(), rows)
+
+
+def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
+    """Whether `known` is the hash of this tokenizer, with or without tokens beyond the `rows` of an embedding table."""
+    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
 
 
 def template_hash(template: str) -> str:

@@ -1,10 +1,10 @@
-"""Which tokens an id stands for: the hash of a vocabulary, and draft vocabularies that are a part of it."""
+"""Vocabularies: the hash of what each id stands for, and draft vocabularies that are a part of one."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -12,22 +12,17 @@ from torch import Tensor
 _NEVER = -1e30
 
 
-def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
-    """SHA-256 (16 hex digits) of a tokenizer's token-to-id map, added tokens included.
+def hash_of_ids(ids: Mapping[str, int], rows: int | None = None) -> str:
+    """SHA-256 (16 hex digits) of a token-to-id map.
 
-    Two tokenizers with one hash give every id the same text, which is all that a drafter needs; padding rows
-    of the embedding table are not counted. With `rows`, tokens that a table of so many rows has no embeddings of, such
-    as a padding token that was added for training, are not counted either.
+    Args:
+        ids: of every token.
+        rows: of the embedding table; tokens beyond it are left out. None counts all.
     """
-    entries = sorted(tokenizer.get_vocab().items(), key=lambda entry: (entry[1], entry[0]))
+    entries = sorted(ids.items(), key=lambda entry: (entry[1], entry[0]))
     if rows is not None:
         entries = [entry for entry in entries if entry[1] < rows]
     return hashlib.sha256(json.dumps(entries).encode()).hexdigest()[:16]
-
-
-def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
-    """Is `known` the hash of this tokenizer, with or without what a target of so many embeddings never reads?"""
-    return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
 
 
 def columns_of(tokens: Tensor, vocabulary: Tensor, missing: int) -> Tensor:

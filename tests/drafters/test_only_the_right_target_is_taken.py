@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.api import attach
 from hf_dart.drafters import compatibility
-from hf_dart.trees.vocabulary import vocabulary_hash
+from hf_dart.models.tokenizers import vocabulary_hash
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 

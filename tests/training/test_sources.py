@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, HfArgumentParser, default_data_collator
 
 from hf_dart import DartConfig
 from hf_dart.hub.loading import PACKAGED_TARGET
+from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.training import DartTrainingArguments, DataArguments, load_rows
 from hf_dart.training.objective.blocks import draw_anchors
-from hf_dart.trees.vocabulary import vocabulary_hash
 
 datasets = pytest.importorskip("datasets")
 datasets.disable_progress_bars()

@@ -24,10 +24,10 @@ from hf_dart import NgramTable
 from hf_dart.cli import main
 from hf_dart.errors import UserError, as_user_error
 from hf_dart.hub.loading import PACKAGED_TARGET
+from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.ngram import build as ngram_build
 from hf_dart.trees.ngram.build import build, merge
 from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec
-from hf_dart.trees.vocabulary import vocabulary_hash
 
 
 def by_hand(documents: Documents, order: int) -> Counter[tuple[int, ...]]:

@@ -56,7 +56,7 @@ class DartConfig(HeadConfig):
         vocab_size: rows of the target's embedding table, padding rows included.
         target_name, target_model_type, target_num_layers: the target that the head was made for.
         target_revision: the commit of its repository on the Hub, or None if not known.
-        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the target's tokenizer, or None if not recorded.
+        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the target's tokenizer, or None if not recorded.
         chat_template_hash, enable_thinking: `hf_dart.models.tokenizers.template_hash` of the chat template of the
             conversations that the head was trained on, and the thinking flag that was handed to it; None without.
 

@@ -32,7 +32,7 @@ from hf_dart.interop.eagle3 import eagle3_format, is_peagle
 from hf_dart.interop.original_dart import original_format, read_fields, read_weights
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.features import layer_count
-from hf_dart.trees.vocabulary import vocabulary_hash
+from hf_dart.models.tokenizers import vocabulary_hash
 
 _FIELDS = {one.name for one in fields(DartConfig)}
 

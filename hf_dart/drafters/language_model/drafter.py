@@ -32,11 +32,10 @@ from hf_dart.models.devices import as_dtype, device_of, users_default
 from hf_dart.models.features import lm_head_of
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import takes_positions
-from hf_dart.models.tokenizers import tokenizer_beside
+from hf_dart.models.tokenizers import tokenizer_beside, vocabulary_hash
 from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.ngram.table import NgramTable
-from hf_dart.trees.vocabulary import vocabulary_hash
 
 _ITSELF = "The target cannot be its own draft, which would cost what it saves; give a smaller model."
 # What the config.json of a drafter has, whatever its model_type.

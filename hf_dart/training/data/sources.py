@@ -10,13 +10,12 @@ from typing import Any
 from hf_dart import __version__
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.errors import check_fields, sentence
-from hf_dart.models.tokenizers import template_hash
+from hf_dart.models.tokenizers import same_vocabulary, template_hash
 from hf_dart.training.data.chat import ChatFormat
 from hf_dart.training.data.documents import Source, datasets_library, group_files, open_source
 from hf_dart.training.data.encoding import Encoder
 from hf_dart.training.data.packing import Packer
 from hf_dart.training.options import option
-from hf_dart.trees.vocabulary import same_vocabulary
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _COMPLETION = "completion"  # the field of what follows that called "prompt"

@@ -22,6 +22,7 @@ import numpy as np
 
 from hf_dart.trees.arrays import Array
 from hf_dart.trees.ngram.table import MOST_COUNTED, NgramSpec, NgramTable, write_metadata
+from hf_dart.trees.vocabulary import hash_of_ids
 
 CHUNK = 2**23
 """Tokens that one process counts at a time; it needs about 50 bytes for each."""
@@ -81,11 +82,10 @@ def build(
     Raises:
         ValueError: a token lies beyond the vocabulary, the order is too high, or there is nothing to count.
     """
-    from hf_dart.trees.vocabulary import vocabulary_hash
-
     if vocab_size is None and tokenizer is None:
         raise ValueError("The size of the vocabulary is not known; give tokenizer= or vocab_size=.")
-    spec = NgramSpec(order, vocab_size or len(tokenizer), None if tokenizer is None else vocabulary_hash(tokenizer))
+    hashed = None if tokenizer is None else hash_of_ids(tokenizer.get_vocab())
+    spec = NgramSpec(order, vocab_size or len(tokenizer), hashed)
     _check_min_counts(spec, min_counts)
     if isinstance(documents, np.ndarray) and documents.ndim == 1:
         chunks = _chunks_of_array(documents, eos, chunk, order)

@@ -33,7 +33,7 @@ class NgramSpec:
     Args:
         order: n, the length of the longest n-grams.
         vocab_size: V; token ids lie below it.
-        tokenizer_hash: `hf_dart.trees.vocabulary.vocabulary_hash` of the tokenizer that the corpus was tokenized
+        tokenizer_hash: `hf_dart.models.tokenizers.vocabulary_hash` of the tokenizer that the corpus was tokenized
             with, or None if not recorded.
 
     Raises:
