@@ -26,8 +26,9 @@ from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.models.masks import layer_windows, mask_kinds
+from hf_dart.models.running_states.by_levels import by_levels
+from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.models.tree_at_once import AtOnce
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 from hf_dart.view.tables import markdown
@@ -80,7 +81,7 @@ def measured(rounds: int) -> dict[str, Any]:
     trees = tree_cache(cache, [0], 4 * PROMPT, keep=True, windows=layer_windows(model, cache))
     verify = Verifier(model, trees, mask_kinds(model, cache), [])
     assert all(isinstance(mixer.form, AtOnce) for mixer in verify.mixers)
-    ways = {"once": verify.mixers, "levels": [replace(mixer, form=None) for mixer in verify.mixers]}
+    ways = {"once": verify.mixers, "levels": [replace(mixer, form=by_levels) for mixer in verify.mixers]}
 
     def one_round(way: str, tree: DraftTree) -> None:
         verify.mixers = ways[way]

@@ -16,8 +16,8 @@ from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.models.mixers import level_by_level, tree_forms
-from hf_dart.models.tree_forward import by_levels
+from hf_dart.models.running_states.by_levels import by_levels
+from hf_dart.models.running_states.mixers import level_by_level, tree_forms
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 

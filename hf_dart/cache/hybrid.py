@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
-from hf_dart.cache.states import OwnState, RunningStates, StatefulCache, states_of, states_put_back
+from hf_dart.cache.states import RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import undone_on_failure
 
 
@@ -47,12 +47,11 @@ class HybridCache(TreeCache):
     Args:
         prefilled: the stock cache after prefill, whose states are not written to before `write_back`.
         attention: has taken over its keys and values.
-        own: states that modules keep themselves, which they have after the prefill.
     """
 
-    def __init__(self, prefilled: Cache, attention: TreeCache, own: Sequence[OwnState] = ()) -> None:
-        self._stock, self._attention, self._own = prefilled, attention, own
-        self.states = RunningStates({**states_of(prefilled), **{slot: slot.read() for slot in own}})
+    def __init__(self, prefilled: Cache, attention: TreeCache) -> None:
+        self._stock, self._attention = prefilled, attention
+        self.states = RunningStates(states_of(prefilled))
         self.cache = StatefulCache(attention.cache.layers, prefilled, self.states)
         self.prompt_lengths = attention.prompt_lengths
         self._written_back = False
@@ -128,10 +127,8 @@ class HybridCache(TreeCache):
             raise RuntimeError("A commit was broken off; what it left cannot be read.")
         if self._written_back or bool((self.lengths != self.prompt_lengths + grown).any()):
             return
-        with undone_on_failure(self._stock), states_put_back(self._own, only_on_failure=True):
+        with undone_on_failure(self._stock):
             self._attention.write_back(grown)
             for slot, state in states_of(self._stock).items():
                 state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
-            for own in self._own:
-                own.write(None, self.states.committed[own])
             self._written_back = True

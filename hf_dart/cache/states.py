@@ -1,19 +1,18 @@
 """Running states: what linear attention, Mamba and short convolutions keep of the text in place of its entries.
 
 A state holds the whole text before it, so that a rejected draft cannot be cut off it. Every node of a tree is
-therefore computed from a copy of its parent's state (`hf_dart.models.tree_forward`), and a commit takes the state of
-the last accepted node. Nothing is written into committed states: those after the prompt stay as stock's cache has
+therefore computed from its parent's state (`hf_dart.models.running_states`), and a commit takes the state of the last
+accepted node. Nothing is written into committed states: those after the prompt stay as stock's cache has
 them until it is written back, and are what a row goes back to that has gone too far.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import LinearAttentionLayer, keeps_entries, keeps_states
@@ -44,41 +43,7 @@ class StateSlot(NamedTuple):
         getattr(cache.layers[self.layer], self.kind)[self.number] = state
 
 
-class OwnState(NamedTuple):
-    """An attribute in which a module itself keeps a running state [B, ...], of the text that it was last run on.
-
-    Attributes:
-        module: whose; RecurrentGemma's blocks and their units.
-        name: of the attribute.
-    """
-
-    module: nn.Module
-    name: str
-
-    def read(self, cache: Cache | None = None) -> Any:
-        """The state; None before the module was first run. No cache has a part in it."""
-        return getattr(self.module, self.name)
-
-    def write(self, cache: Cache | None, state: Any) -> None:
-        """Give the module a state."""
-        setattr(self.module, self.name, state)
-
-
-Slot = StateSlot | OwnState
-States = dict[Slot, Tensor]
-
-
-@contextmanager
-def states_put_back(own: Sequence[OwnState], only_on_failure: bool = False) -> Iterator[None]:
-    """Give modules the states again that they have now, after the block or only should it raise."""
-    before = [(slot, slot.read()) for slot in own]
-    done = False
-    try:
-        yield
-        done = only_on_failure
-    finally:
-        for slot, state in before if not done else ():
-            slot.write(None, state)
+States = dict[StateSlot, Tensor]
 
 
 def states_of(cache: Cache) -> dict[StateSlot, Tensor]:
@@ -231,12 +196,9 @@ class StatefulCache(Cache):
         return other
 
     def lend(self, states: Mapping[Any, Any]) -> Cache:
-        """A stock cache that holds these states, tensors or what stands for them, and may write into them.
-
-        Modules are given those that they keep themselves.
-        """
+        """A stock cache that holds these states, tensors or what stands for them, and may write into them."""
         layers = list(self.layers)
-        for place in {slot.layer for slot in states if isinstance(slot, StateSlot)}:
+        for place in {slot.layer for slot in states}:
             layers[place] = LinearAttentionLayer()
             for name, its in self._known[place].items():
                 vars(layers[place])[name] = dict(its) if isinstance(its, dict) else its

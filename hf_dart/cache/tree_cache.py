@@ -10,7 +10,6 @@ from hf_dart.cache.aligned import RightAlignedCache
 from hf_dart.cache.base import TreeCache
 from hf_dart.cache.hybrid import HybridCache, NoEntries
 from hf_dart.cache.ragged import RaggedCache
-from hf_dart.cache.states import OwnState
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS, attention_layers, keeps_entries, keeps_states
 
 
@@ -26,7 +25,6 @@ def tree_cache(
     keep: bool,
     most: int | None = None,
     windows: Sequence[int | None] | None = None,
-    own: Sequence[OwnState] = (),
 ) -> TreeCache:
     """Take over a prefilled stock cache.
 
@@ -37,7 +35,6 @@ def tree_cache(
         keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
         most: positions that the call will need at most, if that is known.
         windows: as for `RaggedCache`.
-        own: as for `HybridCache`.
     """
     attention: TreeCache
     if not any(map(keeps_entries, prefilled.layers)):
@@ -46,4 +43,4 @@ def tree_cache(
         attention = RaggedCache(prefilled, pads, capacity, keep, most, windows)
     else:
         attention = RightAlignedCache(prefilled, pads, keep)
-    return HybridCache(prefilled, attention, own) if any(map(keeps_states, prefilled.layers)) else attention
+    return HybridCache(prefilled, attention) if any(map(keeps_states, prefilled.layers)) else attention

@@ -25,9 +25,9 @@ from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import length_limit
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.masks import layer_windows
-from hf_dart.models.mixers import own_states, takes_levels
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
+from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.stock_steps import beside_text, cache_name
 from hf_dart.models.support import drops_out, refuse_cache, refuse_target
 from hf_dart.models.trial import check_verification
@@ -132,7 +132,6 @@ def admit(
         total=total,
         most=most,
         max_length=max_length,
-        own_states=own_states(model, stock),
         sees=bool(beside_text(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, generation_config),
         traced=bool(trace),

@@ -70,13 +70,13 @@ def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
 
 
 def break_off(s: Session) -> None:
-    """Leave the generator, a cache that was passed in and states of modules as stock would have where the call ends.
+    """Leave the generator, and a cache that was passed in as stock would have where the call ends.
 
     The cache then holds the prompt and so much of the generated tokens as every row has committed.
     """
     position = s.streaming.position
     leave_generator(s, position)
-    if s.request.users_cache or s.request.own_states:
+    if s.request.users_cache:
         committed = int((s.own_cache.lengths - s.own_cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
             s.own_cache.write_back(max(min(committed, position - 1), 0))

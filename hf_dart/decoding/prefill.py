@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from hf_dart.cache.base import TreeCache
-from hf_dart.cache.states import states_put_back
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.decoding.drafter_runner import DrafterRunner
@@ -305,8 +304,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
     pads = [max(pad - request.cached, 0) for pad in request.pads]
     feed = PromptFeed(request.drafter, drafter_state.state, tail, pads)
-    own = request.own_states
-    with undone_on_failure(request.stock_cache), states_put_back(own, only_on_failure=True):
+    with undone_on_failure(request.stock_cache):
         recorder = PrefillRecorder(model, feed, layers, request.drafter.reads_embeddings)
         outputs = recorder.prefill(
             request.input_ids, request.generation_config, dict(request.model_kwargs), request.pads, request.total
@@ -321,7 +319,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         # Shapes of the engine are those of the whole text.
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
-        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows, own)
+        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
         refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
     return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
 

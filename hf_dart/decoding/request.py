@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,6 @@ from torch import Tensor
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.states import OwnState
 from hf_dart.drafters.base import Drafter
 from hf_dart.models.stock_steps import cache_name
 from hf_dart.trees.config import TreeConfig
@@ -35,7 +34,6 @@ class Request:
         total: slots of the prompts, the cached ones included.
         most: slots of the prompts and of all tokens that may be generated.
         max_length: tokens that a row may have, the P of `input_ids` included.
-        own_states: those that modules of the model keep themselves.
         sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
@@ -56,7 +54,6 @@ class Request:
     total: int
     most: int
     max_length: int
-    own_states: Sequence[OwnState]
     sees: bool
     in_step: bool
     traced: bool
@@ -85,9 +82,8 @@ class Request:
 
     @property
     def returns_cache(self) -> bool:
-        """Will anybody look at the cache, or at states that modules keep themselves, after the call?"""
-        asked = self.generation_config.return_dict_in_generate or self.own_states
-        return bool(asked) or self.users_cache
+        """Will anybody look at the cache after the call?"""
+        return bool(self.generation_config.return_dict_in_generate) or self.users_cache
 
     def collects(self, name: str) -> bool:
         """Does the call return what "output_scores", "output_logits" or "output_hidden_states" names?"""

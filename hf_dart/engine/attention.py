@@ -15,7 +15,7 @@ from torch import Tensor
 from hf_dart.cache.states import StatefulCache
 from hf_dart.engine.cache import FixedCache
 from hf_dart.models.packed import MASKS, NODES, for_groups
-from hf_dart.models.tree_forward import tree_forwards
+from hf_dart.models.running_states.tree_forward import tree_forwards
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 

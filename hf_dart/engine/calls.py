@@ -17,9 +17,9 @@ from hf_dart.engine.job import HeadJob, Job
 from hf_dart.models.attention import FLEX
 from hf_dart.models.devices import matmul_precision
 from hf_dart.models.identity import identity
-from hf_dart.models.mixers import takes_levels
 from hf_dart.models.positions import rotary_moves
 from hf_dart.models.processes import group_of
+from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.models.support import parts_of
 from hf_dart.models.verify import Verifier
 

@@ -9,7 +9,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.models.attention import attention_of, registered
 from hf_dart.models.devices import autocast_dtype, device_of
-from hf_dart.models.stand_in import forward_before
+from hf_dart.models.running_states.tree_forward import forward_before
 from hf_dart.models.support import parts_of
 
 
@@ -22,8 +22,7 @@ def identity(model: PreTrainedModel) -> tuple[Any, ...]:
     kinds = (*map(type, parts), *{type(part._parameters.get("weight")): None for part in parts})
     code = [getattr(kind, "forward", None) for kind in dict.fromkeys(kinds)]
     for part in parts:
-        members = part.__dict__
-        own_forward = forward_before(members.get("forward"))
+        own_forward = forward_before(part)
         if part._forward_pre_hooks or part._forward_hooks or own_forward is not None:
             hooks = (*part._forward_pre_hooks.values(), *part._forward_hooks.values())
             # Those of transformers, which come with the first call that asks for hidden states, change nothing.

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.models.devices import device_of
 from hf_dart.models.processes import highest
-from hf_dart.models.stand_in import forward_before
+from hf_dart.models.running_states.tree_forward import forward_before
 from hf_dart.models.support import parts_of
 from hf_dart.models.tolerance import allowance, difference
 
@@ -74,7 +74,7 @@ def _quantised(model: nn.Module) -> Iterator[nn.Module]:
     seen = set()
     for part in parts_of(model):
         weight = part._parameters.get("weight", getattr(part, "weight", None))
-        forward = forward_before(vars(part).get("forward"))
+        forward = forward_before(part)
         plain = type(part) is nn.Linear and type(weight) in (nn.Parameter, Tensor)
         changed = forward is not None or part._forward_pre_hooks or part._forward_hooks
         if (plain and not changed) or not isinstance(getattr(part, "in_features", None), int) or part._modules:

@@ -23,6 +23,8 @@ from hf_dart.cache.stock_layers import (
 _LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer, LinearAttentionLayer)
 # Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
 _INDEX_HEADS = 32
+# Kinds of decoders that would cost more than they are used, and why they take no tree.
+_FAMILIES = {"recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back"}
 # Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
 _OTHER_HEADS = ("classifier", "summary")
 
@@ -31,8 +33,8 @@ def refuse_target(model: PreTrainedModel) -> None:
     """Raise for targets that no draft serves, tree or chain.
 
     Raises:
-        ValueError: models with a `generate` of their own, encoder-decoder models, active dropout, gradient
-            checkpointing in train mode, aLoRA adapters.
+        ValueError: models with a `generate` of their own, encoder-decoder models, families that are named here, active
+            dropout, gradient checkpointing in train mode, aLoRA adapters.
     """
     if not isinstance(model, GenerationMixin):
         raise ValueError(
@@ -44,6 +46,9 @@ def refuse_target(model: PreTrainedModel) -> None:
             f"{type(model).__name__} is an encoder-decoder model; hf_dart drafts for decoder-only models. "
             "Call generate without assistant=."
         )
+    why = _FAMILIES.get(model.config.get_text_config(decoder=True).model_type)
+    if why is not None:
+        raise ValueError(f"{type(model).__name__} {why}; call generate without assistant=.")
     _refuse_activated_adapters(model)
     if drops_out(model):
         raise ValueError(

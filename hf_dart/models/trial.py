@@ -38,7 +38,6 @@ from hf_dart.models.devices import (
 )
 from hf_dart.models.identity import identity
 from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
-from hf_dart.models.mixers import own_states
 from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
@@ -199,8 +198,6 @@ class _Trial:
         refuse_shared_scales(model)
         self.short = refuse_cache(short)
         refuse_compressed(self.short, _PROMPT)
-        with _explained(model, "a token tree"):
-            self._own = {slot: slot.read() for slot in own_states(model, short)}
         held = (held_by(layer)[1].dtype for layer in attention_layers(short))
         self._dtype = coarsest(self._outputs.logits, rounding_of(model), *held)
         self._attention = TreeAttention(model)
@@ -226,14 +223,14 @@ class _Trial:
             (error,) = highest(self._model, self._tree_against_steps(length, tokens))
             if error <= allowed:
                 return
-        trees, instead = "a token tree", "it is not supported"
+        trees, instead = "a token tree", "it is not supported,"
         if len(self._pads) > 1:
-            trees, instead = "trees of several rows", "pass one row at a time"
+            trees, instead = "trees of several rows", "pass one row at a time, or"
         if any(self._pads):
-            trees, instead = "trees of padded rows", "pass rows of one length"
+            trees, instead = "trees of padded rows", "pass rows of one length, or"
         raise _RefusalError(
             f"{type(self._model).__name__} computes something else for {trees} than stock does token by token (after "
-            f"{length} tokens logits differ by {error:.2g} of the largest, allowed {allowed:.2g}); {instead}, or call "
+            f"{length} tokens logits differ by {error:.2g} of the largest, allowed {allowed:.2g}); {instead} call "
             "generate without assistant=."
         )
 
@@ -265,7 +262,7 @@ class _Trial:
         """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
         prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
         windows = layer_windows(self._model, prefix)
-        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows, own=[*self._own])
+        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows)
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
@@ -317,16 +314,11 @@ class _Trial:
         return self._loud(cache)
 
     def _loud(self, cache: Any) -> Any:
-        """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing.
-
-        Those that modules keep themselves are set to such numbers, too.
-        """
+        """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing."""
         generator = torch.Generator().manual_seed(0)
         for slot, state in states_of(cache).items():
             if slot.kind == "recurrent_states" and state.is_floating_point():
                 state.copy_(torch.randn(state.shape, generator=generator))
-        for own, state in self._own.items():
-            own.write(None, torch.randn(state.shape, generator=generator).to(state))
         return cache
 
     # ---- what stock's own steps differ by -----------------------------------------------------------------

@@ -17,10 +17,10 @@ from hf_dart.models.attention import FLEX, TreeAttention, block_mask
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import features_request, gather_features, streams_of
 from hf_dart.models.masks import MaskKind, maskless_kinds
-from hf_dart.models.mixers import mixers_of
 from hf_dart.models.positions import position_limit
+from hf_dart.models.running_states.mixers import mixers_of
+from hf_dart.models.running_states.tree_forward import tree_forwards
 from hf_dart.models.stock_steps import cache_name, takes_positions
-from hf_dart.models.tree_forward import tree_forwards
 from hf_dart.trees.config import MAX_NODES
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 

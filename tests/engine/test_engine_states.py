@@ -18,7 +18,7 @@ import hf_dart
 from hf_dart import TreeConfig, attach
 from hf_dart.cache.states import states_of
 from hf_dart.engine.cache import FixedStates
-from hf_dart.models import tree_at_once, tree_form
+from hf_dart.models.running_states import families
 
 pytestmark = [needs_running_states, pytest.mark.filterwarnings("error:This call runs the eager round")]
 EXACT = tally("float64, running states on fixed shapes")
@@ -30,7 +30,7 @@ FAMILIES = ["qwen3_5", "lfm2", *(pytest.param(name, marks=pytest.mark.matrix) fo
 @pytest.fixture(autouse=True)
 def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules run at once in float64, too, although they round to float32 inside."""
-    monkeypatch.setattr(tree_form, "_ROUNDINGS", 2**37)
+    monkeypatch.setattr(families, "WIDEST_RULE", torch.float64)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -173,7 +173,7 @@ def test_broken_off_amid_a_commit(whole: bool, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_trees_that_are_too_large_run_eager_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tree_at_once, "_MOST", 9)
+    monkeypatch.setattr(families, "_MOST", 9)
     target = tiny_target("lfm2")
     head = tiny_head(target)
     made = engine(target, head)

@@ -24,8 +24,8 @@ from transformers import LlamaForCausalLM
 
 from hf_dart import LanguageModelDrafter, attach
 from hf_dart.bench.exact import differences, run, tolerance
-from hf_dart.models.mixers import mixers_of
-from hf_dart.models.tree_at_once import AtOnce
+from hf_dart.models.running_states.families import AtOnce
+from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.trial import check_verification
 
 NARROW = torch.bfloat16

@@ -14,19 +14,19 @@ from support.tiny import tiny_target
 from torch import Tensor, nn
 from transformers import DynamicCache
 
-from hf_dart.cache.states import states_of, states_put_back
+from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers
 from hf_dart.cache.tree_cache import tree_cache
 from hf_dart.models.masks import layer_windows, mask_kinds
-from hf_dart.models.mixers import mixers_of, own_states
+from hf_dart.models.running_states.mixers import mixers_of
+from hf_dart.models.running_states.tree_forward import TreeForward
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.models.tree_forward import TreeForward
 from hf_dart.models.trial import check_verification
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import DraftTree
 
 pytestmark = needs_running_states
-SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba", "recurrent_gemma"]
+SAMPLE = ["lfm3", "zaya", "qwen3_5", "falcon_h1", "nemotron_h", "jamba"]
 PADS, PROMPT, NODES, DEPTH = [0, 3, 6], 13, 16, 5
 
 
@@ -49,21 +49,16 @@ class Stand:
         for slot, state in states_of(self.cache).items():
             if slot.kind == "recurrent_states" and state.is_floating_point():
                 state.copy_(torch.randn(state.shape, generator=generator))
-        self.own = own_states(self.model, self.cache)
-        for own in self.own:
-            own.write(None, torch.randn(own.read().shape, generator=generator).to(own.read()))
 
     def stocks(self, tokens: Tensor) -> Tensor:
         """Stock's logits [B, n, V] of the next tokens [B, n], one by one; the cache stays as it is."""
-        steps = StockSteps(self.model, self.ids, self.pads, copy.deepcopy(self.cache)).resumed(self.outputs)
-        with states_put_back(self.own):
-            return steps(tokens)
+        return StockSteps(self.model, self.ids, self.pads, copy.deepcopy(self.cache)).resumed(self.outputs)(tokens)
 
     def verifier(self) -> Verifier:
         """Ours, over a copy of the cache."""
         prefilled = copy.deepcopy(self.cache)
         windows = layer_windows(self.model, prefilled)
-        trees = tree_cache(prefilled, self.pads, PROMPT + 3 * NODES, keep=True, windows=windows, own=self.own)
+        trees = tree_cache(prefilled, self.pads, PROMPT + 3 * NODES, keep=True, windows=windows)
         return Verifier(self.model, trees, mask_kinds(self.model, prefilled), [])
 
 
@@ -237,29 +232,6 @@ def test_other_threads_do_not_notice() -> None:
         thread.join()
     assert not failures
     assert not any(isinstance(vars(part).get("forward"), TreeForward) for part in stand.model.modules())
-
-
-@torch.no_grad()
-def test_states_that_modules_keep_are_found_and_stay_as_the_prefill_left_them() -> None:
-    stand = Stand("recurrent_gemma")
-    assert [(type(slot.module).__name__, slot.name) for slot in stand.own] == [
-        ("RecurrentGemmaRecurrentBlock", "conv1d_state"),
-        ("RecurrentGemmaRglru", "recurrent_states"),
-    ] * 3
-    before = [(slot.read(), slot.read().clone()) for slot in stand.own]
-    verify = stand.verifier()
-    verify(drawn_tree(0, len(PADS)))
-    verify.cache.commit(torch.tensor([[0, 1]] * len(PADS)), [2, 2, 2])
-    for slot, (state, content) in zip(stand.own, before, strict=True):
-        assert slot.read() is state
-        assert torch.equal(state, content)
-    verify.cache.write_back(2)
-    ours = [slot.read().clone() for slot in stand.own]
-    for slot, (state, _) in zip(stand.own, before, strict=True):
-        slot.write(None, state)
-    StockSteps(stand.model, stand.ids, PADS, stand.cache).resumed(stand.outputs)(drawn_tree(0, len(PADS)).tokens[:, :2])
-    for slot, state in zip(stand.own, ours, strict=True):
-        torch.testing.assert_close(state, slot.read(), rtol=1e-11, atol=1e-11)
 
 
 class _Average(nn.Module):

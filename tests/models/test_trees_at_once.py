@@ -17,11 +17,13 @@ from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_upd
 
 from hf_dart import attach
 from hf_dart.cache.states import RunningStates, StatefulCache, states_of
-from hf_dart.models import tree_at_once, tree_form
-from hf_dart.models.mixers import mixers_of
+from hf_dart.models.running_states import families
+from hf_dart.models.running_states.at_once import StatesAtOnce, convolution, delta_rule
+from hf_dart.models.running_states.by_levels import by_levels
+from hf_dart.models.running_states.families import AtOnce
+from hf_dart.models.running_states.mixers import mixers_of
+from hf_dart.models.running_states.tree_forward import Mixer
 from hf_dart.models.stock_steps import StockSteps
-from hf_dart.models.tree_at_once import AtOnce, _Rule, _StatesAtOnce, _Window
-from hf_dart.models.tree_forward import Mixer, by_levels
 from hf_dart.trees.paths import TreePaths
 from hf_dart.trees.tree import DraftTree
 
@@ -49,11 +51,10 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def node_by_node(text: Tensor, inputs: list[Tensor], norms: bool) -> tuple[Tensor, Tensor]:
+def node_by_node(text: Tensor, inputs: list[Tensor]) -> tuple[Tensor, Tensor]:
     """Outputs [B, N, H, V] and states [B, N, H, K, V] of a gated delta rule, written down as it is defined."""
     query, key, value, log, rate = inputs
-    if norms:
-        query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
+    query, key = (part / (part.square().sum(-1, keepdim=True) + 1e-6).sqrt() for part in (query, key))
     groups = value.shape[2] // key.shape[2]
     outputs, states = torch.zeros_like(value), torch.zeros(*value.shape[:2], *text.shape[1:], dtype=text.dtype)
     for row, parents in enumerate(PARENTS.tolist()):
@@ -68,24 +69,19 @@ def node_by_node(text: Tensor, inputs: list[Tensor], norms: bool) -> tuple[Tenso
     return outputs, states
 
 
-@pytest.mark.parametrize(
-    ("key_heads", "decays", "norms"), [(2, "head", True), (4, "channel", True), (4, "head", False)]
-)
-def test_the_rule_is_what_it_is_defined_as(key_heads: int, decays: str, norms: bool) -> None:
+@pytest.mark.parametrize(("key_heads", "decays"), [(2, "head"), (4, "channel")])
+def test_the_rule_is_what_it_is_defined_as(key_heads: int, decays: str) -> None:
     """To 1e-12 in float64: outputs, and states after 0, 1, 2, ... accepted nodes of each row."""
     rows, nodes = PARENTS.shape
     shape = (rows, nodes, 4, 5) if decays == "channel" else (rows, nodes, 4)
-    query, key = (drawn(rows, nodes, key_heads, 5, seed=seed) * (1 if norms else 0.3) for seed in (1, 2))
+    query, key = (drawn(rows, nodes, key_heads, 5, seed=seed) for seed in (1, 2))
     # From next to no decay to one that forgets the text.
     log = -drawn(*shape, seed=4).mul(2).exp()
     value, rate, text = drawn(rows, nodes, 4, 3, seed=3), drawn(rows, nodes, 4, seed=5).sigmoid() * 2, drawn(3, 4, 5, 3)
-    wanted, states = node_by_node(text, [query, key, value, log, rate], norms)
-    rule = _Rule(text, TreePaths.of(TREE, text.device))
-    flat = [part.flatten(0, 1)[:, None] for part in (query, key, value)]
-    named = {"g": log.flatten(0, 1)[:, None], "beta": rate.flatten(0, 1)[:, None], "initial_state": rule}
-    got, _ = rule.step(print, tuple(flat), {**named, "use_qk_l2norm_in_kernel": norms})
-    torch.testing.assert_close(got.view(wanted.shape)[REAL], wanted[REAL], rtol=1e-12, atol=1e-12)
-    made: Any = _StatesAtOnce({"slot": rule})  # type: ignore[dict-item]
+    wanted, states = node_by_node(text, [query, key, value, log, rate])
+    got, state = delta_rule(query, key, value, log, rate, text, TreePaths.of(TREE, text.device))
+    torch.testing.assert_close(got[REAL], wanted[REAL], rtol=1e-12, atol=1e-12)
+    made: Any = StatesAtOnce({"slot": state})  # type: ignore[dict-item]
     for first in range(7):
         counts = [min(first + row, length) if first else 0 for row, length in enumerate(LENGTHS)]
         after = made.after(PATHS, counts, {"slot": text})["slot"]
@@ -94,22 +90,21 @@ def test_the_rule_is_what_it_is_defined_as(key_heads: int, decays: str, norms: b
             torch.testing.assert_close(after[row], want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("width", [2, 4, 7])
-def test_windows_are_those_of_stocks_steps(width: int) -> None:
+@pytest.mark.parametrize(("width", "kernel"), [(2, 2), (4, 4), (6, 7)])
+def test_windows_are_those_of_stocks_steps(width: int, kernel: int) -> None:
     rows, nodes = PARENTS.shape
-    text, inputs, weight = drawn(rows, 6, width), drawn(rows * nodes, 6, 1, seed=1), drawn(6, width, seed=2)
-    window = _Window(text, TreePaths.of(TREE, text.device))
-    got = window.step(causal_conv1d_update, (inputs, window, weight), {"activation": "silu"}).view(rows, nodes, 6)
+    text, inputs, weight = drawn(rows, 6, width), drawn(rows, nodes, 6, seed=1), drawn(6, 1, kernel, seed=2)
+    got, after = convolution(inputs, text, TreePaths.of(TREE, text.device), weight, None, "silu")
     states: dict[tuple[int, int], Tensor] = {}
     for row, parents in enumerate(PARENTS.tolist()):
         for node, parent in enumerate(parents):
             state = (text[row] if parent < 0 else states[row, parent]).clone()[None]
-            want = causal_conv1d_update(inputs[row * nodes + node][None], state, weight, activation="silu")
+            want = causal_conv1d_update(inputs[row, node][None, :, None], state, weight[:, 0], activation="silu")
             states[row, node] = state[0]
             torch.testing.assert_close(got[row, node], want[0, :, 0], rtol=1e-13, atol=1e-13)
             at = torch.zeros(rows, dtype=torch.long)
             at[row] = node
-            assert torch.equal(window.after(at)[row], state[0])
+            assert torch.equal(after(at)[row], state[0])
 
 
 def loud(family: str, dtype: torch.dtype) -> tuple[Mixer, StatefulCache, Tensor]:
@@ -165,7 +160,7 @@ def test_what_is_not_shown_to_be_right_stays_by_levels(monkeypatch: pytest.Monke
 @pytest.fixture
 def rounds_as_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rules are admitted in float64, too, although they round to float32 inside."""
-    monkeypatch.setattr(tree_form, "_ROUNDINGS", 2**37)
+    monkeypatch.setattr(families, "WIDEST_RULE", torch.float64)
 
 
 @pytest.mark.usefixtures("rounds_as_float32")
@@ -199,12 +194,11 @@ def test_text_is_stocks_in_float32(family: str) -> None:
 @pytest.mark.parametrize("nodes", ["one", "many"])
 def test_a_single_node_and_very_many_go_by_levels(nodes: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer, cache, hidden = loud("qwen3_5", torch.float32)
-    assert mixer.form is not None
     if nodes == "one":
         tree, hidden = DraftTree.chain(torch.full((3, 1), 5)), hidden[:, :1]
     else:
         tree = TREE
-        monkeypatch.setattr(tree_at_once, "_MOST", 9)
+        monkeypatch.setattr(families, "_MOST", 9)
     outputs = []
     for form in (mixer.form, by_levels):
         cache.states.begin(tree)
@@ -221,7 +215,6 @@ def test_one_graph_without_a_break(family: str) -> None:
 
     def whole(hidden: Tensor, parents: Tensor, ancestors: Tensor, path: Tensor, counts: Tensor) -> Any:
         cache.states.begin(DraftTree(parents, parents, parents, ancestors, 5))
-        assert mixer.form is not None
         outputs = mixer.form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache})
         after = cache.states.after(path, counts)  # type: ignore[arg-type]
         return outputs, [after[slot] for slot in mixer.slots]

@@ -273,15 +273,6 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
         num_experts=2,
         num_experts_per_tok=1,
     ),
-    # The states are attributes of modules.
-    "recurrent_gemma": _rotary(
-        "recurrent_gemma",
-        num_hidden_layers=4,
-        intermediate_size=96,
-        attention_window_size=WINDOW,
-        block_types=["recurrent", "recurrent", "attention"],
-        lru_width=32,
-    ),
     # Without attention.
     "mamba": ("mamba", _MAMBA_1),
     "falcon_mamba": ("falcon_mamba", _MAMBA_1),
@@ -303,6 +294,15 @@ HYBRIDS: dict[str, tuple[str, dict[str, Any]]] = {
 """Those that keep running states, most of them beside attention: short convolutions, delta rules, Mamba 2, Mamba 1."""
 
 REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
+    # The states are attributes of modules.
+    "recurrent_gemma": _rotary(
+        "recurrent_gemma",
+        num_hidden_layers=4,
+        intermediate_size=96,
+        attention_window_size=WINDOW,
+        block_types=["recurrent", "recurrent", "attention"],
+        lru_width=32,
+    ),
     # Windows and biases that follow slots instead of positions.
     "gpt_neo": (
         "gpt_neo",
@@ -325,7 +325,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }
 ROUNDS_INSIDE = {"kimi_linear", "bailing_hybrid"}
 """Whose rule is summed in fp32 whatever the dtype: stock's own float64 rows differ by 1e-6 with how many there are."""
-FORGETS_STATES = {"jamba", "zamba", "recurrent_gemma"}
+FORGETS_STATES = {"jamba", "zamba"}
 """Where stock goes on wrongly when several tokens come after a cached text: it drops a state."""
 OTHERS = {"mimo_v2": _rotary("mimo_v2_flash", _ROUTED, head_dim=8, v_head_dim=8, sliding_window=WINDOW)}
 """Those of tests of their own alone."""

@@ -24,7 +24,7 @@ from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.models.mixers import mixers_of, tree_forms
+from hf_dart.models.running_states.mixers import mixers_of, tree_forms
 from hf_dart.trees.costs import RoundCost, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host
 

@@ -1,0 +1,147 @@
+"""Which modules of a target keep running states: found by one forward that is looked at, not by their names."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import get_ident
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from transformers import DynamicCache, PreTrainedModel
+
+from hf_dart.cache.states import StateSlot, states_of
+from hf_dart.cache.stock_layers import keeps_states
+from hf_dart.models.devices import device_of
+from hf_dart.models.identity import identity
+from hf_dart.models.running_states.by_levels import by_levels
+from hf_dart.models.running_states.families import form_of
+from hf_dart.models.running_states.tree_forward import Form, Mixer
+from hf_dart.models.stock_steps import StockSteps
+from hf_dart.models.untouched import as_before
+
+_TOKENS = 4
+
+
+@dataclass
+class _Asked:
+    """What a module asks of a cache."""
+
+    slots: set[StateSlot] = field(default_factory=set)
+    entries: bool = False
+
+
+# Of each model, as it was then: names of its mixers, their slots, and how they take trees.
+_Found = list[tuple[str, tuple[StateSlot, ...], Form]]
+_found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
+
+
+@torch.no_grad()
+def mixers_of(model: PreTrainedModel) -> list[Mixer]:
+    """The outermost modules that ask a cache for running states; one forward finds them, once.
+
+    Raises:
+        ValueError: one of them keeps keys and values, too.
+    """
+    now = identity(model)
+    if model not in _found or _found[model][0] != now:
+        _found[model] = now, _names_of(model)
+    return [Mixer(model.get_submodule(name), slots, form) for name, slots, form in _found[model][1]]
+
+
+def takes_levels(model: PreTrainedModel) -> bool:
+    """Is there a mixer that takes trees level by level, so that each level has a cost?"""
+    return by_levels in tree_forms(model)
+
+
+def tree_forms(model: PreTrainedModel) -> list[Form]:
+    """How each mixer takes a tree: `by_levels`, or in one call; empty for a target without running states."""
+    layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
+    return [mixer.form for mixer in mixers_of(model)] if any(map(keeps_states, layers)) else []
+
+
+@contextmanager
+def level_by_level(model: PreTrainedModel) -> Iterator[None]:
+    """Within it no mixer of the model takes a tree in one call: for measurements."""
+    mixers_of(model)
+    now, found = _found[model]
+    _found[model] = now, [(name, slots, by_levels) for name, slots, _ in found]
+    try:
+        yield
+    finally:
+        _found[model] = now, found
+
+
+def _names_of(model: PreTrainedModel) -> _Found:
+    text = model.config.get_text_config(decoder=True)
+    cache = DynamicCache(config=text)
+    tokens = torch.arange(_TOKENS, device=device_of(model.get_input_embeddings()))[None]
+    with as_before(model), _noted(model, cache) as asked:
+        StockSteps(model, tokens, [0], cache).prefill()
+    held = states_of(cache)
+    found: _Found = []
+    forms: dict[Any, Form] = {}
+    for name, module in model.named_modules():
+        inside = [asked[part] for part in module.modules() if part in asked]
+        outermost = not any(name.startswith(f"{outer}.") for outer, *_ in found)
+        if module not in asked or not asked[module].slots or not outermost:
+            continue
+        if any(one.entries for one in inside):
+            raise ValueError(
+                f"A {type(module).__name__} keeps keys and values and a running state in one module, which cannot "
+                "be run node by node; call generate without assistant=."
+            )
+        slots = tuple(sorted(slot for one in inside for slot in one.slots if slot in held))
+        code = type(module), *((slot.kind, slot.number) for slot in slots)
+        if code not in forms:
+            with torch.autocast(tokens.device.type, enabled=False):  # its roundings would hide what differs
+                forms[code] = form_of(module, slots, cache, text.hidden_size)
+        found.append((name, slots, forms[code]))
+    return found
+
+
+@contextmanager
+def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _Asked]]:
+    """Which module runs whenever the cache is asked for something."""
+    running: list[nn.Module] = []
+    asked: dict[nn.Module, _Asked] = {}
+    thread = get_ident()  # others may run the model at the same time
+
+    def enter(module: nn.Module, *_: Any) -> None:
+        if get_ident() == thread:
+            running.append(module)
+
+    def leave(*_: Any) -> None:
+        if get_ident() == thread:
+            running.pop()
+
+    def watched(name: str, method: Any) -> Any:
+        kind = "conv_states" if "conv" in name else "recurrent_states"
+        signature = inspect.signature(method)
+
+        def noting(*args: Any, **kwargs: Any) -> Any:
+            one = asked.setdefault(running[-1], _Asked())
+            if name == "update":
+                one.entries = True
+            else:
+                given = signature.bind(*args, **kwargs).arguments
+                one.slots.add(StateSlot(given["layer_idx"], kind, given.get("state_idx", 0)))
+            return method(*args, **kwargs)
+
+        return noting
+
+    hooks = []
+    for name in ("update", "get_conv_state", "update_conv_state", "get_recurrent_state", "update_recurrent_state"):
+        setattr(cache, name, watched(name, getattr(cache, name)))
+    try:
+        for module in model.modules():
+            hooks.append(module.register_forward_pre_hook(enter))
+            hooks.append(module.register_forward_hook(leave, always_call=True))
+        yield asked
+    finally:
+        for hook in hooks:
+            hook.remove()
