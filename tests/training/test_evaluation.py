@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from support.tiny_training import LENGTHS, VOCABULARY, examples, tiny_head, tiny_target, tiny_trainer, token_rows
+from support.tiny_training import LENGTHS, examples, tiny_head, tiny_target, tiny_trainer, token_rows
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
 from hf_dart.decoding.chain import best_chain
-from hf_dart.training import DartTrainer, DecodingCallback, losses
+from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts
 
@@ -260,40 +260,29 @@ def test_early_stopping_and_the_best_checkpoint_by_tau(tmp_path: Path, monkeypat
     assert (record["steps"], record["evaluation"]["eval_tau"]) == (2, 3.0)
 
 
-def test_a_callback_decodes_in_earnest(tmp_path: Path) -> None:
-    trainer, head = checkpointed_trainer(tmp_path, "tau_decoded")
-    prompts = [torch.randint(2, VOCABULARY, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 9)]
-    tree = TreeConfig(nodes=48, depth=2, top_k=24, lookup=0)  # wide: something is accepted of any head
-    trainer.add_callback(DecodingCallback(trainer, prompts, max_new_tokens=20, tree_config=tree))
+def test_decoding_in_earnest_chooses_the_best_checkpoint(tmp_path: Path) -> None:
+    trainer, head = checkpointed_trainer(
+        tmp_path, "tau_decoded", decode_prompts=2, decode_prompt_tokens=6, max_steps=3, learning_rate=0.1
+    )
     trainer.train()
     logged = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
-    assert len(logged) == 5
+    assert len(logged) == 3
     assert trainer.state.best_metric == max(logged) > 1
-
-    tokens = rounds = 0
-    for prompt in prompts:
-        trainer.target.generate(prompt[None], assistant=head, tree_config=tree, do_sample=False, max_new_tokens=20)
-        tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
-    assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
-
-
-def test_prompts_are_taken_from_the_evaluation_rows(tmp_path: Path) -> None:
-    trainer, head = checkpointed_trainer(tmp_path, decode_prompts=2, decode_prompt_tokens=6, max_steps=1)
-    trainer.train()
-    (logged,) = [entry["eval_tau_decoded"] for entry in trainer.state.log_history if "eval_tau_decoded" in entry]
     tokens = rounds = 0
     for row in ROWS[:2]:
         prompt = row["input_ids"][None, :6]
         tree = replace(head.tree_config, lookup=0, nodes=32)
         trainer.target.generate(prompt, assistant=head, tree_config=tree, do_sample=False, max_new_tokens=64)
         tokens, rounds = tokens + head.last_stats.tokens, rounds + head.last_stats.rounds
-    assert tokens / rounds == logged
-    assert first_prompts([{"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}], 3, 4)[
-        0
-    ].tolist() == [0, 1]
+    assert tokens / rounds == trainer.state.best_metric  # the best checkpoint was loaded at the end
+    with pytest.raises(ValueError, match="give an eval_dataset"):
+        tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)
+
+
+def test_prompts_are_the_beginnings_of_rows() -> None:
+    packed = {"input_ids": torch.arange(5), "documents": torch.tensor([0, 0, 1, 1, -1])}
+    assert first_prompts([packed], 3, 4)[0].tolist() == [0, 1]
     chat = {"input_ids": torch.arange(9), "documents": torch.zeros(9)}
     chat["loss_mask"] = torch.tensor([0, 0, 0, 0, 1, 1, 0, 0, 1]).bool()
     text = {**chat, "loss_mask": torch.tensor([0] + [1] * 8).bool()}
     assert [prompt.tolist() for prompt in first_prompts([chat, text], 2, 3)] == [[1, 2, 3], [0, 1, 2]]
-    with pytest.raises(ValueError, match="give an eval_dataset"):
-        tiny_trainer(tmp_path, head, trainer.target, ROWS, decode_prompts=2)

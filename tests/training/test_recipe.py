@@ -1,0 +1,73 @@
+"""Recipes: options of a file and flags, read and refused alike."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import yaml
+
+from hf_dart import DartConfig
+from hf_dart.cli import main
+from hf_dart.drafters.diffusion.configuration import DiffusionConfig
+from hf_dart.training.recipe import read_recipe
+from hf_dart.training.trainers.arguments import HeadArguments
+from hf_dart.training.trainers.diffusion import DiffusionArguments
+
+
+def test_flags_override_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    given = {"output_dir": "runs", "train_data": ["a.txt"], "learning-rate": "1e-3", "warmup_steps": None}
+    file.write_text(yaml.safe_dump({**given, "max_steps": 4, "tree": {"nodes": 8}}))
+    options = read_recipe([str(file), "--max_steps", "7", "--feature-layers", "1", "2", "3", "--no_packing"])
+    assert (options.training.max_steps, options.training.learning_rate) == (7, 1e-3)
+    assert options.head.config() == {"feature_layers": [1, 2, 3], "tree": {"nodes": 8}}
+    assert not options.data.packing
+    assert options.given["packing"] is False
+    assert "warmup_steps" not in options.given
+
+
+def test_fsdp_is_a_word_in_a_recipe(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump({"output_dir": str(tmp_path), "train_data": ["a.txt"], "fsdp": False}))
+    assert read_recipe([str(file)]).training.fsdp in (False, None)
+    assert read_recipe([str(file), "--fsdp", "true"]).training.fsdp is True
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("train_dat: [x]", "did you mean 'train_data'?"),
+        ("zzzzzzzz: 1", "--help' lists all"),
+        ("train_data: [x]", "output_dir is missing"),
+        ("output_dir: x", "required: --train_data"),
+        ("- a list", "holds no options"),
+        ("a: [", "Cannot read the recipe"),
+    ],
+)
+def test_mistakes_in_a_recipe(tmp_path: Path, content: str, says: str) -> None:
+    file = tmp_path / "recipe.yaml"
+    file.write_text(content)
+    with pytest.raises(ValueError) as error:  # noqa: PT011
+        read_recipe([str(file)])
+    assert says in str(error.value)
+
+
+def test_options_of_a_new_drafter_are_fields_of_its_config() -> None:
+    for options, config in ((HeadArguments, DartConfig), (DiffusionArguments, DiffusionConfig)):
+        names = {one.name for one in fields(options)} - {"drafter", "head"}
+        assert names <= {one.name for one in fields(config)}
+
+
+def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("--train_data", "--draft_length", "--loss", "--target", "RECIPE"))
+    assert "--revealed_share" not in shown
+    assert main(["train", "--drafter", "diffusion", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("--train_data", "--revealed_share", "--denoise_steps"))
+    assert "--selector_rank" not in shown
+    assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
+    assert "drafter is 'ngram'; give one of dart, edit, diffusion, eagle, uno." in capsys.readouterr().err
