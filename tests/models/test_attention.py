@@ -35,7 +35,6 @@ from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.models import packed as packed_module
 from hf_dart.models.attention import FLEX, TreeAttention, attends_to_trees, attention_of
 from hf_dart.models.trial import forget
-from hf_dart.trees.tree import DraftTree
 
 EXACT = tally("float64, kernels of the user's")
 KERNELS: dict[str, Callable[[], AbstractContextManager[Calls]]] = {
@@ -76,32 +75,29 @@ def check(target: Any, modes: Any = MODES, sizes: tuple[int, ...] = (1, 4)) -> N
                 assert known.last_stats.tau > 1.3
 
 
+BY_DEFAULT = {
+    *(("mistral", FLASH), ("gemma3", HUB), ("qwen3", OWN)),
+    *(("gemma2", FLASH), ("gpt_oss", HUB), ("gpt_oss", FLEX)),
+}
+FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe", *WITHOUT_SDPA]
+
+
 @pytest.mark.parametrize(
     ("family", "name"),
-    [("mistral", FLASH), ("gemma3", HUB), ("qwen3", OWN), ("gemma2", FLASH), ("gpt_oss", HUB)],
+    [
+        pytest.param(family, name, marks=() if (family, name) in BY_DEFAULT else pytest.mark.matrix)
+        for family in FAMILIES
+        for name in KERNELS
+    ],
 )
 def test_the_same_text(family: str, name: str) -> None:
-    with loaded(family, name) as (target, _):
-        check(target, ["greedy", "T=1"])
-        assert attention_of(target) == name
-
-
-def test_the_same_text_by_block_masks() -> None:
-    """Through windows and sinks."""
-    with loaded("gpt_oss", FLEX) as (target, _):
-        check(target, ["greedy"], (1,))
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("name", KERNELS)
-@pytest.mark.parametrize(
-    "family", ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe", *WITHOUT_SDPA]
-)
-def test_the_same_text_in_every_mode(family: str, name: str) -> None:
+    """Through windows and sinks, by another kernel or by block masks."""
     if name == OWN and family in WITHOUT_SDPA:
         pytest.skip("it knows no sinks and caps")
+    by_default = (family, name) in BY_DEFAULT
     with loaded(family, name) as (target, _):
-        check(target)
+        check(target, ["greedy", "T=1"] if by_default else MODES, (1,) if name == FLEX and by_default else (1, 4))
+        assert attention_of(target) == name
 
 
 @pytest.mark.matrix
@@ -117,14 +113,16 @@ def test_attention_in_chunks(name: str) -> None:
         pass
 
 
-@pytest.mark.parametrize(("name", "trees"), [(FLASH, "sdpa"), (FLEX, "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")])
-def test_what_verifies_trees(name: str, trees: str) -> None:
-    assert TreeAttention(set_attention(tiny_target("llama"), name)).name == trees
-
-
-@pytest.mark.parametrize(("name", "trees"), [(FLASH, "eager"), (FLEX, FLEX), ("eager", "eager")])
-def test_what_verifies_trees_of_classes_without_sdpa(name: str, trees: str) -> None:
-    assert TreeAttention(set_attention(tiny_target("gpt_oss", "eager"), name)).name == trees
+@pytest.mark.parametrize(
+    ("family", "name", "trees"),
+    [
+        *(("llama", *names) for names in [(FLASH, "sdpa"), (FLEX, "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")]),
+        *(("gpt_oss", *names) for names in [(FLASH, "eager"), (FLEX, FLEX), ("eager", "eager")]),
+    ],
+)
+def test_what_verifies_trees(family: str, name: str, trees: str) -> None:
+    """Classes without SDPA take eager attention, or FlexAttention where they were loaded with it."""
+    assert TreeAttention(set_attention(tiny_target(family, "eager"), name)).name == trees
 
 
 @pytest.mark.parametrize("size", [1, 4])
@@ -312,19 +310,6 @@ def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) 
     skip_where_sdpa_leaves_out("gemma2", target)
     with flex_kernel():
         refused(lambda: attach(target), ValueError, "not supported")
-
-
-def test_trees_alone_are_switched() -> None:
-    """One forward by hand: the kernel is not called, and is again after it."""
-    with loaded("llama", FLASH) as (target, calls):
-        attention = TreeAttention(target)
-        tree = DraftTree.chain(torch.tensor([[3, 4, 5]]))
-        calls.queries.clear()  # of the trial
-        with attention.packed():
-            target(input_ids=tree.tokens)
-        assert not calls.queries
-        target(input_ids=tree.tokens)
-        assert calls.queries == [3] * target.config.num_hidden_layers
 
 
 INDEXED = {"index_topk": 24, "index_n_heads": 32}

@@ -13,14 +13,14 @@ from peft import LoraConfig, get_peft_model
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.refusals import refused
-from support.tiny import PAD, prompts, tiny_head, tiny_target
+from support.tiny import tiny_head, tiny_target
 from support.tiny_training import tiny_trainer
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from hf_dart import attach
 from hf_dart.bench.auditing import audit
-from hf_dart.bench.pair import Pair, load_pair
+from hf_dart.bench.pair import load_pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
 from hf_dart.models.quantised import rounding_of
@@ -162,95 +162,55 @@ def test_what_a_target_rounds_like(kind: Any, dtype: torch.dtype, rounds_like: t
     assert rounding_of(quantised(kind, dtype)) == rounds_like
 
 
-def test_activations_in_8_bits_for_each_token() -> None:
-    """They part from stock at near-ties, of the size of such roundings, as stock's batches do."""
-    target = quantised(PerToken, torch.float32)
-    forget(target)
-    texts = [ids[ids != PAD].tolist() for ids in prompts([9, 5, 7])["input_ids"]]
-    pad: Any = type("Tokenizer", (), {"pad_token_id": PAD})
-    report = audit(Pair(target, tiny_head(target), pad, "tiny", "tiny"), texts, Settings(prompts=3, new_tokens=24))
-    assert report["rounding"] == "bfloat16"
-    assert report["compared"]["rows"] == 12
-    assert report["passed"], report["findings"]
-
-
-def test_heads_are_trained_on_them(tmp_path: Path) -> None:
-    target = quantised(Int8Linear, torch.float32)
-    head = tiny_head(target)
-    rows = [
-        {"input_ids": prompts([24], seed=seed)["input_ids"][0], "documents": torch.zeros(24, dtype=torch.long)}
-        for seed in range(8)
-    ]
-    losses = tiny_trainer(tmp_path, head, target, rows, logging_steps=1).train().training_loss
-    assert losses > 0
-    assert all(part.grad is None for part in target.parameters())
-    assert_identical(target, head.to(target.dtype), prompts([7]), **GREEDY)
-
-
-@pytest.mark.parametrize("kind", [None, Int8Linear])
-def test_lora_beside_and_in_the_weights(kind: Any) -> None:
-    """Merged it is a model as any other; over quantised weights it stays beside them."""
-    target = tiny_target("qwen3") if kind is None else quantised(kind)
-    if kind is not None:  # PEFT knows what it may replace by type
-        config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
-    else:
-        config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "down_proj"], init_lora_weights=False)
+def test_lora_beside_the_weights() -> None:
+    """PEFT knows what it may replace by type."""
+    target = quantised(Int8Linear)
     plain = run(target, batch(1, "sdpa"), 0, **GREEDY).sequences
+    config = LoraConfig(r=4, target_modules=["lm_head"], init_lora_weights=False)
     wrapped = get_peft_model(target, config).double().eval()
     head = tiny_head(wrapped)
     for inputs in (batch(1, "sdpa"), batch(4, "sdpa")):
         assert_identical(wrapped, head, inputs, **GREEDY)
     assert not torch.equal(run(wrapped, batch(1, "sdpa"), 0, **GREEDY).sequences, plain)
-    if kind is None:
-        merged: Any = wrapped.merge_and_unload()
-        assert_identical(merged, tiny_head(merged), batch(4, "sdpa"), **GREEDY)
 
 
-BITS_AND_BYTES = {"4 bits": {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, "8 bits": {"load_in_8bit": True}}
-
-
-@pytest.mark.matrix
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("bits", BITS_AND_BYTES)
-def test_bits_and_bytes(bits: str, dtype: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("bitsandbytes")
-    passes(BITS_AND_BYTES[bits], dtype, "bfloat16", tmp_path, capsys)
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
 
 
 @pytest.mark.matrix
 @pytest.mark.parametrize(
-    ("config", "dtype", "rounds_like"),
+    ("package", "config", "dtype", "rounds_like"),
     [
-        ("Int8WeightOnlyConfig", "float32", "float32"),
-        ("Int8WeightOnlyConfig", "bfloat16", "bfloat16"),
-        ("IntxWeightOnlyConfig", "float32", "float32"),
-        ("Float8WeightOnlyConfig", "float32", "float32"),
-        ("Int8DynamicActivationInt8WeightConfig", "float32", "bfloat16"),
-        ("Int8DynamicActivationIntxWeightConfig", "bfloat16", "bfloat16"),
+        ("bitsandbytes", NF4, "float32", "bfloat16"),
+        ("bitsandbytes", NF4, "bfloat16", "bfloat16"),
+        ("bitsandbytes", {"load_in_8bit": True}, "float32", "bfloat16"),
+        ("bitsandbytes", {"load_in_8bit": True}, "bfloat16", "bfloat16"),
+        ("torchao.quantization", "Int8WeightOnlyConfig", "float32", "float32"),
+        ("torchao.quantization", "Int8WeightOnlyConfig", "bfloat16", "bfloat16"),
+        ("torchao.quantization", "IntxWeightOnlyConfig", "float32", "float32"),
+        ("torchao.quantization", "Float8WeightOnlyConfig", "float32", "float32"),
+        ("torchao.quantization", "Int8DynamicActivationInt8WeightConfig", "float32", "bfloat16"),
+        ("torchao.quantization", "Int8DynamicActivationIntxWeightConfig", "bfloat16", "bfloat16"),
+        ("optimum.quanto", {"quant_method": "quanto", "weights": "int8"}, "float32", "float32"),
     ],
 )
-def test_torchao(
-    config: str, dtype: str, rounds_like: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    kinds = pytest.importorskip("torchao.quantization")
-    from transformers import TorchAoConfig
-
-    passes(TorchAoConfig(getattr(kinds, config)()).to_dict(), dtype, rounds_like, tmp_path, capsys)
-
-
-@pytest.mark.matrix
-def test_quanto(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("optimum.quanto")
-    passes({"quant_method": "quanto", "weights": "int8"}, "float32", "float32", tmp_path, capsys)
-
-
-def passes(
-    config: dict[str, Any], dtype: str, rounds_like: str, folder: Path, capsys: pytest.CaptureFixture[str]
+def test_packages_that_quantise(
+    package: str,
+    config: Any,
+    dtype: str,
+    rounds_like: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """`hf-dart audit` of the packaged pair, quantised as it is loaded."""
+    kinds = pytest.importorskip(package)
+    if isinstance(config, str):
+        from transformers import TorchAoConfig
+
+        config = TorchAoConfig(getattr(kinds, config)()).to_dict()
     words = ["audit", *PROMPTS, "--new-tokens", "32", "--dtype", dtype, "--quantization", json.dumps(config)]
-    assert main([*words, "--json", str(folder / "audit.json")]) == 0
-    report = json.loads((folder / "audit.json").read_text(encoding="utf8"))
+    assert main([*words, "--json", str(tmp_path / "audit.json")]) == 0
+    report = json.loads((tmp_path / "audit.json").read_text(encoding="utf8"))
     assert report["rounding"] == rounds_like
     assert report["compared"]["rows"] == 8
     shown = capsys.readouterr().out

@@ -97,25 +97,11 @@ def test_files_that_a_cpu_unpacks(kind: str, tmp_path: Path) -> None:
         assert_identical(target, tiny_head(target), inputs, **options)
 
 
-@pytest.mark.parametrize("kind", ["fp8", pytest.param("mxfp4", marks=NEWEST)])
-def test_heads_are_trained_on_them(kind: str, tmp_path: Path) -> None:
-    saved(kind, tmp_path, torch.float32)
-    trains(loaded(tmp_path, torch.float32), tmp_path / "head")
-
-
 def fp8_linear(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *rest: Any) -> Tensor:
     """What the kernels of a GPU compute: a scale for each group of a token's activations, and for each block."""
     groups = x.float().unflatten(-1, (-1, block[1]))
     scale = groups.abs().amax(-1, keepdim=True).clamp(min=1e-10) / 448
     rounded = ((groups / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2)
-    whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
-    return (rounded @ (weight.float() * whole).T).to(x.dtype)
-
-
-def by_tensor(x: Tensor, weight: Tensor, scales: Tensor, block: Any, bias: Any, *rest: Any) -> Tensor:
-    """The same, with one scale for all that a forward is given."""
-    largest = x.float().abs().max().clamp(min=1e-10)
-    rounded = (x.float() / largest * 448).to(torch.float8_e4m3fn).float() * largest / 448
     whole = scales.repeat_interleave(block[0], 0).repeat_interleave(block[1], 1)
     return (rounded @ (weight.float() * whole).T).to(x.dtype)
 
@@ -148,11 +134,6 @@ def test_activations_in_fp8_by_groups_of_a_token(on_a_gpu: Any, tmp_path: Path) 
 def test_fp8_layers_are_not_copied(on_a_gpu: Any) -> None:
     target = on_a_gpu(fp8_linear, torch.float32)
     refused(lambda: tiny_head(target, copy_layer=0), ValueError, "quantized or offloaded and cannot be copied")
-
-
-@NEWEST
-def test_fp8_scales_that_tokens_share(on_a_gpu: Any) -> None:
-    refused(lambda: attach(on_a_gpu(by_tensor, torch.float32)), ValueError, "largest of all tokens.*FP8Linear")
 
 
 @NEWEST
