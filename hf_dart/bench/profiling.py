@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
@@ -16,15 +15,14 @@ from hf_dart.bench.exact import run
 from hf_dart.bench.pair import Pair
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.models.running_states.by_levels import by_levels
-from hf_dart.models.running_states.mixers import level_by_level, tree_forms
+from hf_dart.models.running_states.mixers import takes_levels
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.costs import Points
 
 SIZES = (1, 2, 4, 8, 16, 32, 64)
 _WARMUP = 4  # tokens
 _DEPTH = 8  # of drafts where the drafter has none of its own
-_STOCK = "stock"
+_STOCK, _CHAIN, _BUSHY = "stock", "chain", "bushy"  # beside sizes of trees; the last two have as many nodes
 
 
 @dataclass(frozen=True)
@@ -37,8 +35,6 @@ class Profile:
         level: of a level of nodes, as `TreeConfig.level_cost` takes it; None where the target computes none one by one.
         token_ms: stock's time per token.
         plain_ms: that of a round without a draft.
-        forms: on a target with running states, how many of its modules take a tree "at once" and how many "by levels".
-        shapes: there, the costs of a chain and of as many nodes on one level, and of both by levels.
     """
 
     verify: Points
@@ -46,8 +42,6 @@ class Profile:
     level: float | None
     token_ms: float
     plain_ms: float
-    forms: dict[str, int] = field(default_factory=dict)
-    shapes: dict[str, float] = field(default_factory=dict)
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -104,40 +98,39 @@ def measure(
     endless = copy.deepcopy(pair.model.generation_config)
     endless.do_sample, endless.eos_token_id = False, None
     head = pair.head if pair.head.draft_length else _AnyDraft(vocabulary, pair.model.device)
-    forms = tree_forms(pair.model)
-    levels = by_levels in forms
-    trees = _trees(depth or head.tree_config.depth, sizes, vocabulary, levels)
+    levels = takes_levels(pair.model)
+    # Where levels are computed one by one, they cost beside nodes: sizes are measured on one level, and a level is what
+    # a chain costs more than as many nodes on one.
+    flat = TreeConfig(depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), vocabulary))
+    depth = depth or head.tree_config.depth
+    trees: dict[str | int, TreeConfig] = {
+        size: replace(flat, nodes=size) if levels else TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16)
+        for size in sizes
+    }
     longest = min(_DEPTH, head.draft_length)
-    chain, bushy = f"a chain of {longest}", f"{longest} nodes on a level"
-    shapes: dict[str | int, TreeConfig] = {}
-    if forms and longest > 1:
-        shapes = {chain: TreeConfig.chain(longest), bushy: _flat(longest + 1, sizes, vocabulary)}
-        if set(forms) != {by_levels}:
-            shapes |= {f"{name}{_BY_LEVELS}": tree for name, tree in shapes.items()}
-    ways: dict[str | int, TreeConfig | None] = {_STOCK: None, **trees, **shapes}
+    if has_level := levels and longest > 1:
+        trees |= {_CHAIN: TreeConfig.chain(longest), _BUSHY: replace(flat, nodes=longest + 1)}
 
     def timed(tokens: int, way: str | int) -> tuple[float, float, int]:
         """Seconds of a call that writes so many tokens, those of its drafts, and its rounds."""
-        tree = ways[way]
         options = {"generation_config": endless, "do_sample": False, "max_new_tokens": tokens}
-        if tree is None:
+        if way == _STOCK:
             return run(pair.model, inputs, options).seconds, 0.0, tokens
-        with level_by_level(pair.model) if str(way).endswith(_BY_LEVELS) else nullcontext():
-            done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
+        tree = trees[way]
+        done = run(pair.model, inputs, {**options, "assistant": head, "tree_config": tree})
         assert done.stats is not None
         spent = done.stats.seconds
         return done.seconds - spent["prefill"], spent["draft"] if tree.nodes != 1 else 0.0, done.stats.rounds
 
-    best = dict.fromkeys(ways, inf)
+    best = dict.fromkeys([_STOCK, *trees], inf)
     draft = prefill = inf
-    # Flat trees have drafts of one token; where levels cost, that of the chain is as long as those of real trees.
-    drafts = {chain} if levels and chain in shapes else ways.keys() - {_STOCK, 1}
-    for way in ways:
+    drafts = {_CHAIN} if has_level else trees.keys() - {1}
+    for way in best:
         timed(_WARMUP, way)
     for repeat in range(repeats):
         progress(f"repeat {repeat + 1} of {repeats}")
         prefill = min(prefill, timed(1, _STOCK)[0])
-        for way in ways:
+        for way in best:
             # A deeper tree brings more tokens per round.
             seconds, drafting, count = timed(rounds * (1 if way in (_STOCK, 1) else 2) + 1, way)
             best[way] = min(best[way], (seconds - drafting) / max(count, 1))
@@ -145,35 +138,10 @@ def measure(
                 draft = min(draft, drafting / max(count, 1))
     token = max(best[_STOCK] * (rounds + 1) - prefill, 0.0) / rounds  # two calls: where few are timed, they may cross
     plain = best[1]
-    level = None
-    if levels and chain in shapes:
-        level = max((best[chain] - best[bushy]) / plain / (longest - 1), 0.0)
+    level = max((best[_CHAIN] - best[_BUSHY]) / plain / (longest - 1), 0.0) if has_level else 0.0
     verify: list[tuple[float, float]] = []
     for size in sizes:
-        alone = best[size] / plain - (level or 0.0) * min(size - 1, 1)
+        alone = best[size] / plain - level * min(size - 1, 1)
         verify.append((float(size), round(max(alone, verify[-1][1] if verify else 1.0), 3)))
-    counts = {"at once": sum(form is not by_levels for form in forms), "by levels": forms.count(by_levels)}
-    return Profile(
-        tuple(verify),
-        round(draft / plain, 3),
-        None if level is None else round(level, 3),
-        1000 * token,
-        1000 * plain,
-        counts if forms else {},
-        {str(name): round(best[name] / plain, 3) for name in shapes},
-    )
-
-
-_BY_LEVELS = ", by levels"  # ends the name of what is timed so on a target that takes trees at once
-
-
-def _trees(depth: int | None, sizes: Sequence[int], vocabulary: int, levels: bool) -> dict[str | int, TreeConfig]:
-    """The trees whose rounds are timed, by their size; flat ones where levels are computed one by one, and cost."""
-    if levels:
-        return {size: _flat(size, sizes, vocabulary) for size in sizes}
-    return {size: TreeConfig(nodes=size, depth=depth, lookup=0, top_k=16) for size in sizes}
-
-
-def _flat(nodes: int, sizes: Sequence[int], vocabulary: int) -> TreeConfig:
-    """A tree with all nodes below the root on one level."""
-    return TreeConfig(nodes=nodes, depth=1, lookup=0, top_k=min(max(sizes[-1], _DEPTH), vocabulary))
+    known = round(level, 3) if has_level else None
+    return Profile(tuple(verify), round(draft / plain, 3), known, 1000 * token, 1000 * plain)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import groupby
 from math import inf
 from textwrap import fill
 from time import perf_counter
@@ -11,7 +12,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.bench.exact import compare, repeated_4grams, run
@@ -19,15 +19,6 @@ from hf_dart.bench.pair import Pair
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.page import origins
 from hf_dart.view.tables import Verdict
-from hf_dart.view.terminal import (
-    BOLD,
-    DIM,
-    GREEN,
-    Pen,
-    bars,
-    colored_text,
-    tree_lines,
-)
 
 # Beginnings of Python files, written for this demo: in no training corpus.
 PROMPTS = (
@@ -69,6 +60,7 @@ MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampled at T = 0.8": {"do_sample": True, "temperature": 0.8, "top_k": 0},
 }
+_GREEN, _DIM, _BOLD, _PLAIN = "\033[32m", "\033[2m", "\033[1m", "\033[0m"
 _WIDTH = 79  # columns of what the demo says; the model's text runs as it will
 _WARMUP_TOKENS = 12
 _TRIAL_FORWARDS = 20
@@ -104,15 +96,20 @@ def demo(
     Returns:
         Whether every drafted output was stock's, token for token, and sampling left the generator alike.
     """
-    pen = Pen(color)
+
+    def pen(code: str, text: str) -> str:
+        # A reset at each line's end keeps pagers and copies clean.
+        return "\n".join(f"{code}{line}{_PLAIN}" if line and color else line for line in text.split("\n"))
+
     model, head, tokenizer = pair.model, pair.head, pair.tokenizer
     show(fill(_headline(pair), _WIDTH))
     if color:
-        show(f"{pen(DIM, 'prompt')} · {pen(GREEN, 'accepted draft tokens')} · the target's own tokens")
+        show(f"{pen(_DIM, 'prompt')} · {pen(_GREEN, 'accepted draft tokens')} · the target's own tokens")
     else:
         show("(in a terminal, or with --color, accepted draft tokens are green)")
 
-    encoded = [_encode(tokenizer, prompt, model.device) for prompt in prompts]
+    encoded = [tokenizer(prompt, return_tensors="pt").to(model.device) for prompt in prompts]
+    encoded = [{name: one[name] for name in ("input_ids", "attention_mask")} for one in encoded]
     for options in MODES.values():
         for drafting in ({}, {"assistant": head}):
             run(model, encoded[0], {**options, **drafting, "max_new_tokens": _WARMUP_TOKENS})
@@ -131,9 +128,13 @@ def demo(
                 f"{mode}, prompt {number}: stock {stock.seconds:.2f} s, drafted {drafted.seconds:.2f} s, "
                 f"τ {stats.tau:.2f}, same text: {verdict}"
             )
-            show(pen(BOLD, fill(line, _WIDTH)))
-            drafts = [one for _, one in origins(len(ids), [row[0] for row in stats.committed])]
-            show(colored_text(pen, tokenizer, prompt, ids, drafts))
+            show(pen(_BOLD, fill(line, _WIDTH)))
+            owners = zip(ids, origins(len(ids), [row[0] for row in stats.committed]), strict=True)
+            text = pen(_DIM, prompt)
+            for accepted, group in groupby(owners, key=lambda token: token[1][1]):
+                piece = tokenizer.decode([token for token, _ in group], skip_special_tokens=True)
+                text += pen(_GREEN, piece) if accepted else piece
+            show(text)
             total.stock_seconds += stock.seconds
             total.seconds += drafted.seconds
             total.texts.append(ids)
@@ -141,11 +142,13 @@ def demo(
             total.stats.merge(stats)
 
     show("")
-    for line in _one_tree(pen, pair, encoded[0], new_tokens):
-        show(line)
-    show("")
-    for line in _summary(pen, sums):
-        show(line)
+    show(pen(_BOLD, "speed, from the seconds of this one run, prefill included:"))
+    for mode, total in sums.items():
+        show(
+            f"  {mode}: {total.stock_seconds / total.seconds:.2f} x stock (τ {total.stats.tau:.2f}, repeated "
+            f"4-grams in the text {repeated_4grams(total.texts):.0%})"
+        )
+    show("τ: tokens per forward pass of the target; `hf-dart view` draws the tree of every pass")
     verdict = sum((total.verdict for total in sums.values()), Verdict())
     compared = (
         f"compared: {verdict.rows} outputs token for token, {verdict.near_ties} near-ties, "
@@ -153,7 +156,7 @@ def demo(
         f"{'yes' if verdict.generator else 'no'}"
     )
     show(fill(compared, _WIDTH))
-    show(pen(BOLD, f"identical: {verdict}"))
+    show(pen(_BOLD, f"identical: {verdict}"))
     return verdict.identical
 
 
@@ -190,51 +193,3 @@ def _headline(pair: Pair) -> str:
         f"on {pair.model.device.type}, {threads} thread{'s' * (threads > 1)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}"
     )
-
-
-def _encode(tokenizer: Any, prompt: str, device: torch.device) -> dict[str, Tensor]:
-    encoded = tokenizer(prompt, return_tensors="pt")
-    return {name: encoded[name].to(device) for name in ("input_ids", "attention_mask")}
-
-
-def _one_tree(pen: Pen, pair: Pair, inputs: dict[str, Tensor], new_tokens: int) -> list[str]:
-    """Draw the tree of one typical round of a prompt, and the way the target took through it."""
-    # Without copies of earlier text: those depend on the whole call, this tree on the head alone.
-    config = replace(pair.head.tree_config, nodes=16, lookup=0)
-    options = {**MODES["greedy"], "max_new_tokens": new_tokens, "assistant": pair.head, "tree_config": config}
-    done = run(pair.model, inputs, {**options, "trace": True})
-    stats = done.stats
-    if stats is None or stats.trace is None or not stats.rounds:
-        return []
-    committed = [len(one.paths[0]) for one in stats.trace.rounds]
-    typical = min(range(len(committed)), key=lambda i: (abs(committed[i] - stats.tau - 0.5), i))
-    text = done.sequences[0].tolist()
-    written = inputs["input_ids"].shape[1] + 1 + sum(committed[:typical])
-    accepted = committed[typical] - 1
-    before = pair.tokenizer.decode(text[:written]).rsplit("\n", 1)[-1]
-    bonus = repr(pair.tokenizer.decode(text[written + accepted : written + accepted + 1]))
-    tree = stats.trace.rounds[typical]
-    nodes = 1 + sum(parent >= 0 for parent in tree.parents[0])
-    return [
-        pen(BOLD, f"one tree: round {typical + 1} of {len(committed)}, {nodes} nodes, after {before!r}"),
-        *tree_lines(pen, pair.tokenizer, tree),
-        f"the target accepts {accepted} ({pen(GREEN, '●')}) and adds {bonus}: {accepted + 1} tokens in one pass",
-    ]
-
-
-def _summary(pen: Pen, sums: dict[str, _Sums]) -> list[str]:
-    stats = DraftStats()
-    for total in sums.values():
-        stats.merge(total.stats)
-    rounds = max(stats.row_rounds, 1)
-    return [
-        pen(BOLD, f"rounds whose draft was accepted to depth 1, 2, ... (of {stats.row_rounds} in all runs)"),
-        *bars([count / rounds for count in stats.accepted_per_depth]),
-        f"τ = {stats.tau:.2f} tokens per forward pass of the target",
-        pen(BOLD, "speed, from the seconds of this one run, prefill included:"),
-        *(
-            f"  {mode}: {total.stock_seconds / total.seconds:.2f} x stock (τ {total.stats.tau:.2f}, repeated "
-            f"4-grams in the text {repeated_4grams(total.texts):.0%})"
-            for mode, total in sums.items()
-        ),
-    ]

@@ -45,16 +45,10 @@ def _run(arguments: argparse.Namespace) -> int:
     print(f"a draft: {found.draft:.2f}")
     if found.level is not None:
         print(f"a level of nodes, beside them: {found.level:.2f}")
-    if found.forms:
-        print("modules with running states that take a tree " + _listed(found.forms, "{:.0f}"))
-    if found.shapes:
-        print("rounds with " + _listed(found.shapes, "{:.2f}"))
     print("tree=" + json.dumps(found.settings))
-    states = {"forms": found.forms, "shapes": found.shapes} if found.forms else {}
     about = {"hardware": hardware(pair.model.device), "versions": versions()}
-    common.write_json(
-        arguments.json, {**about, "token_ms": found.token_ms, "plain_ms": found.plain_ms, **states, **found.settings}
-    )
+    times = {"token_ms": found.token_ms, "plain_ms": found.plain_ms}
+    common.write_json(arguments.json, {**about, **times, **found.settings})
     if arguments.save:
         content = json.loads(config.read_text(encoding="utf8"))
         content["tree"] = {**content.get("tree", {}), **found.settings}
@@ -67,12 +61,8 @@ def _run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _listed(numbers: dict[str, Any], format_: str) -> str:
-    return "; ".join(f"{name}: {format_.format(number)}" for name, number in numbers.items())
-
-
 def _keeps_trees(config: Path, head: Any) -> bool:
-    """Does the head read its trees from there? Those of other projects do not."""
+    """Whether the head reads its trees from there; those of other projects do not."""
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
     kind = json.loads(config.read_text(encoding="utf8")).get("model_type")

@@ -24,7 +24,7 @@ from hf_dart.cli import main
 from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.models.running_states.mixers import mixers_of, tree_forms
+from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.trees.costs import RoundCost, interpolated, nodes_worth
 from hf_dart.trees.on_host import grow_on_host
 
@@ -153,7 +153,7 @@ def test_measured_on_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_running_states
 @pytest.mark.parametrize("family", ["qwen3_5", pytest.param("falcon_h1", marks=pytest.mark.matrix)])
-def test_shapes_of_trees_are_measured_where_states_run(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_levels_are_measured_where_states_run_by_them(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a clock that every step of a mixer puts forward by a second: one for a tree at once, one per level elsewhere.
 
     Trees of the last rounds have fewer levels.
@@ -166,21 +166,7 @@ def test_shapes_of_trees_are_measured_where_states_run(family: str, monkeypatch:
         monkeypatch.setattr(timing, "perf_counter", lambda: passes.now)
     pair = Pair(target, tiny_head(target), None, "target", "head")
     found = measure(pair, context=6, rounds=8, repeats=1, sizes=(1, 4))
-    longest = pair.head.draft_length
-    chain, bushy = f"a chain of {longest}", f"{longest} nodes on a level"
-    if family == "qwen3_5":
-        assert found.forms == {"at once": len(mixers), "by levels": 0}
-        at_once = [found.shapes.pop(name) for name in (chain, bushy)]
-        assert at_once == [1, 1]
-        chain, bushy = f"{chain}, by levels", f"{bushy}, by levels"
-        assert found.level is None
-    else:
-        assert found.forms == {"at once": 0, "by levels": len(mixers)}
-        assert 0.7 < found.level <= 1
-    assert found.shapes.keys() == {chain, bushy}
-    assert 0.8 * (longest + 1) < found.shapes[chain] <= longest + 1
-    assert found.shapes[bushy] == pytest.approx(2, abs=0.1)
-    assert list(map(type, tree_forms(target))) == [type(mixer.form) for mixer in mixers]
+    assert found.level is None if family == "qwen3_5" else 0.7 < found.level <= 1
 
 
 @pytest.mark.matrix
@@ -195,4 +181,5 @@ def test_profile_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert f"a draft: {found['draft_cost']:.2f}" in capsys.readouterr().out
     tree = json.loads((tmp_path / "config.json").read_text())["tree"]
     assert (tree["verify_costs"], tree["draft_cost"]) == (found["verify_costs"], found["draft_cost"])
-    assert tree["depth"] == 3, "what else the head asks for stays"
+    kept = json.loads((PACKAGED_HEAD / "config.json").read_text())["tree"]
+    assert kept.items() <= tree.items(), "what else the head asks for stays"

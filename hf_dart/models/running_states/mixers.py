@@ -64,18 +64,6 @@ def tree_forms(model: PreTrainedModel) -> list[Form]:
     return [mixer.form for mixer in mixers_of(model)] if any(map(keeps_states, layers)) else []
 
 
-@contextmanager
-def level_by_level(model: PreTrainedModel) -> Iterator[None]:
-    """Within it no mixer of the model takes a tree in one call: for measurements."""
-    mixers_of(model)
-    now, found = _found[model]
-    _found[model] = now, [(name, slots, by_levels) for name, slots, _ in found]
-    try:
-        yield
-    finally:
-        _found[model] = now, found
-
-
 def _names_of(model: PreTrainedModel) -> _Found:
     text = model.config.get_text_config(decoder=True)
     cache = DynamicCache(config=text)
