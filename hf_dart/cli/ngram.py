@@ -33,8 +33,6 @@ def add(commands: Any) -> None:
     build.add_argument("--tokenizer", help="the target's, a folder or a Hub id (default: the packaged target's)")
     build.add_argument("--order", type=positive, default=3, help="length of the longest n-grams (default: %(default)s)")
     _add_min_counts(build)
-    build.add_argument("--workers", type=positive, default=1, help="processes that count (default: %(default)s)")
-    build.add_argument("--chunk", type=positive, help="tokens that a process counts at a time (default: 8388608)")
     build.set_defaults(command=_build)
 
     merge = steps.add_parser("merge", help="add up tables, such as those of several machines; prunes them too")
@@ -60,35 +58,24 @@ def _add_min_counts(parser: argparse.ArgumentParser) -> None:
 
 
 def _build(arguments: argparse.Namespace) -> int:
-    from concurrent.futures.process import BrokenProcessPool
-
     from hf_dart.trees.ngram import build as ngram_build
 
     tokenizer = read_tokenizer(arguments.tokenizer or str(PACKAGED_TARGET))
     begun = perf_counter()
-    try:
-        with as_user_error(ValueError, KeyError, OSError):  # a full disk, among others
-            table = ngram_build.build(
-                _documents(arguments, len(tokenizer)),
-                arguments.table,
-                order=arguments.order,
-                tokenizer=tokenizer,
-                column=arguments.column,
-                eos=tokenizer.eos_token_id,
-                min_counts=arguments.min_counts,
-                workers=arguments.workers,
-                chunk=arguments.chunk or ngram_build.CHUNK,
-                progress=say,
-            )
-    except BrokenProcessPool as error:
-        raise UserError(
-            "The system ended a process that counts, most likely for want of memory; give a smaller --chunk or fewer "
-            "--workers."
-        ) from error
+    with as_user_error(ValueError, KeyError, OSError):  # a full disk, among others
+        table = ngram_build.build(
+            _documents(arguments, len(tokenizer)),
+            arguments.table,
+            order=arguments.order,
+            tokenizer=tokenizer,
+            column=arguments.column,
+            eos=tokenizer.eos_token_id,
+            min_counts=arguments.min_counts,
+            progress=say,
+        )
     seconds = perf_counter() - begun
     _describe(table)
-    processes = f"{arguments.workers} process" + "es" * (arguments.workers > 1)
-    print(f"built in {seconds:.1f} s by {processes}: {seconds * 1e9 / table.tokens:.0f} s per 10^9 tokens")
+    print(f"built in {seconds:.1f} s: {seconds * 1e9 / table.tokens:.0f} s per 10^9 tokens")
     return 0
 
 

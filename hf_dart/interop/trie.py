@@ -19,7 +19,7 @@ import numpy as np
 
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.arrays import Array
-from hf_dart.trees.ngram.build import TableStack, TableWriter, folder_of, merge
+from hf_dart.trees.ngram.build import TableWriter, folder_of, merge
 from hf_dart.trees.ngram.table import NgramSpec, NgramTable
 
 CHUNK = 2**20
@@ -65,15 +65,14 @@ def read_trie(
         hashed = None if tokenizer is None else vocabulary_hash(tokenizer)
         spec = NgramSpec(order, vocab_size or len(tokenizer), hashed)
         with TemporaryDirectory(dir=folder_of(path), prefix=".trie-") as folder:
-            known, stack = _Known(Path(folder), nodes, spec, trie), TableStack(Path(folder), progress)
+            known, parts = _Known(Path(folder), nodes, spec, trie), list[Path]()
             for first, heads, children in _chunks(file, nodes, chunk, spec.vocab_size, trie):
                 writer = TableWriter(Path(folder), spec)
                 tokens = known.take(first, heads, children, writer)
-                part = Path(folder) / f"part-{first}"
-                writer.finish(part, tokens, (1,) * (order - 1))
-                stack.push(part)
+                parts.append(Path(folder) / f"part-{first}")
+                writer.finish(parts[-1], tokens, (1,) * (order - 1))
                 progress(f"{first + len(heads)} of {nodes} nodes read")
-            return merge(stack.tables, path, progress=progress)
+            return merge(parts, path, progress=progress)
 
 
 def _damaged(trie: Path, what: str) -> ValueError:
