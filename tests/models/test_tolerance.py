@@ -14,7 +14,7 @@ VALUES = torch.linspace(-3, 5, 37, dtype=torch.float64)
 def test_roundings_of_the_largest_number(dtype: torch.dtype) -> None:
     one = VALUES.to(dtype)
     for share, is_rounding in ((0.9, True), (1.2, False)):
-        other = one.double()
+        other = one.double().clone()
         other[0] += share * allowance(dtype) * 5
         assert same(one.double(), other, dtype) == is_rounding
         assert same(one.double(), other, dtype, noise=allowance(dtype))
