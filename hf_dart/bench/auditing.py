@@ -112,7 +112,7 @@ def audit(
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """What `audit` found, and the circumstances, in Markdown: all first differences, and the verdict below."""
+    """The findings of `audit` in Markdown: the circumstances, all first differences, and the verdict below."""
     settings, compared, size = report["settings"], report["compared"], report["settings"]["prompts"]
     columns = ("drafted", "drafted_batch", "control")
     found = {column: [one[column] for one in report["findings"]] for column in columns}

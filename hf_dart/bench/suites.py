@@ -1,4 +1,4 @@
-"""What to measure on: prompts cut from files, suites of prompts, rows of a data set."""
+"""Prompts to measure on: cut from files, from suites, from rows of a data set."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def texts(files: list[Path] | None) -> tuple[str, list[Path]]:
-    """What to call the text of a measurement, and its files: without any, those of `default_files`."""
+    """The name of the text of a measurement, and its files: without any, those of `default_files`."""
     if files is None:
         return "pytest's source", default_files()
     return ", ".join(path.name for path in files), files

@@ -15,7 +15,7 @@ UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, Arith
 
 @dataclass(frozen=True)
 class Verdict:
-    """How two runs compare.
+    """Comparison of two runs.
 
     Attributes:
         rows: rows compared.
