@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
     from hf_dart.drafters.uno.drafter import UnoDrafter
-    from hf_dart.engine.compiled import compile
+    from hf_dart.engine.engine import compile
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
 
@@ -61,7 +61,7 @@ _HOMES = {
     "UnoDrafter": "drafters.uno.drafter",
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
-    "compile": "engine.compiled",
+    "compile": "engine.engine",
     "load_drafter": "decoding.load_drafter",
     "load_once": "decoding.load_drafter",
     "detach": "decoding.api",

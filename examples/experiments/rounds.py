@@ -22,6 +22,9 @@ from time import perf_counter
 from typing import Any
 
 import torch
+from hf_dart.engine.compiled import compile
+from hf_dart.engine.config import EngineConfig
+from hf_dart.engine.fixed_round import FixedRound
 from simulated import SHAPES, SimulatedHead, build_target, forward_bytes
 from torch import Tensor
 from transformers import StaticCache
@@ -32,9 +35,6 @@ from hf_dart.bench.exact import run, timed
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.speed import in_turn
 from hf_dart.cli.common import check_file, given, json_option, positive, say, set_threads, show, write_json
-from hf_dart.engine.compiled import compile
-from hf_dart.engine.config import EngineConfig
-from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.engine.graphs import Launch
 from hf_dart.engine.tier import Tier
 from hf_dart.hub.machine import hardware, versions

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.drafters.state import SlotState
 
 _FIELDS = (
     "hidden_size",
@@ -81,7 +81,7 @@ class SimulatedHead(DartHead):
         return self
 
     def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         proposal = super().propose(state, features, next_tokens, counts, depth)
         logits, device = proposal.logits, proposal.logits.device

@@ -23,7 +23,7 @@ import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3NextConfig
 
-from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.hub.machine import hardware, versions
 from hf_dart.models.masks import layer_windows, mask_kinds
 from hf_dart.models.running_states.by_levels import by_levels
@@ -78,7 +78,7 @@ def measured(rounds: int) -> dict[str, Any]:
     model = AutoModelForCausalLM.from_config(Qwen3NextConfig(**CONFIG)).eval()
     cache = DynamicCache(config=model.config)
     StockSteps(model, torch.randint(CONFIG["vocab_size"], (1, PROMPT)), [0], cache).prefill()
-    trees = tree_cache(cache, [0], 4 * PROMPT, keep=True, windows=layer_windows(model, cache))
+    trees = TargetCache(cache, [0], 4 * PROMPT, keep=True, windows=layer_windows(model, cache))
     verify = Verifier(model, trees, mask_kinds(model, cache), [])
     assert all(isinstance(mixer.form, AtOnce) for mixer in verify.mixers)
     ways = {"once": verify.mixers, "levels": [replace(mixer, form=by_levels) for mixer in verify.mixers]}

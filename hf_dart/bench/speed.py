@@ -30,7 +30,7 @@ _WARMUP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """Sizes of a measurement.
+    """What is measured.
 
     Args:
         prompts: how many.
@@ -108,12 +108,9 @@ class Measurement:
 
     @property
     def not_forward(self) -> float | None:
-        """Share of the round that is neither the drafter's nor the target's forward pass; None if not known.
-
-        A round that an engine captured is one phase, which holds both.
-        """
+        """Share of the round that is neither the drafter's nor the target's forward pass; None without rounds."""
         spent = self.round_ms
-        if not spent or "round" in spent:
+        if not spent:
             return None
         return 1 - (spent["draft"] + spent["verify"]) / sum(spent.values())
 

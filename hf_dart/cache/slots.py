@@ -19,6 +19,11 @@ class SlotSpec:
     device: torch.device
 
 
+def spec_of(states: Tensor) -> SlotSpec:
+    """Shape of a buffer for entries [B, heads, n, head_dim] such as these."""
+    return SlotSpec(states.shape[1], states.shape[3], states.dtype, states.device)
+
+
 class SlotStore:
     """Buffers [B, heads, capacity, head_dim] that are written and compacted by slot.
 
@@ -128,8 +133,9 @@ class SlotStore:
         if isinstance(slots, int):
             buffer.narrow(2, slots, values.shape[2]).copy_(values)
         else:
-            where = slots.to(buffer.device)[:, None, :, None].expand_as(values)
-            buffer.scatter_(2, where, values)
+            rows = torch.arange(len(values), device=buffer.device)
+            # Not scatter_, for which compiled code copies the whole buffer.
+            buffer[rows[:, None], :, slots.to(buffer.device)] = values.transpose(1, 2)
         return buffer
 
     def move(self, source: Tensor, target: Tensor) -> None:

@@ -8,7 +8,7 @@ them until it is written back, and are what a row goes back to that has gone too
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -161,6 +161,50 @@ class RunningStates:
             slot: torch.where(_like(rows, state), self.prompt[slot], state) for slot, state in self.committed.items()
         }
         self._nodes = []
+
+
+class FixedStates(RunningStates):
+    """Running states of B rows in buffers that stay where they are; they are taken from node states at a given moment.
+
+    Args:
+        like: the states of a call.
+        batch: B.
+        zeros: makes the storage of a name, shape, type and device.
+    """
+
+    takes_levels = False
+
+    def __init__(self, like: RunningStates, batch: int, zeros: Callable[..., Tensor]) -> None:
+        super().__init__(
+            {
+                slot: zeros(str(tuple(slot)), (batch, *state.shape[1:]), state.dtype, state.device)
+                for slot, state in like.committed.items()
+            }
+        )
+
+    @property
+    def levels(self) -> TreeLevels:
+        raise RuntimeError("a tree of so many nodes goes level by level, as the host lays it out")
+
+    def load(self, like: RunningStates, rows: Sequence[int]) -> None:
+        """Take over the states of a call's rows [B]."""
+        for slot, state in self.committed.items():
+            state.copy_(like.committed[slot][list(rows)])
+
+    def accepted(self, path: Tensor, counts: Tensor) -> list[Tensor]:
+        """What `take` is to be given for the first `counts` [B] nodes of `path` [B, A]; node states are dropped."""
+        new = [*self.after(path, counts).values()]
+        self._nodes, self._paths = [], {}
+        return new
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        # Node states stay: a captured forward leaves those of the next tree in their place.
+        self.take([*self.after(path, torch.tensor(counts, device=path.device)).values()])
+
+    def take(self, states: Sequence[Tensor]) -> None:
+        """Write other states into the buffers."""
+        for mine, given in zip(self.committed.values(), states, strict=True):
+            mine.copy_(given)
 
 
 def _like(rows: Tensor, state: Tensor) -> Tensor:

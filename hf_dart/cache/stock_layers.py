@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers.cache_utils import (
     Cache,
@@ -22,12 +21,6 @@ try:  # layer kinds that older releases do not have
     from transformers.cache_utils import DummyLayer
 except ImportError:  # pragma: no cover
     DummyLayer = type("DummyLayer", (), {})
-try:
-    from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
-except ImportError:  # pragma: no cover
-    DynamicIndexedLayer = type("DynamicIndexedLayer", (), {})
-    StaticIndexedLayer = type("StaticIndexedLayer", (), {})
-
 try:
     from transformers.cache_utils import (
         LinearAttentionAndFullAttentionLayer,
@@ -64,10 +57,6 @@ def keeps_entries(layer: Any) -> bool:
     return isinstance(layer, CacheLayerMixin)
 
 
-ENTRIES = {"keys": (0, 2), "values": (0, 2), "indexer_keys": (0, 1), "indexer_position_ids": (1, 2)}
-"""What layers keep of every slot, where they keep it: which axis is that of the rows, and which that of the slots."""
-
-
 def attention_places(cache: Cache) -> list[int]:
     """Indices of the layers that keep keys and values; in a cache that is still empty, of those that may.
 
@@ -99,29 +88,13 @@ def window_of(layer: Any) -> int | None:
     return getattr(layer, "sliding_window", None)
 
 
-def entries_of(layer: Any) -> dict[str, Tensor]:
-    """All that a layer keeps of the last n slots, by the names of `ENTRIES`; empty slots of a static layer left out."""
-    held = {name: states for name in ENTRIES if (states := getattr(layer, name, None)) is not None}
-    if isinstance(layer, StaticLayer):
-        filled = min(int(layer.get_seq_length()), layer.max_cache_len)
-        held = {name: states.narrow(ENTRIES[name][1], 0, filled) for name, states in held.items()}
-    return held
-
-
 def held_by(layer: Any) -> tuple[Tensor, Tensor]:
     """Keys and values [B, heads, n, head_dim] of the last n slots; empty slots of a static layer left out."""
-    held = entries_of(layer)
-    return held["keys"], held["values"]
-
-
-def append(layer: Any, entries: dict[str, Tensor]) -> None:
-    """Let a layer take in what another one keeps of new slots, as it does in a forward."""
-    layer.update(entries["keys"], entries["values"])
-    if "indexer_keys" in entries:
-        layer.update_indexer(entries["indexer_keys"])
-    if "indexer_position_ids" in entries:  # which the model itself joins
-        before = [] if layer.indexer_position_ids is None else [layer.indexer_position_ids]
-        layer.indexer_position_ids = torch.cat([*before, entries["indexer_position_ids"]], dim=-1)
+    keys, values = layer.keys, layer.values
+    if isinstance(layer, StaticLayer):
+        filled = min(int(layer.get_seq_length()), layer.max_cache_len)
+        keys, values = keys[:, :, :filled], values[:, :, :filled]
+    return keys, values
 
 
 @contextmanager
@@ -153,13 +126,13 @@ def _undo(layer: Any) -> Callable[[], None]:
         kept = []
         if not getattr(layer, "is_sliding", False):
             # It only grows. Its old tensors are cut from the new ones, so that both are never kept alive at once.
-            for name, (_, axis) in ENTRIES.items():
+            for name in ("keys", "values"):
                 if before.get(name) is not None and before[name].numel():
-                    cut[name] = (axis, before.pop(name).shape[axis])
+                    cut[name] = before.pop(name).shape[2]
     kept += [(tensor, tensor.clone()) for _, of in states for tensor in of.values() if isinstance(tensor, Tensor)]
 
     def restore() -> None:
-        whole = {name: vars(layer)[name].narrow(axis, 0, length) for name, (axis, length) in cut.items()}
+        whole = {name: vars(layer)[name][:, :, :length] for name, length in cut.items()}
         vars(layer).clear()
         vars(layer).update(before, **whole)
         for now, of in states:

@@ -310,7 +310,7 @@ def speculative_generate(
         assistant: the drafter.
         tree_config: replaces `assistant.tree_config` for this call.
         refine: replaces its `refine`: how often the drafter looks at its draft again before the tree grows.
-        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them); no engine takes part then.
+        trace: keep every round and its tree in the statistics (`hf_dart.view` shows them).
         synced_gpus: as `generate` was told.
         streamer: is told of the prompt and of every token.
         optional: raise [`UndraftedError`] for a call that cannot be drafted, so that it can run without drafts.
@@ -346,7 +346,7 @@ def speculative_generate(
         session, logits = prefill(request, streamer, noise)
         try:
             session.first_token(logits)
-            if assistant.engine is not None and not session.rows.finished and not trace:
+            if assistant.engine is not None and not session.rows.finished:
                 assistant.engine.run(session)
             while not session.rows.finished:
                 one_round(session)

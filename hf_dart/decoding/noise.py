@@ -51,7 +51,6 @@ class NoiseStream:
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
         # that an interruption anywhere leaves the states of all positions that were reached.
         self._blocks: dict[int, Tensor] = {}
-        self._lodged: set[int] = set()  # positions whose blocks lie where somebody else had room for them
         self._gumbels: dict[int, Tensor] = {}  # as far as they were asked for
         self._states: dict[int, Tensor] = {}  # before the block of that position was drawn
 
@@ -72,13 +71,11 @@ class NoiseStream:
     def _leads(self) -> bool:
         return _leading.get(self._device) is self
 
-    def _draw_to(self, end: int, place: Tensor | None = None) -> None:
-        """Draw the blocks before `end` that are not drawn yet, the last one into `place`."""
+    def _draw_to(self, end: int) -> None:
+        """Draw the blocks before `end` that are not drawn yet."""
         while self._drawn < end:
-            block = place if self._drawn == end - 1 else None
-            if block is None:
-                # As float32 as the probabilities of stock, whatever torch's default is.
-                block = torch.empty(self._batch_size, self.vocab_size, dtype=torch.float32, device=self._device)
+            # As float32 as the probabilities of stock, whatever torch's default is.
+            block = torch.empty(self._batch_size, self.vocab_size, dtype=torch.float32, device=self._device)
             block.exponential_(1, generator=self._generator)
             if self._drawn >= self._needed:
                 self._blocks[self._drawn] = block
@@ -90,32 +87,6 @@ class NoiseStream:
         """E [1, V] of one row at one position."""
         self._draw_to(position + 1)
         return self._blocks[position][row : row + 1]
-
-    def block(self, position: int) -> Tensor:
-        """E [B, V] of all rows at a position that none of them has passed."""
-        self._draw_to(position + 1)
-        return self._blocks[position]
-
-    def draw_into(self, place: Tensor, position: int) -> None:
-        """Have E [B, V] of a position in `place`, drawn there if it is not drawn yet.
-
-        What is drawn there is not kept a second time: nothing else is written there as long as a row needs it, or
-        until `take_back`.
-
-        Args:
-            place: [B, V] float32.
-        """
-        if self._drawn > position:
-            place.copy_(self._blocks[position])
-        else:
-            self._lodged.add(position)
-            self._draw_to(position + 1, place)
-
-    def take_back(self) -> None:
-        """Copy what was drawn into places of others, which they may write over from here on."""
-        for position in self._lodged & self._blocks.keys():
-            self._blocks[position] = self._blocks[position].clone()
-        self._lodged.clear()
 
     def exponentials(self, starts: list[int], depth: int) -> Tensor:
         """E [B, depth, V] of positions starts[b] .. starts[b] + depth - 1.

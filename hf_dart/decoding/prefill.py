@@ -11,9 +11,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.base import TreeCache
 from hf_dart.cache.stock_layers import undone_on_failure
-from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import NoiseStream, put_back
@@ -279,7 +278,7 @@ class _Prefilled(NamedTuple):
     shift: Tensor | None
     kinds: list[MaskKind]
     stock: Cache
-    cache: TreeCache
+    cache: TargetCache
 
 
 def _begun(request: Request, rows: Rows) -> DrafterState:
@@ -319,7 +318,7 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         # Shapes of the engine are those of the whole text.
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
-        cache = tree_cache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
+        cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
         refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
     return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
 

@@ -172,27 +172,11 @@ class Rows:
         """Add a token to a row; False if the row ends with it."""
         column = self._reserve(self.prompt_length + self.emitted[row])
         self._ids[row, column] = token
-        return self.note(row, token)
-
-    def note(self, row: int, token: int) -> bool:
-        """Append a token to a row, on the host alone; true if the row goes on.
-
-        To be followed by `write` before anything asks for ids.
-        """
         self.tokens[row].append(token)
         self.emitted[row] += 1
         if self._stopped_at[row] is None and self._stops(row, token):
             self._stopped_at[row] = self.emitted[row]
         return self.active(row)
-
-    def write(self, starts: list[int]) -> None:
-        """Write what was noted of each row from its generated token `starts[b]` on to where the ids lie."""
-        for row, start in enumerate(starts):
-            if self.emitted[row] > start:
-                end = self.prompt_length + self.emitted[row]
-                self._reserve(end - 1)
-                new = torch.tensor(self.tokens[row][start - self.emitted[row] :], device=self.device)
-                self._ids[row, self.prompt_length + start : end] = new
 
     def _stops(self, row: int, token: int) -> bool:
         if self.end_tokens is not None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from torch import Tensor
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.base import TreeCache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
@@ -25,23 +25,6 @@ from hf_dart.trees.tree import DraftTree
 
 Noise = Callable[[int, int], "Tensor | None"]
 """Of a start and a depth: the Gumbel noise [B, depth, V] of tokens that many places after the text, if trees see it."""
-
-
-class TreeVerifier(Protocol):
-    """Runs a tree through the target: `models.verify.Verifier`, or a captured forward in its place."""
-
-    @property
-    def hidden_states(self) -> tuple[Tensor, ...]: ...
-
-    def depth_room(self) -> list[int]: ...
-
-    def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]: ...
-
-
-class RoundCache(Protocol):
-    """Keeps what a round accepts: `cache.base.TreeCache`, or the cache of a captured forward in its place."""
-
-    def commit(self, path: Tensor, counts: list[int]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -89,7 +72,7 @@ class Session:
         pace: how rounds are drafted, and what they cost.
         drafter_runner: the drafter's side.
         grower: from a draft to a tree.
-        verify: the target's forward over a tree.
+        verify: the target's forward over a tree: a `Verifier`, or a captured one in its place.
         cache: what stays of it, round by round.
         own_cache: the call's own cache, where all of that lies when the rounds are over.
         walk: the target's own choice at every node.
@@ -108,9 +91,9 @@ class Session:
     pace: Pace
     drafter_runner: DrafterRunner
     grower: TreeGrower
-    verify: TreeVerifier
-    cache: RoundCache
-    own_cache: TreeCache
+    verify: Any
+    cache: TargetCache
+    own_cache: TargetCache
     walk: Walker
     noise: NoiseStream | None
     noise_ahead: Noise

@@ -23,13 +23,13 @@ class DraftStats:
         plain_rounds: those of them that verified the root alone, no node being worth its cost.
         chain_rounds: those that were drafted as a chain, a tree not being worth its cost (`decoding.pace`).
         paused_rounds: those that were not drafted, copied text alone being worth more, or drafts not asked for.
-        row_rounds: `rounds`, counted once for every row that was still running as far as the host knew.
+        row_rounds: `rounds`, counted once for every row that was still running.
         tokens: tokens that those rounds committed, bonus tokens included (the prefill's own token is not).
         drafted: tree nodes that were verified, roots excluded.
         accepted_per_depth: how often the node at depth 1, 2, ... was accepted.
         committed: tokens that each row committed, round by round; all but the last of a round were drafted.
         seconds: wall time per phase. On an accelerator a phase ends when its work is launched, and waiting
-            falls to the first phase that reads a result. What an engine captured is one phase, "round".
+            falls to the first phase that reads a result.
         trace: every round with its tree, where `generate(..., trace=True)` asked for it.
     """
 
@@ -90,16 +90,6 @@ class DraftStats:
             self.tokens += tokens
             self.drafted += nodes - 1
             self._accept([1] * (tokens - 1))
-
-    def count_idle(self, ran: list[bool]) -> None:
-        """Add a target forward that was on its way when the last text ended, so that nothing came of it.
-
-        Args:
-            ran: which rows were running when it was launched.
-        """
-        self.rounds += 1
-        self.row_rounds += sum(ran)
-        self.committed.append([0] * len(ran))
 
     def merge(self, other: DraftStats) -> None:
         """Add the counts and times of another call."""

@@ -38,6 +38,8 @@ class Drafter(ABC, Generic[State]):
     """The `DraftStats` of the last finished call with it: τ, acceptance, time; None before the first."""
     engine: Any = None
     """The `Engine` that `hf_dart.compile` made for it; None runs the eager round."""
+    fixed_shapes: bool = False
+    """Whether it drafts in one pass over a `SlotCache` that asks the host for nothing, so that it can be captured."""
     warned: bool = False
     """Has the user been warned that its drafts cost more than they bring?"""
     _ngram: NgramTable | None = None

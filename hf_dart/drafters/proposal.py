@@ -42,10 +42,10 @@ class Verified(NamedTuple):
             features, tokens = (part[:, first : first + size] for part in self[:2])
             yield Verified(features, tokens, (self.counts - first).clamp(0, tokens.shape[1]))
 
-    def split(self) -> tuple[Verified, Verified]:
-        """Split off the last `AT_ONCE` entries of each row: the entries before them, and those last ones."""
+    def split(self, size: int = AT_ONCE) -> tuple[Verified, Verified]:
+        """Split off the last `size` entries of each row: the entries before them, and those last ones."""
         features, tokens, counts = self
-        before = (counts - AT_ONCE).clamp(min=0)
+        before = (counts - size).clamp(min=0)
         width = int(before.max())
         last = before[:, None] + torch.arange(tokens.shape[1] - width, device=before.device)
         ahead = Verified(features[:, :width], tokens[:, :width], before)

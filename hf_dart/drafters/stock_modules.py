@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
+from transformers.cache_utils import DynamicCache
 
-from hf_dart.cache.slots import SlotSpec, SlotStore
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.stock_layers import SIMPLE_LAYERS
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.proposal import Verified
@@ -25,95 +25,23 @@ from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 
-class _SlotLayer(CacheLayerMixin):
-    """One attention layer of a `SlotCache`; its buffers are made by its first keys and values."""
-
-    is_compileable = False
-    is_sliding = False
-
-    def __init__(self, owner: SlotCache) -> None:
-        self._owner = owner
-        self.store: SlotStore | None = None
-        self.is_initialized = True
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """`update` does it."""
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        owner, both = self._owner, (key_states, value_states)
-        if self.store is None:
-            specs = [SlotSpec(part.shape[1], part.shape[3], part.dtype, part.device) for part in both]
-            self.store = SlotStore(specs, len(key_states), max(owner.capacity, owner.end))
-        self.store.reserve(owner.end)
-        written = [self.store.write(index, part, owner.slots) for index, part in enumerate(both)]
-        return written[0][:, :, : owner.end], written[1][:, :, : owner.end]
-
-    def get_seq_length(self) -> int:
-        return self._owner.end
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._owner.end, 0
-
-    def get_max_length(self) -> int:
-        return -1
-
-
-class SlotCache(Cache):
-    """Goes into a forward as `past_key_values`, which writes its new entries to `slots` and sees those before `end`.
-
-    Args:
-        layers: how many.
-        capacity: slots to make room for at first.
+class ModuleCache(SlotCache):
+    """Keys and values of modules of transformers in one call.
 
     Attributes:
-        slots: [B, Q] of the entries of the next forward.
-        end: how many slots it sees.
-    """
-
-    def __init__(self, layers: int, capacity: int) -> None:
-        self.capacity = capacity
-        self.slots = torch.zeros(0, 0, dtype=torch.long)
-        self.end = 0
-        super().__init__(layers=[_SlotLayer(self) for _ in range(layers)])
-
-    def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Do all buffers take values of that kind?"""
-        stores = [layer.store for layer in self.layers if layer.store is not None]
-        return all(store.writable(device, dtype) for store in stores)
-
-
-@dataclass
-class SlotCacheState:
-    """The state of one call.
-
-    Attributes:
-        cache: keys and values.
-        lengths: [B] entries of each row that are verified, on the CPU.
-        first: [B] how many of them came before those that verified positions bring (`Drafter.read_first`).
+        first: [B] entries that came before those that verified positions bring (`Drafter.read_first`).
         full: the text is longer than the positions that the drafter knows: it drafts no more.
     """
 
-    cache: SlotCache
-    lengths: Tensor
-    first: Tensor
-    full: bool = False
-
-    @classmethod
-    def begin(cls, layers: int, batch_size: int, capacity: int) -> SlotCacheState:
-        """An empty one."""
-        none = torch.zeros(batch_size, dtype=torch.long)
-        return cls(SlotCache(layers, capacity), none, none)
+    first: Tensor | int = 0
+    full = False
 
     def cut(self, lengths: Tensor) -> bool:
-        """Drop what follows `lengths` [B], the entries that came first aside; False where there is less than that."""
-        lengths = lengths.cpu() + self.first
-        if self.full or bool((self.lengths < lengths).any()):
-            return False
-        self.lengths = lengths
-        return True
+        """Drop what follows `lengths` [B], besides the `first` entries; see `SlotCache.cut`."""
+        return not self.full and super().cut(lengths.cpu() + self.first)
 
 
-class StockDrafter(BeamDrafter[SlotCacheState]):
+class StockDrafter(BeamDrafter[ModuleCache]):
     """A drafter of transformers' modules, which run once for each of d tokens; arguments as its subclasses have."""
 
     def __init__(self, draft_length: int, beam: int, tree_config: TreeConfig | None) -> None:
@@ -133,8 +61,8 @@ class StockDrafter(BeamDrafter[SlotCacheState]):
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         """Where its modules run, and in which dtype their keys and values are."""
 
-    def resume(self, state: SlotCacheState, pending: list[Verified], lengths: Tensor) -> bool:
-        if not state.cache.writable(*self.runs_in):
+    def resume(self, state: ModuleCache, pending: list[Verified], lengths: Tensor) -> bool:
+        if not state.writable(*self.runs_in):
             return False
         for verified in pending:
             self.extend(state, *verified)
@@ -196,7 +124,7 @@ class View:
 
     def enter(self, cache: SlotCache, device: torch.device) -> None:
         """Let the next forward with `cache` write to these slots."""
-        cache.slots, cache.end = self.slots.to(device), self.seen.shape[-1]
+        cache.place(self.slots.to(device), self.seen.shape[-1])
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:

@@ -1,33 +1,54 @@
-"""`torch.compile` of parts of a round."""
+"""`EngineConfig`: how parts of a round are compiled; `compiled` does it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import FunctionType, MethodType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
 Part = TypeVar("Part")
 
 
-class Backend(NamedTuple):
-    """`backend` and `mode` of `torch.compile`."""
+@dataclass(frozen=True)
+class EngineConfig:
+    """How parts of a round are compiled and captured.
 
-    name: str | None
+    Args:
+        backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU each part is one CUDA graph
+            either way.
+        mode: of `torch.compile`: "max-autotune-no-cudagraphs" times several kernels for each matrix product and takes
+            the fastest, which takes minutes.
+        first_tier: T of the shortest tier, in tokens; each is twice as long as the one before.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    backend: str | None = "inductor"
     mode: str | None = None
+    first_tier: int = 512
+
+    def __post_init__(self) -> None:
+        if self.mode is not None and self.backend != "inductor":
+            raise ValueError(f"mode is {self.mode!r}, which only the backend inductor has; leave one of them out.")
+        if self.mode in ("reduce-overhead", "max-autotune"):
+            raise ValueError(f"mode is {self.mode!r}, which makes graphs of its own; give max-autotune-no-cudagraphs.")
+        if self.first_tier < 8 or self.first_tier % 8:
+            raise ValueError(f"first_tier is {self.first_tier}; give a multiple of 8 tokens.")
 
 
-def compiled(part: Callable[..., Part], backend: Backend | str | None) -> Callable[..., Part]:
-    """A function or method as one graph of `backend`; as it is where that is None."""
-    backend, mode = backend if isinstance(backend, Backend) else (backend, None)
-    if backend is None:
+def compiled(part: Callable[..., Part], config: EngineConfig) -> Callable[..., Part]:
+    """A function or method as one graph; as it is where nothing is to be compiled."""
+    if config.backend is None:
         return part
-    # Dynamo counts compilations per code object: with one for all rounds, they would soon be too many.
+    # Dynamo counts compilations per code object: with one for all tiers, they would soon be too many.
     plain: Any = part.__func__ if isinstance(part, MethodType) else part
     own = FunctionType(
         plain.__code__.replace(), plain.__globals__, plain.__name__, plain.__defaults__, plain.__closure__
     )
     own.__kwdefaults__ = plain.__kwdefaults__
     whole = MethodType(own, part.__self__) if isinstance(part, MethodType) else own
-    return torch.compile(whole, fullgraph=True, backend=backend, mode=mode, dynamic=False)
+    return torch.compile(whole, fullgraph=True, backend=config.backend, mode=config.mode, dynamic=False)

@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from hf_dart.engine.compiling import Backend
+from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.memory import Memory
 
 _WARM_UPS = 3
@@ -30,16 +30,14 @@ class Capture(NamedTuple):
     """What rounds are made with.
 
     Attributes:
-        backend: that compiles them.
+        config: by which they are compiled.
         pool: of graphs.
-        memory: for keys, values and noise.
-        hands_down: of `attention.PackedVerifier`.
+        memory: for keys and values.
     """
 
-    backend: Backend
+    config: EngineConfig
     pool: Pool | None
     memory: Memory
-    hands_down: bool
 
 
 class Launch:

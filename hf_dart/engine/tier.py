@@ -1,177 +1,203 @@
-"""One tier: a round's state for texts up to T tokens, and how a call gets into it and out again."""
+"""`Tier`: caches on fixed shapes for texts up to T tokens, and the parts of a round that were captured over them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_dart.decoding.noise import NoiseStream
-from hf_dart.decoding.rows import Rows
-from hf_dart.engine.attention import PackedVerifier
-from hf_dart.engine.budget import shared
-from hf_dart.engine.cache import FixedCache, FixedDraftCache
-from hf_dart.engine.fixed_round import FixedRound
-from hf_dart.engine.graphs import Capture, Launch
-from hf_dart.engine.job import HeadJob
-from hf_dart.engine.processing import FixedProcessors
-from hf_dart.engine.state import Shape, State
-from hf_dart.engine.trial import difference
-from hf_dart.models.tolerance import allowance, coarsest
-from hf_dart.trees.copies import BatchLookup
-from hf_dart.trees.tree import DraftTree
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.cache.target_cache import TargetCache
+from hf_dart.decoding.session import Session
+from hf_dart.drafters.proposal import Proposal, Score, Verified
+from hf_dart.engine.graphs import Capture
+from hf_dart.engine.parts import CapturedDraft, CapturedForward
+from hf_dart.models.tolerance import difference, same
+from hf_dart.models.trial import TRIAL_TREE
+from hf_dart.models.verify import Verifier
+from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
+
+_DEPTH = 3  # of the trial's tree
+# Trees that may differ before a target is refused: rounding may send a token to another expert.
+_TRIES = 3
 
 
 class Tier:
-    """A `FixedRound` with its state, made for calls like that of `job`.
+    """What rounds of a call run on in the place of its own caches, made for calls like that of `session`.
 
-    Attributes:
-        seats: which rows of the call that is loaded its rows are, ascending.
+    Rounds are those of every call: the session's forward of the target, its cache and, of drafters that run on fixed
+    shapes, the draft are replaced while it runs here (`taken_by`).
 
     Args:
-        shape: of the round.
-        job: of a call; others like it may come.
+        session: prefilled.
+        slots: T.
+        nodes: most nodes of a tree.
         capture: how.
+
+    Attributes:
+        forwards: captured forwards, by nodes of the trees.
+        drafts: captured drafts, by their depth.
+        failure: why a part could not be launched, if one could not.
     """
 
-    def __init__(self, shape: Shape, job: HeadJob, capture: Capture) -> None:
-        backend, pool, memory, hands_down = capture
-        features = job.session.seen.features
-        device = features.device
-        self.shape, self.seats = shape, list(range(shape.batch))
-        # Also for calls in inference mode: what is made there could not be written outside of it later.
+    def __init__(self, session: Session, slots: int, nodes: int, capture: Capture) -> None:
+        request, batch = session.request, len(session.rows)
+        self.slots, self.nodes, self._capture = slots, nodes, capture
+        # What a round accepts, unless copied text goes on beyond the draft.
+        self._most = _filled_up(min(session.drafter_runner.depth + 1, nodes), least=1)
+        self._session: Session | None = None
+        self._shift = session.verify.shift
         with torch.inference_mode(False), torch.no_grad():
-            self.cache = FixedCache(job.cache, shape.batch, shape.slots, shape.bucket, device, memory, shape.budget)
-            self.draft = FixedDraftCache.of(job.draft_state, shape.batch, shape.draft_slots, memory)
-            self.state = State.empty(shape, features, memory)
-        verifier = self._verifier = PackedVerifier(job.verify, self.cache, hands_down)
-        self._supplied = 0  # positions whose noise was handed on
-        self._places: Tensor | None = None  # of the seats in blocks of noise; None where all rows have one
-        processors = FixedProcessors(job.session.request.processors, shape.vocab_size, device)
-        ngram = job.head.ngram if shape.tree.ngram_weight else None
-        self.text = None
-        if shape.tree.lookup or ngram is not None:
-            self.text = BatchLookup(shape.batch, shape.slots + shape.path + 1, shape.tree.lookup, device)
-        self.round = FixedRound(
-            shape, job.head, verifier, self.cache, self.draft, self.state, processors, backend, self.text, ngram
-        )
-        self.round.propose()  # what the head makes on first use is there before anything is traced
-        self.launch = Launch(self.round, device, pool, self.round.run_uncompiled)
+            self._cache = session.cache.as_fixed(batch, slots, nodes, request.model.device, capture.memory.of)
+            if self._shift is not None:
+                self._shift = torch.zeros_like(self._shift, device=request.model.device)
+            self._draft_cache = None
+            if drafts_on_fixed_shapes(session) and nodes > 1:
+                room = -(-(slots + self._most + MAX_DRAFT_LENGTH) // 8) * 8
+                state, zeros = session.drafter_runner.drafter_state.state, capture.memory.of("head")
+                self._draft_cache = state.as_fixed(batch, room, state.lengths.device, zeros)
+        self.forwards: dict[int, CapturedForward] = {}
+        self.drafts: dict[int, CapturedDraft] = {}
+        self.failure: Exception | None = None
 
-    def has_room(self, running: list[tuple[int, int]], rounds: int) -> bool:
-        """May so many more rounds be run here?
+    def fits(self, longest: int) -> bool:
+        """Tell whether there is room for one more round after `longest` committed tokens."""
+        return longest + self.nodes <= self.slots
+
+    @contextmanager
+    def taken_by(self, session: Session) -> Iterator[None]:
+        """Let the rounds of a session run here, and bring its own caches to where they end."""
+        runner, rows = session.drafter_runner, range(len(session.rows))
+        cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
+        self.load(session)
+        cache.release()  # what lies here now need not be held twice
+        session.verify, session.cache = self, self._cache
+        if self._draft_cache is not None:
+            runner.drafter_state.state, runner.propose_with = self._draft_cache, self.propose
+        try:
+            yield
+        finally:
+            taken, session.cache, session.verify, self._session = session.cache, cache, verify, None
+            runner.drafter_state.state, runner.propose_with = state, propose
+            if session.request.returns_cache or not session.rows.finished:
+                cache.take_in(taken, rows)
+            if self._draft_cache is not None:
+                state.take_in(self._draft_cache, rows)
+
+    def load(self, session: Session) -> None:
+        """Take over where a session stands."""
+        rows = range(len(session.rows))
+        self._session, self.failure = session, None
+        self._verify = self._verifier(session.verify, self._cache)
+        self._cache.load(session.cache, rows)
+        if self._shift is not None:
+            self._shift.copy_(session.verify.shift)
+        if self._draft_cache is not None:
+            self._draft_cache.load(session.drafter_runner.drafter_state.state, rows)
+
+    def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
+        return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
+
+    def prepare(self, session: Session) -> None:
+        """Make what rounds need most, so that no round that is timed waits for it.
 
         Args:
-            running: committed tokens of each row that still runs, and how many more it may emit.
+            session: that is loaded.
         """
-        return max(length for length, _ in running) + rounds * self.shape.path <= self.shape.slots
+        self._forward(1)
+        if self._cache.states is not None:
+            self._forward(self.nodes)  # modules with running states may not take trees of any size at once
+        runner = session.drafter_runner
+        if self._draft_cache is not None:
+            self._draft(self._draft_cache, runner.depth, session.seen.features)
 
-    def load(self, job: HeadJob) -> None:
-        """Take over where a session stands, of the rows that run and as many others as there are seats for."""
-        state, rows, cache = self.state, job.rows, job.cache
-        runs = [room > 0 for room in rows.rooms]
-        seats = self.seats = sorted(sorted(range(len(rows)), key=lambda row: not runs[row])[: self.shape.batch])
-        held = torch.tensor([runs[row] or job.returns_cache for row in seats])
-        for mine, given in ((self.cache, cache), (self.draft, job.draft_state)):
-            # Of rows that have ended one entry is left, which their roots follow.
-            lengths = torch.where(held, given.lengths.cpu()[seats], 1)
-            mine.store.clear_from(0)  # what another call left here might be NaN
-            pairs = [(seat, row) for seat, row in enumerate(seats) if held[seat]]
-            mine.store.copy_from(given.store, int(lengths.max()), pairs)
-            mine.lengths.copy_(lengths)
-        self.cache.load_states(cache, seats)
-        self.round.whole = True
-        self._verifier.load(job.verify, seats)
-        taken, next_tokens, counts = (part[seats] for part in job.session.seen)
-        width = taken.shape[1]
-        state.features.zero_()
-        state.features[:, :width] = taken
-        last = torch.tensor([rows.tokens[row][-1] for row in seats])
-        state.roots.copy_(last)
-        state.next_tokens.copy_(last[:, None].expand_as(state.next_tokens))
-        state.next_tokens[:, :width] = next_tokens
-        state.counts.copy_(counts)
-        state.emitted.copy_(torch.tensor([rows.emitted[row] for row in seats]))
-        state.limits.fill_(rows.max_length - rows.prompt_length)
-        state.ended.copy_(torch.tensor([not runs[row] for row in seats]))
-        state.ends.zero_()
-        ends = [token for token in rows.end_tokens or () if 0 <= token < len(state.ends)]
-        state.ends[torch.tensor(ends, dtype=torch.long, device=state.ends.device)] = True
-        state.turn.zero_()
-        self.round.processors.load(job.session.request.processors, rows, seats, state.seen)
-        if self.text is not None:
-            # Of rows that have ended nothing is copied, and there may be no room for what they say.
-            self.text.load([rows.tokens[row] if runs[row] else rows.tokens[row][-1:] for row in seats])
-        self._supplied = rows.slowest()
-        # Not a list, which would be brought to the device for every position.
-        self._places = None if len(seats) == len(rows) else torch.tensor(seats, device=rows.device)
-        state.ready.copy_(state.limits[0])  # nobody waits for noise before there is some
+    def difference(self, session: Session) -> float:
+        """How far logits are from the session's own forward's, as a share of the largest; 0 where that is rounding.
 
-    def supply(self, noise: NoiseStream, rows: Rows) -> None:
-        """Have the noise ready that a round may need; that of positions which all rows have passed makes room."""
-        slowest = rows.slowest()
-        noise.forget_before(slowest)
-        end = min(slowest + self.shape.noise_rows, rows.max_length - rows.prompt_length)
-        if end <= self._supplied:
-            return
-        for position in range(self._supplied, end):
-            place = self.state.noise[position % self.shape.noise_rows]
-            if self._places is None:
-                noise.draw_into(place, position)
-            else:
-                place.copy_(noise.block(position).index_select(0, self._places))
-        self.state.ready.fill_(end)
-        self._supplied = end
-
-    def unload(self, job: HeadJob) -> None:
-        """Bring the session to where this tier stands. Waits for the device."""
-        if job.session.noise is not None:
-            job.session.noise.take_back()  # other tiers have theirs in the same place
-        self.cache.hand_to(job.cache, self.cache.lengths, self.seats, self.round.whole)
-        if self.shape.depth:
-            job.draft_state.take_in(self.draft, self.seats)
-        taken, batch = self.state.features, len(job.rows)
-        features, counts = taken.new_zeros(batch, *taken.shape[1:]), torch.zeros(batch, dtype=torch.long)
-        features[self.seats], counts[self.seats] = taken, self.state.counts.cpu()
-        path = torch.arange(self.shape.path).expand(batch, -1)
-        job.session.seen = job.rows.take(features, path, counts.tolist())
-
-    def of_call(self, emitted: list[list[int]], batch: int) -> list[list[int]]:
-        """What a round brought each of a call's rows, from what it brought those that have a seat."""
-        brought = dict(zip(self.seats, emitted, strict=True))
-        return [brought.get(row, []) for row in range(batch)]
-
-    def differs(self, job: HeadJob) -> Iterator[tuple[float, float]]:
-        """Hold this tier against what it stands for, loaded with a session.
-
-        First trees of random tokens on fixed shapes against the eager round's verification of them; then what is
-        launched, compiled and captured, against the round as it is written, by the hidden states of the roots.
-
-        Yields:
-            How far each is off, and how far it may be, as `trial.difference`.
+        Args:
+            session: that is loaded.
         """
-        self.load(job)
-        error, allowed, dtype = self._verifies(job)
-        yield error, allowed
-        roots = []
-        for launch in (self.round.run_uncompiled, self.launch):
-            self.load(job)
-            launch()
-            roots.append(self.state.features[:, 0].clone())
-        running = torch.tensor(job.rows.rooms, device=roots[0].device)[self.seats] > 0
-        gap = (roots[0].double() - roots[1].double()).abs().amax(-1).masked_fill(~running, 0)
-        yield float(gap.max()), allowance(coarsest(roots[0], dtype)) * float(roots[0].abs().max())
+        limits, error = session.limits(), 0.0
+        deep = min(session.verify.depth_room()) >= _DEPTH and self.nodes >= len(TRIAL_TREE)
+        parents = torch.tensor([TRIAL_TREE if deep else TRIAL_TREE[:1]] * len(limits))
+        runs = torch.tensor([limit > 0 for limit in limits])
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(_TRIES):
+            tokens = torch.randint(session.vocab_size, parents.shape, generator=generator)
+            tree = DraftTree.from_parents(tokens, parents, _DEPTH).to(session.rows.device)
+            found, wanted = (run(tree, limits)[0].cpu()[runs] for run in (self._forward(tree.size), session.verify))
+            if same(found, wanted):
+                return 0.0
+            error = difference(found, wanted)
+        return error
 
-    def _verifies(self, job: HeadJob) -> tuple[float, float, torch.dtype]:
+    # ---- in the place of a session's own parts ------------------------------------------------------
 
-        def verify(tree: DraftTree, running: Tensor) -> tuple[Tensor, Tensor]:
-            size, tree = tree.size, tree.padded(self.shape.bucket)
-            if self.shape.budget is not None:
-                tree = shared(tree, running, self.shape.budget)
-            with self.round.verifier.packed():
-                logits, _, places = self.round.verify(tree)
-            assert tree.scores is not None
-            return logits[places[:, :size]], tree.scores[:, :size] > -torch.inf
+    @property
+    def hidden_states(self) -> tuple[Tensor, ...]:
+        """None: calls that collect hidden states are not captured."""
+        return ()
 
-        return difference(job, self.seats, self.shape.bucket, verify)
+    def depth_room(self) -> list[int]:
+        """See `Verifier.depth_room`."""
+        return self._verify.depth_room()
+
+    def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
+        """Compute logits [B, N, V] and features [B, N, F] of a tree, uncaptured if the launch fails."""
+        session = self._session
+        assert session is not None
+        try:
+            forward = self._forward(tree.size)
+            session.cache = forward.verifier.cache
+            return forward(tree, limits)
+        except Exception as failure:
+            self.failure = failure
+            session.cache = self._cache
+            return self._verify(tree, limits)
+
+    def _forward(self, nodes: int) -> CapturedForward:
+        """The forward for trees of that many nodes, filled up to a power of two; made when it is first needed."""
+        size = nodes if nodes == 1 else min(_filled_up(nodes), self.nodes)
+        if size not in self.forwards:
+            verifier = self._verifier(self._verify, self._cache.for_nodes())
+            self.forwards[size] = CapturedForward(verifier, len(self._cache.lengths), size, self._capture)
+        return self.forwards[size]
+
+    def propose(
+        self, state: Any, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None, score: Score
+    ) -> Proposal | None:
+        """Take in verified positions and draft, as `Drafter.propose_ranked`; uncaptured if the launch fails."""
+        assert self._session is not None
+        drafter, seen = self._session.request.drafter, Verified(features, next_tokens, counts)
+        if seen.next_tokens.shape[1] > self._most:
+            before, seen = seen.split(self._most)
+            for part in before.parts(self._most):
+                drafter.extend(state, *part)
+        depth = depth or drafter.draft_length
+        try:
+            return self._draft(state, depth, features)(*seen)
+        except Exception as failure:
+            self.failure = failure
+            return drafter.propose(state, *seen, depth)
+
+    def _draft(self, cache: SlotCache, depth: int, like: Tensor) -> CapturedDraft:
+        """The draft of that depth from features such as these; made when it is first needed."""
+        if depth not in self.drafts:
+            assert self._session is not None
+            drafter = self._session.request.drafter
+            self.drafts[depth] = CapturedDraft(drafter, cache, self._most, depth, like, self._capture)
+        return self.drafts[depth]
+
+
+def drafts_on_fixed_shapes(session: Session) -> bool:
+    """Tell whether a session's drafter can run on fixed shapes where the target is."""
+    drafter: Any = session.request.drafter
+    return drafter.fixed_shapes and drafter.device == session.request.model.device
+
+
+def _filled_up(size: int, least: int = 8) -> int:
+    """The next power of two."""
+    return max(least, 1 << (size - 1).bit_length())

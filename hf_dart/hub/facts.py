@@ -1,4 +1,4 @@
-"""Facts about a drafter that is to be published, read from its files."""
+"""What is known about a drafter that is to be published, read from its files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def publishable(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """Facts that a card is written from; the sentence of one that is None or empty is left out.
+    """What a card is written from. What is None or empty is not known, and its sentence is left out.
 
     Attributes:
         config: of the drafter.
@@ -119,17 +119,17 @@ class HeadFacts:
 
     @property
     def kind(self) -> Kind:
-        """The kind of drafter."""
+        """Which kind of drafter it is."""
         return kind_of(self.config)
 
     @property
     def texts(self) -> CardTexts:
-        """Texts about that kind."""
+        """What is said of that kind."""
         return self.kind.texts
 
     @property
     def borrows(self) -> bool:
-        """True if the drafter reads and writes tokens through the target's embeddings and LM head."""
+        """Whether it reads and writes tokens through the target's embeddings and LM head."""
         return self.config.borrows_vocabulary
 
     @property

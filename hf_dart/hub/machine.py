@@ -1,4 +1,4 @@
-"""Versions and hardware that a figure or a head was made with."""
+"""What a figure or a head was made with: versions and hardware."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
-    """Versions of Python, this package and others, as far as they are installed."""
+    """Those of Python, this package and others, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in ("hf-dart", *packages):
         try:

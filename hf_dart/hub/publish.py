@@ -127,7 +127,7 @@ def write_folder(
 
 
 def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
-    """Facts about the drafter, which others have to be able to load."""
+    """What is known about the drafter, which others have to be able to load."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

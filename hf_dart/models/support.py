@@ -12,17 +12,13 @@ from transformers.cache_utils import Cache, StaticLayer
 from hf_dart.cache.stock_layers import (
     SIMPLE_LAYERS,
     DummyLayer,
-    DynamicIndexedLayer,
     LinearAttentionLayer,
-    StaticIndexedLayer,
     attention_layers,
     held_by,
     keeps_entries,
 )
 
-_LAYERS = (*SIMPLE_LAYERS, DynamicIndexedLayer, StaticIndexedLayer, DummyLayer, LinearAttentionLayer)
-# Index heads from which on a score of exactly 0 is no matter: one in 4 billion.
-_INDEX_HEADS = 32
+_LAYERS = (*SIMPLE_LAYERS, DummyLayer, LinearAttentionLayer)
 # Kinds of decoders that would cost more than they are used, and why they take no tree.
 _FAMILIES = {"recurrent_gemma": "keeps running states in its modules, from which rejected drafts cannot be taken back"}
 # Shares of heads that no causal LM has: "classifier_dropout", "summary_first_dropout".
@@ -59,29 +55,6 @@ def refuse_target(model: PreTrainedModel) -> None:
         raise ValueError(
             "In train mode with gradient checkpointing the target keeps no past; call model.eval() first, or turn "
             "gradient checkpointing off."
-        )
-
-
-def refuse_ties(model: PreTrainedModel, slots: int) -> None:
-    """Raise where a model may choose the entries that it attends to by their slots.
-
-    Indexers (DeepSeek V3.2, GLM-MoE-DSA, AXK2) score an entry by ReLUs of a few heads: it is exactly 0 where all of
-    them are, with a chance of about 2 ** -heads, and among equal scores `topk` goes by slots, which those of a tree are
-    not.
-
-    Args:
-        slots: of the longest text.
-
-    Raises:
-        ValueError: there are few heads, and texts longer than what all is chosen of.
-    """
-    text = model.config.get_text_config(decoder=True)
-    chosen, heads = getattr(text, "index_topk", None), getattr(text, "index_n_heads", None)
-    if chosen and heads and heads < _INDEX_HEADS and slots > chosen:
-        raise ValueError(
-            f"{type(model).__name__} chooses {chosen} of {slots} entries by scores of {heads} heads, which are often "
-            f"tied, and then by their slots, which differ in a token tree; set max_length to {chosen} or less, or call "
-            "generate without assistant=."
         )
 
 

@@ -24,10 +24,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from hf_dart.cache.base import TreeCache
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states, take_states, window_of
-from hf_dart.cache.tree_cache import keeps_only_entries, tree_cache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import (
     device_of,
@@ -42,7 +41,7 @@ from hf_dart.models.positions import position_limit
 from hf_dart.models.processes import highest
 from hf_dart.models.quantised import refuse_shared_scales, rounding_of
 from hf_dart.models.stock_steps import StockSteps, cache_name
-from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target, refuse_ties
+from hf_dart.models.support import parts_of, refuse_cache, refuse_compressed, refuse_target
 from hf_dart.models.tolerance import allowance, coarsest, difference
 from hf_dart.models.untouched import as_before
 from hf_dart.models.verify import Verifier
@@ -136,7 +135,6 @@ def check_verification(
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_target(model)
-    refuse_ties(model, text or _PROMPT + len(TRIAL_TREE) + 1)
     pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
     case = (*identity(model), pads)
     passed = _passed.setdefault(model, {})
@@ -262,7 +260,7 @@ class _Trial:
         """Logits of trees [B, 8, V], and of a token [B, 1, V] after the paths that were kept of them."""
         prefix, room = self._prefix(length), length + 2 * len(TRIAL_TREE)
         windows = layer_windows(self._model, prefix)
-        trees = tree_cache(prefix, self._pads, room, keep=False, windows=windows)
+        trees = TargetCache(prefix, self._pads, room, keep=False, windows=windows)
         verify = Verifier(self._model, trees, mask_kinds(self._model, self.short), [], shift=shift)
         parents = torch.tensor([TRIAL_TREE] * len(nodes), device=nodes.device)
         logits, _ = verify(DraftTree.from_parents(nodes, parents, max_depth=len(TRIAL_TREE)))
@@ -287,12 +285,7 @@ class _Trial:
         return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
 
     def _prefix(self, length: int) -> Any:
-        """A cache of `length` entries: those of a short prompt, repeated, and of random running states.
-
-        Layers that keep more than keys and values are filled by a prompt of that length.
-        """
-        if not keeps_only_entries(self.short):
-            return self._loud(self._prefill(length, self._pads)[cache_name(self._model)])
+        """A cache of `length` entries: those of a short prompt, repeated, and of random running states."""
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
@@ -364,19 +357,8 @@ class _Trial:
 # ---- a step of stock's that is handed more than text ----------------------------------------------------------
 
 
-class _Handing(Verifier):
-    """A verifier that hands the target more than drafts are verified with."""
-
-    beside: Mapping[str, Any] = {}
-
-    def extra_inputs(
-        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
-    ) -> dict[str, Any]:
-        return dict(self.beside)
-
-
 def refuse_what_matters(
-    target: PreTrainedModel, cache: TreeCache, kinds: list[MaskKind], shift: Tensor | None, beside: Mapping[str, Any]
+    target: PreTrainedModel, cache: TargetCache, kinds: list[MaskKind], shift: Tensor | None, beside: Mapping[str, Any]
 ) -> None:
     """Raise where a token after the prompt has other logits with what stock hands on beside text than without.
 
@@ -398,7 +380,7 @@ def refuse_what_matters(
         return
     batch, logits = len(cache.lengths), []
     for handed in ({}, beside):
-        verify = _Handing(target, cache, kinds, [], shift=shift)
+        verify = Verifier(target, cache, kinds, [], shift=shift)
         verify.beside = handed
         cache.prepare(1)
         roots = cache.lengths - 1  # at the end of the text, where the position table cannot end yet

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.cache.states import StatefulCache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import FLEX, TreeAttention, block_mask
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import features_request, gather_features, streams_of
@@ -23,17 +24,6 @@ from hf_dart.models.running_states.tree_forward import tree_forwards
 from hf_dart.models.stock_steps import cache_name, takes_positions
 from hf_dart.trees.config import MAX_NODES
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
-
-
-class Committed(Protocol):
-    """What a verifier reads of a cache; see `TreeCache`."""
-
-    cache: Cache
-    lengths: Tensor
-
-    def past_positions(self, layer: int, nodes: int) -> Tensor: ...
-
-    def prepare(self, nodes: int) -> None: ...
 
 
 class Verifier:
@@ -53,12 +43,13 @@ class Verifier:
 
     Attributes:
         attention: what it verifies by.
+        beside: handed to the target besides the usual arguments.
     """
 
     def __init__(
         self,
         target: PreTrainedModel,
-        cache: Committed,
+        cache: TargetCache,
         kinds: list[MaskKind],
         feature_layers: list[int],
         keep_hidden_states: bool = False,
@@ -70,6 +61,7 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
+        self.beside: Mapping[str, Any] = {}
         self._keep_hidden_states, self._streams = keep_hidden_states, streams_of(target)
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
@@ -84,18 +76,15 @@ class Verifier:
 
     def depth_room(self) -> list[int]:
         """How many positions after each row's root the target's position table still holds, as far as trees may go."""
-        if self.shift is None and int(self.cache.lengths.max()) + MAX_NODES <= self._last_position:
-            return [MAX_NODES] * len(self.cache.lengths)
-        return self.room(self.cache.lengths).tolist()
-
-    def room(self, lengths: Tensor) -> Tensor:
-        """How many positions [B] the position table still holds after the roots of rows with `lengths` [B]."""
+        lengths = self.cache.entries.counted
+        if self.shift is None and self.cache.longest + MAX_NODES <= self._last_position:
+            return [MAX_NODES] * len(lengths)
         positions = lengths
         if self.shift is not None:
-            positions = (lengths + self.shift.to(lengths.device)).view(-1, len(lengths)).amax(0)
+            positions = (lengths + self.shift.cpu()).view(-1, len(lengths)).amax(0)
         left = (self._last_position - positions).clamp(min=0)
         # Past a soft end the target runs on as it would without drafts.
-        return left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)
+        return (left if self._hard else left.masked_fill(positions > self._last_position, MAX_DRAFT_LENGTH)).tolist()
 
     def __call__(self, tree: DraftTree, limits: list[int] | None = None) -> tuple[Tensor, Tensor]:
         """Logits [B, N, V] and features [B, N, F] of every node.
@@ -107,61 +96,72 @@ class Verifier:
             limits: tokens that each row may emit; what is returned for a row with 0 is not used.
         """
         self.cache.prepare(tree.size)
-        roots = self.cache.lengths
-        if limits is not None and 0 in limits:
-            # The root of a row that has ended may lie beyond the end of the position table.
-            roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
         masked = tree.size > 1 or not self._runs_plainly()
-        return self.run(tree, roots.to(tree.tokens.device), masked=masked)
+        return self.run(tree, self.roots(limits).to(tree.tokens.device), masked)
+
+    def roots(self, limits: list[int] | None) -> Tensor:
+        """Positions [B] of the roots, on the host; that of a row that has ended may lie beyond the position table."""
+        roots = self.cache.entries.counted
+        if limits is not None and 0 in limits:
+            roots = roots - torch.tensor([limit == 0 for limit in limits]).long()
+        return roots
 
     def _runs_plainly(self) -> bool:
         """Do roots see what stock's attention would see by itself, with `_plain_masks`?"""
         if not self._skips_masks:
             return False
-        longest = int(self.cache.lengths.max())
-        if any(kind.window is not None and longest >= kind.window for kind in self.kinds):
+        if any(kind.window is not None and self.cache.longest >= kind.window for kind in self.kinds):
             return False
         takes_padding = self.attention.differs and self.attention.own in AttentionMaskInterface()
         return (takes_padding and not self.mixers) or self._sees_all()
 
     def _sees_all(self) -> bool:
         """Does a root see every entry that the cache shows, so that stock's attention would run without a mask?"""
-        return all(bool((self.cache.past_positions(kind.layer, 1) >= 0).all()) for kind in self.kinds)
+        return all(bool((self.cache.past_positions(kind.layer) >= 0).all()) for kind in self.kinds)
 
     def _plain_masks(self) -> Any:
         """What stock masks a step with: [B, S + 1] for targets that are told of padding so; or nothing."""
         if not self.attention.differs or self.mixers or self._sees_all():
             return self._no_masks
-        past = self.cache.past_positions(self.kinds[0].layer, 1)
+        past = self.cache.past_positions(self.kinds[0].layer)
         return F.pad(past >= 0, (0, 1), value=True).long().to(self._device)
 
-    def run(
-        self, tree: DraftTree, roots: Tensor, computed: Tensor | None = None, masked: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Run a tree through the target on fixed shapes: the cache has room for it, and its roots stand at `roots` [B].
+    def run(self, tree: DraftTree, roots: Tensor, masked: bool = True) -> tuple[Tensor, Tensor]:
+        """Run a tree for which the cache has room through the target, its roots standing at `roots` [B].
 
         Args:
-            computed: [M] of the B N nodes, those to be run, as one row of tokens: logits are [1, M, V] and features
-                [1, M, F] then. Cache and attention have to know (`hf_dart.engine.budget`); masks are those of trees.
             masked: False where the trees are roots alone, which see what stock's steps would.
         """
         if tree.tokens.device != self._device:  # prompts may lie on the host while the target does not
             tree, roots = tree.to(self._device), roots.to(self._device)
+        with self.takes_trees() if masked else self._takes_states():
+            return self.forward(tree, roots, masked)
+
+    @contextmanager
+    def takes_trees(self) -> Iterator[None]:
+        """Within it, in this thread, the target's attention and its modules with running states take trees."""
+        with self.attention.packed(), self._takes_states():
+            yield
+
+    def _takes_states(self) -> AbstractContextManager[None]:
+        return tree_forwards(self.mixers) if self.mixers else nullcontext()
+
+    def forward(self, tree: DraftTree, roots: Tensor, masked: bool = True) -> tuple[Tensor, Tensor]:
+        """Compute what `run` returns, within `takes_trees`; nothing is read on the host if the cache is fixed."""
         positions = at = roots[:, None] + tree.depths
         if self.shift is not None:
             at = positions + self.shift[..., None].to(positions.device)
-        tokens = tree.tokens
-        if computed is not None:
-            tokens, at = tokens.flatten()[computed][None], at.flatten(-2)[..., None, computed]
         masks: Any = self.masks(tree, positions) if masked else self._plain_masks()
-        inputs: dict[str, Any] = self.extra_inputs(tree, positions, masks, computed) if masked else {}
+        inputs: dict[str, Any] = dict(self.beside)
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
         inputs.update({"output_hidden_states": True} if keep else features_request(self.feature_layers))
-        with self._attending() if masked else nullcontext(), self._states(tree), users_default():
+        if isinstance(self.cache.cache, StatefulCache):
+            self.cache.cache.states.begin(tree)
+        with users_default():
             outputs = self.target(
-                input_ids=tokens,
+                input_ids=tree.tokens,
                 attention_mask=masks,
                 **{self._cache_name: self.cache.cache},
                 use_cache=True,
@@ -170,24 +170,7 @@ class Verifier:
             )
         if keep:
             self.hidden_states = outputs.hidden_states
-        return outputs.logits, gather_features(outputs, self.feature_layers, tokens, self._streams)
-
-    def _attending(self) -> AbstractContextManager[None]:
-        """Within it, the target attends by what takes a tree's mask."""
-        return self.attention.packed()
-
-    def _states(self, tree: DraftTree) -> AbstractContextManager[None]:
-        """Within it, modules with running states take a tree."""
-        if not isinstance(self.cache.cache, StatefulCache):
-            return nullcontext()
-        self.cache.cache.states.begin(tree)
-        return tree_forwards(self.mixers)
-
-    def extra_inputs(
-        self, tree: DraftTree, positions: Tensor, masks: Tensor | dict[str, Tensor], computed: Tensor | None
-    ) -> dict[str, Any]:
-        """Keyword arguments for the target beside the usual ones."""
-        return {}
+        return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens, self._streams)
 
     def masks(self, tree: DraftTree, positions: Tensor) -> Any:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
@@ -202,7 +185,7 @@ class Verifier:
         hidden = torch.finfo(dtype).min / 2
         masks: dict[str, Any] = {}
         for kind in self.kinds:
-            past = self.cache.past_positions(kind.layer, tree.size).to(positions.device)
+            past = self.cache.past_positions(kind.layer).to(positions.device)
             seen_past = (past >= 0)[:, None].expand(-1, tree.size, -1)
             seen_tree = tree.ancestors
             horizon = kind.horizon(positions)

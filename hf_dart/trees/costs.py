@@ -30,11 +30,6 @@ LEVEL_COST = 0.25
 ANY_TREE, NODE_COST = 0.1, 0.03
 """Estimated costs on a CPU: of any tree (masks, kernels for more than one query), and of each node in one row."""
 
-_FIRST, _DOUBLED = 0.676, 0.57
-"""Tokens that a tree of 2**n nodes adds to a round: `_FIRST` * n**`_DOUBLED`.
-
-Fits the packaged pair's 2.49, 2.68 and 2.86 tokens for trees of 16, 32 and 60 nodes."""
-
 
 @dataclass(frozen=True, eq=False)
 class RoundCost:
@@ -83,13 +78,3 @@ def checked_points(name: str, points: Any) -> Points:
             "`hf-dart profile` prints them."
         )
     return pairs
-
-
-def nodes_worth(cost: RoundCost) -> int:
-    """Number of nodes per row, 2 to N, at which rounds of one fixed size bring most for their cost.
-
-    It counts with the acceptance of an average draft. Trees that are sized one by one follow their own scores instead.
-    """
-    nodes = np.arange(2, len(cost.verify) + 1)
-    tokens = 1 + _FIRST * np.log2(nodes) ** _DOUBLED
-    return int(nodes[(tokens / cost.of_each(len(cost.verify))[1:]).argmax()])

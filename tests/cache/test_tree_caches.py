@@ -1,4 +1,4 @@
-"""The two tree caches against the plain forward, and what a caller finds in the cache afterwards."""
+"""The target's cache against the plain forward, and what a caller finds in the cache afterwards."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ from support.cases import replay
 from support.compare import assert_identical, run
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_head, tiny_target
 from torch import Tensor
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
 from hf_dart.cache import windows as buffers
-from hf_dart.cache.aligned import RightAlignedCache
-from hf_dart.cache.base import TreeCache
-from hf_dart.cache.ragged import RaggedCache
 from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, window_of
-from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding import finish
 from hf_dart.decoding import prefill as prefilling
 from hf_dart.decoding.api import attach
@@ -30,38 +27,31 @@ from hf_dart.models.masks import mask_kinds
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
+FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 26}
 GREEDY = {"do_sample": False, "max_new_tokens": 26}
 # These families compute their expert weights in fp32, whatever their dtype.
 ROUTED_IN_FP32 = {"rtol": 1e-5, "atol": 3e-6}
 
 
-def ragged(
+def whole(
     prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
-) -> TreeCache:
-    return RaggedCache(prefilled, pads, capacity, keep, most)
+) -> TargetCache:
+    return TargetCache(prefilled, pads, capacity, keep, most)
 
 
 def windowed(
     prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, most: int | None = None, *_: Any
-) -> TreeCache:
+) -> TargetCache:
     """Sliding layers that keep their window and next to nothing else."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "SPARE", 0)
         windows = [window_of(layer) for layer in attention_layers(prefilled)]
-        return RaggedCache(prefilled, pads, capacity, keep, most, windows)
+        return TargetCache(prefilled, pads, capacity, keep, most, windows)
 
 
-def right_aligned(prefilled: DynamicCache, pads: list[int], capacity: int, keep: bool, *_: Any) -> TreeCache:
-    return RightAlignedCache(prefilled, pads, keep)
-
-
-def kinds_of_cache(family: str) -> list[Callable[..., TreeCache]]:
-    """A family whose layers keep more than keys and values has only the right-aligned one."""
-    if family == "deepseek_v32":
-        return [right_aligned]
-    return [ragged, *([windowed] if family in ("gemma3", "mistral") else []), right_aligned]
+def kinds_of_cache(family: str) -> list[Callable[..., TargetCache]]:
+    return [whole, *([windowed] if family in ("gemma3", "mistral") else [])]
 
 
 @pytest.fixture(autouse=True)
@@ -71,8 +61,8 @@ def _tight(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def representative(*case: Any) -> Any:
-    """Mixed layers and layers with further state stand for all; the others belong to the matrix."""
-    return pytest.param(*case, marks=() if case[0] in ("gemma3", "deepseek_v32") else pytest.mark.matrix)
+    """Mixed layers stand for all; the others belong to the matrix."""
+    return pytest.param(*case, marks=() if case[0] == "gemma3" else pytest.mark.matrix)
 
 
 CASES = [representative(family, make) for family in FAMILIES for make in kinds_of_cache(family)]
@@ -87,7 +77,7 @@ def random_tree(batch: int, nodes: int, random: Random) -> DraftTree:
 @torch.no_grad()
 @pytest.mark.parametrize("lengths", [[12], [9, 3, 12, 7], [2, 2]])
 @pytest.mark.parametrize(("family", "make"), CASES)
-def test_trees_over_ragged_rounds(family: str, make: Callable[..., TreeCache], lengths: list[int]) -> None:
+def test_trees_over_ragged_rounds(family: str, make: Callable[..., TargetCache], lengths: list[int]) -> None:
     """Every node's logits equal those of its path as plain text, round after round of ragged commits."""
     target = tiny_target(family)
     inputs = prompts(lengths)
@@ -134,14 +124,13 @@ def test_trees_over_ragged_rounds(family: str, make: Callable[..., TreeCache], l
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("make", [ragged, right_aligned])
-def test_truncated_rows_go_on_from_their_end(make: Callable[..., TreeCache]) -> None:
+def test_truncated_rows_go_on_from_their_end() -> None:
     target = tiny_target("llama")
     inputs = prompts([9, 5, 12])
     pads = [3, 7, 0]
     prefilled = prefill(target, inputs)
     kinds = mask_kinds(target, prefilled)
-    cache = make(prefilled, pads, 64, False)
+    cache = TargetCache(prefilled, pads, 64, False)
     verify = Verifier(target, cache, kinds, [])
     chain = DraftTree.chain(torch.randint(2, VOCABULARY, (3, 6)))
     verify(chain)
@@ -154,8 +143,8 @@ def test_truncated_rows_go_on_from_their_end(make: Callable[..., TreeCache]) -> 
         torch.testing.assert_close(logits[row, 0], target(text[None], use_cache=False).logits[0, -1], **CLOSE)
 
 
-@pytest.mark.parametrize("make", [ragged, windowed, right_aligned])
-def test_layers_show_what_they_hold(make: Callable[..., TreeCache]) -> None:
+@pytest.mark.parametrize("make", [whole, windowed])
+def test_layers_show_what_they_hold(make: Callable[..., TargetCache]) -> None:
     """Some targets look into them."""
     target = tiny_target("gemma3")
     prefilled = prefill(target, prompts([12]))
@@ -165,35 +154,7 @@ def test_layers_show_what_they_hold(make: Callable[..., TreeCache]) -> None:
             assert torch.equal(got[:, :, -want.shape[2] :], want)
 
 
-def test_the_chooser_picks_by_layer_kind() -> None:
-    for family in FAMILIES:
-        target = tiny_target(family)
-        cache = tree_cache(prefill(target, prompts([5])), [0], 16, keep=True)
-        wanted = RightAlignedCache if family == "deepseek_v32" else RaggedCache
-        assert type(cache) is wanted, family
-
-
 # ---- end to end -------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
-@pytest.mark.parametrize("family", [representative(family) for family in FAMILIES])
-def test_right_aligned_end_to_end(family: str, lengths: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    target = tiny_target(family)
-    head = tiny_head(target)
-    inputs = prompts(lengths)
-    made = []
-
-    def choose(*args: Any, **kwargs: Any) -> TreeCache:
-        made.append(right_aligned(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(prefilling, "tree_cache", choose)
-    assert_identical(target, head, inputs, **SAMPLED)
-    options = {**GREEDY, "eos_token_id": [3, 11, 19]}
-    misses = [0.1, 0.8, 0.3, 0.5][: len(lengths)]
-    assert_identical(target, replay(target, inputs, misses=misses, **options), inputs, **options)
-    assert len(made) == 2
 
 
 def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache, **options: Any) -> Tensor:
@@ -211,9 +172,9 @@ def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache,
 )
 @pytest.mark.parametrize(("family", "make"), CASES)
 def test_the_returned_cache_is_stocks(
-    family: str, make: Callable[..., TreeCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
+    family: str, make: Callable[..., TargetCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefilling, "tree_cache", make)
+    monkeypatch.setattr(prefilling, "TargetCache", make)
     monkeypatch.setattr(finish, "FILL", 3)  # rows that ended early are brought to the end in several steps
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
@@ -258,31 +219,6 @@ def test_a_cache_passed_in_is_updated_in_place(family: str, lengths: list[int]) 
     assert_same_cache(ours, stock, pads, turns[0])
 
 
-@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
-@pytest.mark.parametrize("lengths", [[7], [9, 3, 7, 13]])
-@pytest.mark.parametrize("family", ["gemma3", "deepseek_v32"])
-def test_right_aligned_entries_go_back_to_a_static_cache(
-    family: str, lengths: list[int], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Into stock's slots and tensors, over two turns."""
-    monkeypatch.setattr(prefilling, "tree_cache", right_aligned)
-    target = attach(tiny_target(family))
-    inputs = prompts(lengths)
-    drafter = replay(target, inputs, misses=[0.1, 0.5, 0.3, 0.7][: len(lengths)], **options)
-    caches = [StaticCache(config=target.config, max_cache_len=max(lengths) + 64) for _ in range(2)]
-    texts, turns = [], []
-    for cache, drafting in zip(caches, ({}, {"assistant": drafter}), strict=True):
-        texts.append(run(target, inputs, 0, past_key_values=cache, **options, **drafting).sequences)
-        assert not drafting or drafter.last_stats.tau > 1.3
-        tensors = [states for layer in cache.layers for states in vars(layer).values() if isinstance(states, Tensor)]
-        turns.append(next_turn(target, texts[-1], inputs["attention_mask"], cache, **options, **drafting))
-        after = [states for layer in cache.layers for states in vars(layer).values() if isinstance(states, Tensor)]
-        assert all(one is other for one, other in zip(tensors, after, strict=True))
-    assert torch.equal(*texts)
-    assert torch.equal(*turns)
-    assert_same_cache(caches[1], caches[0], [max(lengths) - length for length in lengths], turns[0])
-
-
 def test_the_next_turn_may_be_drafted_or_not() -> None:
     target = tiny_target("gemma3")
     head = tiny_head(target)
@@ -321,10 +257,10 @@ def test_a_call_without_a_kept_cache_frees_the_prefill() -> None:
     """Without a caller who wants the cache, keys and values are held once."""
     target = tiny_target("llama")
     prefilled = prefill(target, prompts([12]))
-    tree_cache(prefilled, [0], 64, keep=False)
+    TargetCache(prefilled, [0], 64, keep=False)
     assert all(layer.keys.numel() == 0 for layer in prefilled.layers)
     prefilled = prefill(target, prompts([12]))
-    tree_cache(prefilled, [0], 64, keep=True)
+    TargetCache(prefilled, [0], 64, keep=True)
     assert all(layer.keys.shape[2] == 12 for layer in prefilled.layers)
 
 
@@ -355,11 +291,11 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
     monkeypatch.setattr(buffers, "SPARE", 24)
     made: list[Any] = []
 
-    def noted(*args: Any, **kwargs: Any) -> TreeCache:
-        made.append(tree_cache(*args, **kwargs))
+    def noted(*args: Any, **kwargs: Any) -> TargetCache:
+        made.append(TargetCache(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(prefilling, "tree_cache", noted)
+    monkeypatch.setattr(prefilling, "TargetCache", noted)
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     options = {"do_sample": False, "max_new_tokens": 220}
@@ -385,9 +321,9 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
     assert_same_cache(cache, stock, [0], text)
 
 
-def check_windows(cache: TreeCache) -> None:
+def check_windows(cache: TargetCache) -> None:
     """The buffers of sliding layers have moved on, and are of their window's size."""
-    windowed = cache._buffers[WINDOW]
+    windowed = next(one for one in cache.entries.buffers if one.window == WINDOW)
     spread = int(cache.lengths.max() - cache.lengths.min())
     assert windowed.first > 60
     assert windowed.store.capacity <= (2 if spread else 1) * (WINDOW + buffers.SLACK + buffers.SPARE + spread)

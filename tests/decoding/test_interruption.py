@@ -46,7 +46,6 @@ def pair() -> tuple[Any, DartHead]:
     [
         ("gemma3", "dynamic", RAGGED, True),
         ("gemma3", "static", [7], True),
-        ("deepseek_v32", "static", RAGGED, True),
     ],
 )
 def test_interrupted_anywhere(family: str, kind: str, lengths: list[int], sampled: bool) -> None:
@@ -91,8 +90,6 @@ def test_a_kept_interruption_holds_no_noise(
         ("llama", "dynamic"),
         ("gemma3", "dynamic"),
         ("gemma3", "static"),
-        ("deepseek_v32", "dynamic"),
-        ("deepseek_v32", "static"),
     ],
 )
 @pytest.mark.parametrize("seed", [2, 3])
@@ -173,9 +170,9 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
 @pytest.mark.filterwarnings("error::UserWarning")
 @pytest.mark.parametrize("lengths", [[7], RAGGED])
 def test_a_streamer_fails_amid_captured_rounds(lengths: list[int]) -> None:
-    """Their tokens are all committed before the first of them is heard: the cache goes back to the one that failed."""
+    """What was committed in the tier is in the cache that was passed in."""
     target, head = used("llama")
-    made = engine(target, head, first_tier=64, lag=1)
+    made = engine(target, head, first_tier=64)
     inputs, options = prompts(lengths), {**SAMPLED, "tree_config": TreeConfig(nodes=8, lookup=0)}
     text = run(target, inputs, 0, **SAMPLED).sequences
     for tokens in range(1, 5):

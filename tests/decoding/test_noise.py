@@ -66,28 +66,6 @@ def test_the_generator_is_left_where_stock_is(steps: int) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_blocks_in_places_of_others() -> None:
-    """Are the same, also where some had been drawn before; and stay so when the places are written over."""
-    torch.manual_seed(5)
-    blocks = torch.stack([torch.empty(3, 9).exponential_(1) for _ in range(7)])
-    state = torch.get_rng_state()
-    torch.manual_seed(5)
-    stream = NoiseStream(3, 9, CPU).begin()
-    stream.gumbel([0, 0, 0], 2)
-    places = torch.zeros(7, 3, 9)
-    for position in (0, 1, 2, 3, 6):
-        stream.draw_into(places[position], position)
-    given = [0, 1, 2, 3, 6]
-    assert torch.equal(places[given], blocks[given])
-    assert stream.block(3).data_ptr() == places[3].data_ptr(), "kept once"
-    stream.forget_before(3)
-    stream.take_back()
-    places.zero_()
-    assert torch.equal(stream.exponentials([3, 3, 3], 4), blocks[3:].transpose(0, 1))
-    stream.leave_as_stock(7)
-    assert torch.equal(torch.get_rng_state(), state)
-
-
 def test_rows_start_where_they_are() -> None:
     torch.manual_seed(5)
     blocks = torch.stack([torch.empty(3, 9).exponential_(1) for _ in range(12)])  # [position, row, V]

@@ -26,21 +26,6 @@ def test_ids_outgrow_their_room(options: dict[str, Any], monkeypatch: pytest.Mon
     assert_identical(target, tiny_head(target), prompts([7, 3]), **given)
 
 
-def test_what_was_noted_of_rows_is_written_where_it_belongs() -> None:
-    """Of those that went on; another one of them has been written before."""
-    config = GenerationConfig(max_length=30)
-    config._pad_token_tensor = torch.tensor(0)
-    rows = Rows(torch.ones(3, 4, dtype=torch.long), None, config, StoppingCriteriaList([MaxLengthCriteria(30)]), False)
-    noted = [[5, 6], [7, 8, 9], []]
-    for starts in ([0, 0, 0], [2, 3, 0]):
-        for row, tokens in enumerate(noted):
-            for token in tokens:
-                rows.note(row, token)
-        rows.write(starts)
-        noted = [[], [2], [3]]
-    assert [rows.ids(row)[0, 4:].tolist() for row in range(3)] == [[5, 6], [7, 8, 9, 2], [3]]
-
-
 def test_rows_that_have_ended_hold_nobody_back() -> None:
     """Neither what others may run ahead of the slowest nor what a streamer is shown."""
     config = GenerationConfig(max_length=30)

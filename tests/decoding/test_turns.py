@@ -30,9 +30,9 @@ from torch import Tensor
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from hf_dart import DartHead
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.proposal import Verified
-from hf_dart.drafters.state import SlotState
 from hf_dart.models.trial import check_verification
 
 
@@ -47,8 +47,7 @@ REPRESENTATIVE = [
     ("gemma3", "dynamic", RAGGED, "sampled"),
     ("gemma3", "static", RAGGED, "greedy"),
     ("mistral", "dynamic", [WINDOW - 3], "greedy"),
-    ("deepseek_v32", "dynamic", RAGGED, "eos"),
-    ("deepseek_v32", "static", RAGGED, "eos"),
+    ("deepseek_v3", "dynamic", RAGGED, "eos"),
 ]
 
 
@@ -340,7 +339,7 @@ def test_a_state_that_cannot_be_written_any_more(change: str, taken_up: list[boo
 
 def states_alive() -> int:
     """Drafters' states of calls that are in memory, whoever holds them."""
-    return sum(type(one) is SlotState for one in gc.get_objects())
+    return sum(type(one) is SlotCache for one in gc.get_objects())
 
 
 def test_the_state_goes_with_the_cache(pair: tuple[Any, DartHead]) -> None:

@@ -35,7 +35,7 @@ from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.cache.slots import SlotSpec
-from hf_dart.drafters.state import SlotState
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.hub.kinds import CardTexts
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
@@ -66,7 +66,7 @@ class ToyDrafter(PretrainedDrafter):
         return SlotSpec(1, 2, self.dtype, self.device)
 
     def begin(self, batch_size, capacity):
-        return SlotState.begin(self.slot_spec, 0, batch_size, capacity)
+        return SlotCache.begin(self.slot_spec, 0, batch_size, capacity)
 
     def extend(self, state, features, next_tokens, counts):
         state.advance(counts)

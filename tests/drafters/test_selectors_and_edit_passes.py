@@ -15,11 +15,11 @@ from support.trees import let_trees_grow_in_tensors
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.chain import ChainScores, best_chain
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.drafters.state import SlotState
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [
@@ -53,7 +53,7 @@ def texts(head: DartHead, lengths: list[int], seed: int = 1) -> tuple[Tensor, Te
     return features, torch.randint(VOCABULARY, shape, generator=generator)
 
 
-def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[SlotState, Proposal]:
+def begun(head: DartHead, features: Tensor, tokens: Tensor, counts: list[int]) -> tuple[SlotCache, Proposal]:
     state = head.begin(len(counts), 4)
     return state, head.propose(state, features, tokens, torch.tensor(counts))
 

@@ -1,4 +1,4 @@
-"""Captured rounds on a CUDA device, in fp32 with TF32 off: one graph, nothing read back, stock's tokens.
+"""Captured parts on a CUDA device, in fp32 with TF32 off: one graph, nothing read back, stock's tokens.
 
 Where there is none, they run on `support.simulated_gpu`.
 """
@@ -18,13 +18,12 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine import engine as module
 from hf_dart.engine.engine import Engine
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.usefixtures("full_fp32"),
-    pytest.mark.filterwarnings("error:This call runs the eager round"),
+    pytest.mark.filterwarnings("error:This call runs uncompiled"),
     pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning"),  # of torch's own, as it generates code
 ]
 INDUCTOR = pytest.param("inductor", marks=needs_a_driver)
@@ -45,15 +44,14 @@ def inputs(size: int) -> dict[str, torch.Tensor]:
 
 
 def assert_host_is_not_asked(made: Engine) -> None:
-    """No round of any tier waits for the device, as it is written or as it is launched."""
+    """No part of a round waits for the device."""
     assert made.tiers
     torch.cuda.set_sync_debug_mode("error")
     try:
         for tier in made.tiers:
             assert tier is not None
-            tier.state.ended.fill_(True)  # a full tier has no room for another round
-            tier.round()
-            tier.launch()
+            for part in (*tier.forwards.values(), *tier.drafts.values()):
+                part.launch()
     finally:
         torch.cuda.set_sync_debug_mode("default")
 
@@ -73,30 +71,13 @@ def test_families(family: str, backend: str | None) -> None:
     assert len(made.tiers) > 4
 
 
-@pytest.mark.parametrize("nodes", [1, 16])
-def test_nothing_is_read_back(nodes: int) -> None:
-    target, head, made = on_gpu("qwen3", None, selector_rank=4)
-    target.generate(**inputs(4), assistant=head, tree_config=TreeConfig(nodes=nodes), **GREEDY)
-    assert made.tiers
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for tier in made.tiers:
-            assert tier is not None
-            tier.state.ended.fill_(True)  # a full tier has no room for another round
-            tier.round()  # as it is
-            for _ in range(3):
-                tier.launch()  # replayed
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    torch.cuda.synchronize()
-
-
-def test_one_launch_per_round(gpu: SimulatedGpu | None) -> None:
+def test_one_launch_per_forward(gpu: SimulatedGpu | None) -> None:
     """Of kernels, by the profiler: a replay is one `cudaGraphLaunch` and nothing else."""
     target, head, made = on_gpu("qwen3", None)
-    target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=16), **GREEDY)
-    tier = next(iter(made.tiers))
-    assert tier is not None
+    target.generate(**inputs(1), assistant=head, tree_config=TreeConfig(nodes=16, lookup=0), **GREEDY)
+    made_first = next(iter(made.tiers))
+    assert made_first is not None
+    tier = made_first.forwards[16]
     if gpu is not None:
         before = gpu.launches, gpu.replays
         tier.launch()
@@ -127,7 +108,7 @@ def test_long_text_through_many_tiers() -> None:
     assert_identical_up_to_near_ties(
         target, head, ids, into=tally("fp32, captured"), label="long", do_sample=False, max_new_tokens=230
     )
-    assert {tier.shape.slots for tier in made.tiers if tier is not None} >= {32, 64, 128, 256}
+    assert {tier.slots for tier in made.tiers if tier is not None} >= {32, 64, 128, 256}
 
 
 @pytest.mark.parametrize("size", [pytest.param(1, marks=pytest.mark.matrix), 4])
@@ -151,67 +132,6 @@ def test_sampled(size: int) -> None:
     assert_host_is_not_asked(made)
 
 
-@pytest.mark.filterwarnings("ignore:Of this call the target's forward alone")
-@pytest.mark.parametrize("backend", [None, INDUCTOR])
-def test_a_captured_forward(backend: str | None) -> None:
-    """For calls whose rounds ask the host for something; every launch is a replay."""
-    target, head, made = on_gpu("qwen3", backend)
-    for size in (1, 4):
-        for options in ({**GREEDY, "no_repeat_ngram_size": 3}, {"do_sample": True, "typical_p": 0.9, **ENDS}):
-            assert_identical_up_to_near_ties(
-                target,
-                head,
-                inputs(size),
-                into=tally("fp32, captured"),
-                label=f"captured forward, {size}",
-                **{"max_new_tokens": 40, **options},
-            )
-    assert made.forwards
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for forward in made.forwards:
-            assert forward is not None
-            assert forward.draft_pass is not None
-            for sized in (*forward.sizes.values(), *forward.draft_pass.sizes.values()):
-                sized.launch()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_rows_that_have_ended_leave(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rounds of fewer rows, once they are there; nothing is read back in them."""
-    monkeypatch.setattr(module, "_WORTH_A_MOVE", 1)
-    target, head, made = on_gpu("qwen3", None)
-    ids = {name: part.to("cuda") for name, part in prompts([9, 3, 7, 13, 5], seed=2).items()}
-    options = {"do_sample": sampled, "max_new_tokens": 60, **ENDS}
-    head.tree_config = TreeConfig(nodes=6)
-    for _ in range(3):
-        into = tally("fp32, captured")
-        assert_identical_up_to_near_ties(target, head, ids, into=into, label="fewer rows", **options)
-    assert min(tier.shape.batch for tier in made.tiers if tier is not None) < 5
-    assert_host_is_not_asked(made)
-
-
-@pytest.mark.parametrize(
-    "warpers",
-    [*(pytest.param(one, marks=pytest.mark.matrix) for one in ({"top_k": 0}, {"top_k": 0, "top_p": 0.9})), TOP_BOTH],
-    ids=str,
-)
-def test_where_tokens_are_chosen(warpers: dict[str, Any]) -> None:
-    """After all nodes at once, with top-p too, for which no vocabulary is sorted."""
-    target, head, made = on_gpu("qwen3", None)
-    into = tally("fp32, captured")
-    for size in (1, 4):
-        options = {"do_sample": True, "max_new_tokens": 30, "temperature": 0.7, **warpers}
-        assert_identical_up_to_near_ties(target, head, inputs(size), into=into, label=str(warpers), **options)
-    chosen = [
-        tier.round.chooses_everywhere(tier.shape.budget or tier.shape.bucket) for tier in made.tiers if tier is not None
-    ]
-    assert chosen
-    assert all(chosen)
-
-
 def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
     """Experts in a loop ask the host: that is told before a capture, and the generators go on as they were."""
     target, head, made = on_gpu("qwen3_moe", None)
@@ -220,26 +140,6 @@ def test_what_cannot_be_captured_leaves_nothing_behind() -> None:
         assert_identical_up_to_near_ties(target, head, inputs(1), label="experts", **options)
     assert not any(made.tiers)
     torch.randn(3, device="cuda")
-
-
-def test_rows_that_share_their_nodes() -> None:
-    """Of five rows, of which some end early; nothing is read back, and less is run when fewer are left."""
-    target, head, made = on_gpu("qwen3", None)
-    ids = {name: part.to("cuda") for name, part in prompts([9, 3, 7, 13, 5]).items()}
-    options = {"do_sample": False, "max_new_tokens": 120, **ENDS}
-    into = tally("fp32, captured")
-    head.tree_config = TreeConfig(nodes=13)
-    assert_identical_up_to_near_ties(target, head, ids, into=into, label="shared nodes", **options)
-    tiers = [tier for tier in made.tiers if tier is not None]
-    assert all(tier.shape.budget is not None for tier in tiers)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
-        for tier in tiers:
-            tier.state.ended.fill_(True)  # a full tier has no room for another round
-            tier.round()
-            tier.launch()
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_copies_and_ngrams(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the simulated GPU lets happen and what it refuses, and that captured rounds which go wrong are told by it."""
+"""What the simulated GPU lets happen and what it refuses, and that captured parts which go wrong are told by it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
-from hf_dart.engine.fixed_round import FixedRound
 from hf_dart.models.masked_attention import masked_attention
+from hf_dart.models.verify import Verifier
 
 ASKS: dict[str, Callable[[Any], object]] = {
     "a number": lambda x: x[0].item(),
@@ -118,22 +118,24 @@ def test_nothing_of_it_is_left() -> None:
         kept + 1
 
 
-BROKEN: dict[str, tuple[str, Callable[[FixedRound, Any], Any]]] = {
-    "a number is read": ("asks the host", lambda this, found: found if int(found[2].sum()) >= 0 else ()),
-    "a tensor of the host": (
-        "same device",
-        lambda this, found: (found[0], found[1] + torch.zeros(1, 1).long(), *found[2:]),
-    ),
-    "a draw": ("draws while", lambda this, found: (*found[:4], found[4] + 0 * torch.rand_like(found[4]))),
+BROKEN: dict[str, tuple[str, Callable[[torch.Tensor], Any]]] = {
+    "a number is read": ("asks the host", lambda logits: logits if float(logits.sum()) > -1e9 else ()),
+    "a tensor of the host": ("same device", lambda logits: logits + torch.zeros(1, 1, 1)),
+    "a draw": ("draws while", lambda logits: logits + 0 * torch.rand_like(logits)),
 }
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_rounds_that_go_wrong(what: str, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the host is asked in a round, or brings into it, keeps the round from being made, and the call says why."""
+def test_forwards_that_go_wrong(what: str, device: SimulatedGpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host is asked, or brings into it, keeps a forward from being captured, and the call says why."""
     message, broken = BROKEN[what]
-    accept = FixedRound.accept
-    monkeypatch.setattr(FixedRound, "accept", lambda this, tree: broken(this, accept(this, tree)))
+    forward = Verifier.forward
+
+    def goes_wrong(self: Verifier, *args: Any) -> Any:
+        logits, features = forward(self, *args)
+        return broken(logits) if self.cache.entries.fixed else logits, features
+
+    monkeypatch.setattr(Verifier, "forward", goes_wrong)
     target = tiny_target("llama", "sdpa", torch.float32).to("cuda")
     head = tiny_head(target)
     made = hf_dart.compile(target, head, backend=None, first_tier=16)

@@ -23,7 +23,7 @@ from hf_dart.bench.speed import Settings
 from hf_dart.errors import UserError
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("full_fp32")]
-FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "deepseek_v32", "llama4"]
+FAMILIES = ["llama", "qwen3", "gemma3", "gemma2", "mistral", "gpt2", "gptj", "deepseek_v3", "llama4"]
 ALL = [*product(FAMILIES, ("eager", "sdpa"), MODES)]
 FEW = ("llama", "sdpa", "top-p, penalty")
 

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 
 from hf_dart.cache.states import states_of
 from hf_dart.cache.stock_layers import attention_layers
-from hf_dart.cache.tree_cache import tree_cache
+from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.masks import layer_windows, mask_kinds
 from hf_dart.models.running_states.mixers import mixers_of
 from hf_dart.models.running_states.tree_forward import TreeForward
@@ -58,7 +58,7 @@ class Stand:
         """Ours, over a copy of the cache."""
         prefilled = copy.deepcopy(self.cache)
         windows = layer_windows(self.model, prefilled)
-        trees = tree_cache(prefilled, self.pads, PROMPT + 3 * NODES, keep=True, windows=windows)
+        trees = TargetCache(prefilled, self.pads, PROMPT + 3 * NODES, keep=True, windows=windows)
         return Verifier(self.model, trees, mask_kinds(self.model, prefilled), [])
 
 

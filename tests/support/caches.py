@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.stock_layers import ENTRIES, attention_layers, entries_of, keeps_states
+from hf_dart.cache.stock_layers import attention_layers, held_by, keeps_states
 
 # Sums in another order differ in the last bits.
 CLOSE = {"rtol": 1e-9, "atol": 1e-9}
@@ -24,11 +24,6 @@ def prefill(target: Any, inputs: dict[str, Tensor]) -> DynamicCache:
     return cache
 
 
-def entries(layer: Any) -> dict[str, Tensor]:
-    """All that a layer keeps of its slots, [B, S, ...] each."""
-    return {name: states.movedim(ENTRIES[name], (0, 1)) for name, states in entries_of(layer).items()}
-
-
 def assert_same_cache(
     ours: Cache, stock: Cache, pads: list[int], tokens: Tensor, close: dict[str, float] = CLOSE
 ) -> None:
@@ -40,13 +35,11 @@ def assert_same_cache(
     for left, right in zip(attention_layers(ours), attention_layers(stock), strict=True):
         assert int(left.get_seq_length()) == int(right.get_seq_length())
         assert left.keys.shape == right.keys.shape
-        got, want = entries(left), entries(right)
-        assert list(got) == list(want)
-        for name, states in want.items():
-            hidden = slots - states.shape[1]  # slots that have left the window
+        for got, want in zip(held_by(left), held_by(right), strict=True):
+            hidden = slots - want.shape[2]  # slots that have left the window
             for row, pad in enumerate(pads):
                 first = max(0, pad - hidden)
-                torch.testing.assert_close(got[name][row, first:], states[row, first:], **close)
+                torch.testing.assert_close(got[row, :, first:], want[row, :, first:], **close)
     for left, right in zip(ours.layers, stock.layers, strict=True):
         if keeps_states(right):
             assert_same_states(left, right)

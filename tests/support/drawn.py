@@ -27,7 +27,7 @@ _LONG = {"rope_type": "longrope", "short_factor": [1.0, 1.1, 1.3, 1.6], "long_fa
 # Every kind of mask, cache layer, position and attention; some whose position table ends early.
 TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
     **{name: (name, {}) for name in ("llama", "qwen3", "gemma3", "mistral", "phi3", "gpt_neox", "mixtral", "cohere2")},
-    **{name: (name, {}) for name in ("gemma2", "gptj", "deepseek_v3", "deepseek_v32", "llama4", "gemma4_shared")},
+    **{name: (name, {}) for name in ("gemma2", "gptj", "deepseek_v3", "llama4", "gemma4_shared")},
     "gpt2": ("gpt2", {"n_positions": 40}),
     "opt": ("opt", {"max_position_embeddings": 40}),
     "llama, dynamic rope": ("llama", {"max_position_embeddings": 32, "rope_parameters": _DYNAMIC}),
@@ -42,8 +42,8 @@ TARGETS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 EAGER_ONLY = {"gemma2", "gptj"}
 # They weigh experts, or turn positions, in fp32 whatever their dtype.
-FP32 = {"mixtral", "deepseek_v3", "deepseek_v32", "llama4", "gptj"}
-SLOW = {"deepseek_v3", "deepseek_v32", "llama4", "gemma4_shared"}  # experts in loops, many layers
+FP32 = {"mixtral", "deepseek_v3", "llama4", "gptj"}
+SLOW = {"deepseek_v3", "llama4", "gemma4_shared"}  # experts in loops, many layers
 
 HEADS: dict[str, dict[str, Any]] = {
     "head": {},
@@ -172,13 +172,6 @@ PROMPTS = [
 ROUTES = [*["keywords"] * 4, "config", "model's config", "config and keywords", "custom_generate"]
 CACHES = [*["none"] * 4, "dynamic", "bare", "static"]
 # What captured rounds take; other options would keep most calls from them.
-_CAPTURED = {
-    "do_sample", "top_k", "temperature", "top_p", "min_p", "repetition_penalty", "min_new_tokens", "min_length",
-    "suppress_tokens", "renormalize_logits", "eos_token_id", "pad_token_id", "max_new_tokens", "max_length",
-    "return_dict_in_generate", "num_return_sequences", "prefill_chunk_size",
-}  # fmt: skip
-
-
 def draw(seed: int, index: int, drafter: str | None = None) -> dict[str, Any]:
     """The case of that number; everything in it follows from both, and from a drafter that is named."""
     rng = Random(f"{seed}-{index}")
@@ -202,9 +195,6 @@ def draw(seed: int, index: int, drafter: str | None = None) -> dict[str, Any]:
         "processors": rng.sample(PROCESSORS, rng.choice([0] * 7 + [1, 1, 2])),
         "criteria": rng.sample(CRITERIA, rng.choice([0] * 8 + [1, 1, 2])),
     }
-    if drafter == "engine" and rng.random() < 0.7:
-        options = {name: value for name, value in options.items() if name in _CAPTURED}
-        own = {"processors": [], "criteria": []}
     kept = rng.choice(CACHES)
     if kept != "none":
         options.pop("cache_implementation", None)  # stock takes one of them
@@ -233,11 +223,7 @@ def draw(seed: int, index: int, drafter: str | None = None) -> dict[str, Any]:
         "drafter": drafter,
         "misses": [rng.choice([0.0, 0.0, 0.0, 0.0, 0.1, 0.3, 1.0]) for _ in range(12)],
         "draft length": rng.choice([1, 3, 6, 6, 12]),
-        "engine": {
-            "first_tier": rng.choice([8, 16, 64]),
-            "share": rng.choice([1, 2, 4]),
-            "lag": rng.randint(0, 2),
-        },
+        "first tier": rng.choice([8, 16, 64]),
         "tree": _tree(rng, drafter),
         "trace": rng.random() < 0.1,
     }

@@ -19,7 +19,7 @@ from support.compare import Run, run
 from support.families import ROUNDS_INSIDE
 from support.tiny import PAD, WINDOW, prompts, tiny_head, tiny_target
 
-FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3", "deepseek_v32"]
+FAMILIES = ["llama", "gemma3", "mistral", "gpt2", "qwen3_moe", "deepseek_v3"]
 RAGGED = [9, 3, 7, 13]
 MODES: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False, "max_new_tokens": 17},

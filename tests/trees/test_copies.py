@@ -7,10 +7,8 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
-from hf_dart.trees.copies import BatchLookup, RowLookup, padded, with_copies
+from hf_dart.trees.copies import RowLookup, padded, with_copies
 
 
 def continuation(text: list[int], length: int) -> list[int] | None:
@@ -70,34 +68,6 @@ def test_learns_how_often_copies_are_right() -> None:
             text += [1, 2]
         chances[right] = lookup.suggest(4)[1]
     assert chances[True] > chances[False]
-
-
-@settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), vocabulary=st.sampled_from([1, 2, 3, 6]), length=st.integers(1, 12))
-def test_copies_in_tensors_are_those_of_the_host(seed: int, vocabulary: int, length: int) -> None:
-    """Round by round, with what both have learned of their copies; rows that stand still ask again."""
-    numbers = Random(seed)
-    texts = [[numbers.randrange(vocabulary) for _ in range(numbers.randrange(1, 40))] for _ in range(3)]
-    text = BatchLookup(3, 120, length, torch.device("cpu"))
-    text.load(texts)
-    lookups = [RowLookup(row) for row in texts]
-    for _ in range(6):
-        found, chances = text.suggest()
-        for row, lookup in enumerate(lookups):
-            copied, chance = lookup.suggest(length)
-            real = chances[row] > -torch.inf
-            assert found[row].tolist() == copied + [-1] * (length - len(copied))
-            assert chances[row][real].tolist() == pytest.approx([chance] * len(copied))
-            assert real.tolist() == sorted(real.tolist(), reverse=True)
-        counts = torch.tensor([numbers.randrange(6) for _ in texts])
-        # Now and then what was copied comes true.
-        tokens = torch.randint(vocabulary, (3, 5), generator=torch.Generator().manual_seed(numbers.randrange(2**31)))
-        if numbers.random() < 0.5:
-            tokens[:, : min(length, 5)] = found[:, :5].clamp(min=0)
-        text.append(tokens, counts)
-        for row, count in enumerate(counts.tolist()):
-            texts[row].extend(tokens[row, :count].tolist())
-        assert text.last(4).tolist() == [[-1] * (4 - len(row)) + row[-4:] for row in texts]
 
 
 def test_a_copied_token_is_one_more_candidate() -> None:

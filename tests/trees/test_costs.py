@@ -25,7 +25,7 @@ from hf_dart.decoding import stats
 from hf_dart.decoding.pace import Pace
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.models.running_states.mixers import mixers_of
-from hf_dart.trees.costs import RoundCost, interpolated, nodes_worth
+from hf_dart.trees.costs import RoundCost, interpolated
 from hf_dart.trees.on_host import grow_on_host
 
 POINTS = ((1.0, 1.0), (4.0, 1.3), (8.0, 1.3), (16.0, 2.1))
@@ -39,16 +39,6 @@ def measured(draft: float, points: Any, batch: int, most: int = 64) -> RoundCost
 def test_straight_lines_between_points() -> None:
     sizes, costs = zip(*POINTS, (2.5, 1.15), (6.0, 1.3), (12.0, 1.7), (24.0, 2.9), strict=True)
     assert interpolated(POINTS, sizes).tolist() == pytest.approx(costs)
-
-
-def test_rounds_of_one_size() -> None:
-    """Trees fill what a forward takes in besides, and not much more."""
-    for most in (2, 5, 64):
-        assert nodes_worth(TreeConfig(node_cost=0.0).round_cost(1, "cpu", most=most)) == most
-    assert nodes_worth(TreeConfig(node_cost=1.0).round_cost(1, "cpu")) == 2
-    gpu = ((1.0, 1.0), (200.0, 1.1), (256.0, 1.3), (512.0, 2.1))  # weights are read once, up to about 200 tokens
-    worth = {batch: nodes_worth(measured(0.2, gpu, batch)) for batch in (1, 8, 16, 64)}
-    assert worth == {1: 64, 8: 25, 16: 12, 64: 3}
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 40])

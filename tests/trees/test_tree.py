@@ -30,3 +30,17 @@ def test_chain_with_empty_nodes() -> None:
     assert tree.parents.tolist() == [[-1, 0, 1, 2], [-1, 0, -1, -1]]
     assert tree.depths.tolist() == [[0, 1, 2, 3], [0, 1, 0, 0]]
     assert tree.ancestors[1].long().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+
+
+def test_a_tree_that_is_filled_up() -> None:
+    tokens, parents = torch.tensor([[5, 6, 7]]), torch.tensor([[-1, 0, 1]])
+    tree = DraftTree.from_parents(tokens, parents, max_depth=2, scores=torch.tensor([[0.0, -1.0, -2.0]]))
+    wide = tree.padded(6)
+    assert wide.tokens.tolist() == [[5, 6, 7, 5, 5, 5]]
+    assert wide.parents.tolist() == [[-1, 0, 1, -1, -1, -1]]
+    assert wide.depths.tolist() == [[0, 1, 2, 0, 0, 0]]
+    assert torch.equal(wide.ancestors[0, :3, :3], tree.ancestors[0])
+    assert wide.ancestors[0, 3:].tolist() == torch.eye(6, dtype=torch.bool)[3:].tolist()
+    assert wide.scores is not None
+    assert wide.scores[0, 3:].tolist() == [-torch.inf] * 3
+    assert tree.padded(3) is tree

@@ -1,4 +1,4 @@
-"""Code that `model.generate(..., custom_generate="<this folder or repository>", trust_remote_code=True)` runs."""
+"""What `model.generate(..., custom_generate="<this folder or repository>", trust_remote_code=True)` runs."""
 
 import re
 import sys

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.bound import attach_to
@@ -24,7 +25,6 @@ from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.published import load_published, note_origin
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.hub import card_texts
 from hf_dart.hub.download import weight_files
@@ -166,25 +166,27 @@ class DartHead(AdaptableHead, DartModel):
 
     # ---- drafting -----------------------------------------------------------------------------------
 
+    fixed_shapes = True
+
     @property
     def slot_spec(self) -> SlotSpec:
         return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
+    def begin(self, batch_size: int, capacity: int) -> SlotCache:
         buffers = self._buffers_per_layer * self.config.num_layers
-        return SlotState.begin(self.slot_spec, buffers, batch_size, capacity + self.config.draft_length)
+        return SlotCache.begin(self.slot_spec, buffers, batch_size, capacity + self.config.draft_length)
 
     @property
     def _buffers_per_layer(self) -> int:
         return 4 if self.config.inject_features else 2
 
-    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts():
             self._run(state, self._real_inputs(part.features, part.next_tokens), part.counts.to(self.device))
             state.advance(part.counts)
 
     def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         features, next_tokens, counts = self.read_ahead(state, Verified(features, next_tokens, counts))
         batch, real = next_tokens.shape[:2]
@@ -216,7 +218,7 @@ class DartHead(AdaptableHead, DartModel):
     def refines(self) -> bool:
         return self.editor is not None
 
-    def refine(self, state: SlotState, first: Proposal, tokens: Tensor) -> Proposal:
+    def refine(self, state: SlotCache, first: Proposal, tokens: Tensor) -> Proposal:
         if self.editor is None:
             return super().refine(state, first, tokens)
         # The slots of the first pass, whose keys and values are overwritten.
@@ -239,7 +241,7 @@ class DartHead(AdaptableHead, DartModel):
     def _real_inputs(self, features: Tensor, next_tokens: Tensor) -> Entries:
         return self.inputs(features.to(device=self.device, dtype=self.dtype), self.embed(next_tokens))
 
-    def _run(self, state: SlotState, entries: Entries, counts: Tensor) -> Tensor:
+    def _run(self, state: SlotCache, entries: Entries, counts: Tensor) -> Tensor:
         """Q entries per row after the cached ones, each seeing the entries up to itself; [B, Q, H].
 
         The first `counts` [B] entries of a row are real, the next ones the slots of its block.

@@ -20,6 +20,7 @@ from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.base_config import told_of
@@ -29,7 +30,6 @@ from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
 from hf_dart.drafters.dflash.saved import DFlashFile
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotState
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import read_tensors, weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
@@ -194,10 +194,10 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         shape, weight = self.config.backbone, self.fc.weight
         return SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
-        return SlotState.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
+    def begin(self, batch_size: int, capacity: int) -> SlotCache:
+        return SlotCache.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
 
-    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
         positions, slots, _ = self._places(state, features.shape[1])
         rotation = self.rotation(positions)
@@ -206,7 +206,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         state.advance(counts)
 
     def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
@@ -239,7 +239,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
 
         return pair_scores(proposal, roots, candidates, scores, added)
 
-    def _places(self, state: SlotState, entries: int) -> tuple[Tensor, Tensor | int, int]:
+    def _places(self, state: SlotCache, entries: int) -> tuple[Tensor, Tensor | int, int]:
         """Positions [B, Q] of the next Q entries, their slots, and the number of slots in use with them."""
         positions = state.lengths[:, None] + torch.arange(entries, device=state.lengths.device)
         end = state.longest + entries
@@ -247,7 +247,7 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         return positions, state.longest if len(positions) == 1 else positions, end
 
     def _remember(
-        self, state: SlotState, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
+        self, state: SlotCache, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
     ) -> tuple[Tensor, Tensor]:
         """Write keys and values of a layer into their slots; returns all of them."""
         key, value = pair

@@ -18,6 +18,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
@@ -25,7 +26,6 @@ from hf_dart.drafters.layers import rotation_at, take
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotState
 from hf_dart.hub import card_texts
 
 
@@ -83,15 +83,15 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
     def slot_spec(self) -> SlotSpec:
         return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self._device)
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
+    def begin(self, batch_size: int, capacity: int) -> SlotCache:
         config = self.config
-        return SlotState.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
+        return SlotCache.begin(self.slot_spec, 2 * config.num_layers, batch_size, capacity + config.draft_length)
 
     @property
     def reads_embeddings(self) -> bool:
         return self.config.share_embeddings
 
-    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         # Entries see a window only: in parts of its length, a long prompt costs as much as it is long.
         for part in Verified(features, next_tokens, counts).parts(self.config.context_window):
             x = self.embed_text(part.next_tokens, part.features)
@@ -100,7 +100,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
             state.advance(part.counts)
 
     def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         """Take in verified positions and draft by reverse steps.
 
@@ -129,7 +129,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         draft = self._denoise(state, Proposal(self.logits(hidden), hidden))
         return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
 
-    def _denoise(self, state: SlotState, proposal: Proposal) -> Proposal:
+    def _denoise(self, state: SlotCache, proposal: Proposal) -> Proposal:
         """The reverse steps after the first, whose reading of the masked block is `proposal`.
 
         The first token's distribution stays: no slot comes before the entry that predicts it.
@@ -159,7 +159,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
             logits = logits.scatter(1, _along(masked, fresh), fresh)
         return Proposal(logits, hidden)
 
-    def _view(self, state: SlotState, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
+    def _view(self, state: SlotCache, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
         """Of Q entries per row after the cached ones, each seeing the window up to itself.
 
         Args:
@@ -181,7 +181,7 @@ class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
         slots = state.longest if len(positions) == 1 else positions
         return View(rotation_at(positions, self.config, self.dtype), mask, slots, slice(first, end))
 
-    def _run(self, state: SlotState, x: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
+    def _run(self, state: SlotCache, x: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
         """Entries x [B, Q, H] through all layers, their keys and values into the cache; as `forward`.
 
         Args:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
@@ -24,7 +25,6 @@ from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotState
 from hf_dart.hub import card_texts
 from hf_dart.hub.download import HUB_OPTIONS, tensor_names
 from hf_dart.interop.eagle3 import eagle1_format, eagle3_format, is_peagle
@@ -44,7 +44,7 @@ def _reads(content: dict[str, Any]) -> str | None:
     reads=_reads,
     reads_named=eagle1_format,
 )
-class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
+class EagleDrafter(BeamDrafter[SlotCache], PretrainedDrafter, EagleModel):
     """An autoregressive draft head (EAGLE-3, arXiv 2503.01840), as `assistant=`.
 
     `EagleDrafter.from_target(model)` makes an untrained head; `EagleDrafter.from_pretrained(path, target=model)` loads
@@ -80,22 +80,22 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
     def slot_spec(self) -> SlotSpec:
         return SlotSpec(self.config.num_key_value_heads, self.config.head_dim, self.dtype, self.device)
 
-    def begin(self, batch_size: int, capacity: int) -> SlotState:
+    def begin(self, batch_size: int, capacity: int) -> SlotCache:
         drafted = self.beam * self.config.draft_length
-        return SlotState.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
+        return SlotCache.begin(self.slot_spec, 2 * self.config.num_layers, batch_size, capacity + drafted)
 
-    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts():
             self._read(state, part.features, part.next_tokens)
             state.advance(part.counts)
 
-    def read_last(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
+    def read_last(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         read = self._read(state, features, next_tokens)
         state.advance(counts)
         ends = (counts - 1).clamp(min=0).to(read.device)[:, None, None].expand(-1, 1, read.shape[-1])
         return read.gather(1, ends)
 
-    def draft_level(self, state: SlotState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
+    def draft_level(self, state: SlotCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         width, entries = sees.shape[1:]
         slots = state.lengths[:, None] + torch.arange(entries, device=self.device)
         end = state.longest + entries
@@ -113,7 +113,7 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         # Tokens outside the draft vocabulary have next to none.
         return spread(logits, self.draft_vocabulary, self.config.vocab_size).log_softmax(-1)
 
-    def _read(self, state: SlotState, features: Tensor, next_tokens: Tensor) -> Tensor:
+    def _read(self, state: SlotCache, features: Tensor, next_tokens: Tensor) -> Tensor:
         """States [B, A, H] of verified positions, whose keys and values are written after those of `state`."""
         fused = self.fuse(features.to(device=self.device, dtype=self.dtype))
         entries = torch.arange(next_tokens.shape[1], device=self.device)
@@ -125,7 +125,7 @@ class EagleDrafter(BeamDrafter[SlotState], PretrainedDrafter, EagleModel):
         return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, memory)
 
 
-def _memory(state: SlotState, slots: Tensor, end: int) -> Memory:
+def _memory(state: SlotCache, slots: Tensor, end: int) -> Memory:
     """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
 
     def of_layer(number: int) -> KeyValueWriter:

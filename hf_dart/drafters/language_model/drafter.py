@@ -20,10 +20,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_dart.drafters import hooks
 from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.drafters.cost import model_sizes, relative_cost
+from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View, attention_kinds
+from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View, attention_kinds
 from hf_dart.hub.checkpoint import refused, weight_shapes
 from hf_dart.hub.download import HUB_OPTIONS, weight_files
 from hf_dart.interop.mtp_module import module_count
@@ -156,18 +156,18 @@ class LanguageModelDrafter(StockDrafter):
             self._targets.add(target)
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        return relative_cost(target, depth or self.draft_length, model_sizes(self.model))
+        return relative_cost(depth or self.draft_length, model_read(self.model, call_cost(target)), target)
 
     # ---- drafting -----------------------------------------------------------------------------------
 
-    def begin(self, batch_size: int, capacity: int) -> SlotCacheState:
-        return SlotCacheState.begin(self._layers, batch_size, capacity + self.beam * self.draft_length)
+    def begin(self, batch_size: int, capacity: int) -> ModuleCache:
+        return ModuleCache.of_layers(self._layers, batch_size, capacity + self.beam * self.draft_length)
 
-    def read_first(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> None:
+    def read_first(self, state: ModuleCache, tokens: Tensor, counts: Tensor) -> None:
         self.extend(state, tokens.new_empty(*tokens.shape[:2], 0), tokens, counts)
         state.first = counts.cpu()
 
-    def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts():
             self._read(state, part.next_tokens, part.counts)
 
@@ -176,12 +176,12 @@ class LanguageModelDrafter(StockDrafter):
         return self._device, self.model.dtype
 
     def read_last(
-        self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor
+        self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor
     ) -> Tensor | None:
         return self._read(state, next_tokens, counts)
 
     def draft_level(
-        self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
+        self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor
     ) -> Tensor:
         return self._run(state, tokens, View.of_level(state.lengths, level, sees))
 
@@ -190,7 +190,7 @@ class LanguageModelDrafter(StockDrafter):
         # Tables of one vocabulary may differ in padding rows.
         return torch.nn.functional.pad(states.float().log_softmax(-1), (0, more), value=-inf)
 
-    def _read(self, state: SlotCacheState, tokens: Tensor, counts: Tensor) -> Tensor | None:
+    def _read(self, state: ModuleCache, tokens: Tensor, counts: Tensor) -> Tensor | None:
         """Take in tokens [B, A], of which `counts` [B] count, or what stands for them; logits [B, 1, V] after the last.
 
         None where the text is longer than the model's positions.
@@ -205,14 +205,14 @@ class LanguageModelDrafter(StockDrafter):
         ends = (counts - 1).clamp(min=0)
         wanted, places = ends.unique(return_inverse=True)
         logits = self._run(state, tokens, View.after(state.lengths, tokens.shape[1]), wanted)
-        state.lengths = state.lengths + counts
+        state.advance(counts)
         rows = torch.arange(len(counts))
         return logits[rows, places.to(logits.device)][:, None]
 
-    def _run(self, state: SlotCacheState, tokens: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
+    def _run(self, state: ModuleCache, tokens: Tensor, view: View, wanted: Tensor | None = None) -> Tensor:
         """Logits [B, n, V] of the entries `wanted` [n], or all, of tokens [B, Q]."""
         device = self._device
-        view.enter(state.cache, device)
+        view.enter(state, device)
         tokens = tokens.to(device)
         inputs: dict[str, Any] = {"input_ids": tokens.where(tokens < self._rows, self._unknown)}
         if self._places:

@@ -17,10 +17,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters import hooks
-from hf_dart.drafters.cost import relative_cost, sizes
+from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.stock_modules import SlotCacheState, StockDrafter, View
+from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View
 from hf_dart.interop.mtp_module import has_unnamed_modules, is_speculators, module_count, read_module
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import layer_count, lm_head_of
@@ -147,8 +147,9 @@ class MtpDrafter(StockDrafter):
         self._targets.add(target)
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        own = sizes(self.module.layers) + sizes(self.module.shared_head)
-        return relative_cost(target, depth or self.draft_length, own)
+        call = call_cost(target)
+        own = weights_read(self.module.layers, call) + weights_read(self.module.shared_head, call)
+        return relative_cost(depth or self.draft_length, own, target)
 
     # ---- drafting -----------------------------------------------------------------------------------
 
@@ -156,10 +157,10 @@ class MtpDrafter(StockDrafter):
     def reads_embeddings(self) -> bool:
         return True
 
-    def begin(self, batch_size: int, capacity: int) -> SlotCacheState:
-        return SlotCacheState.begin(1, batch_size, capacity + self.beam * self.draft_length)
+    def begin(self, batch_size: int, capacity: int) -> ModuleCache:
+        return ModuleCache.of_layers(1, batch_size, capacity + self.beam * self.draft_length)
 
-    def extend(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         for part in Verified(features, next_tokens, counts).parts():
             self._read(state, *part)
 
@@ -167,27 +168,27 @@ class MtpDrafter(StockDrafter):
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
         return self._device, self.module.layers[0].eh_proj.weight.dtype
 
-    def read_last(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
+    def read_last(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         states = self._read(state, features, next_tokens, counts)
         rows, ends = torch.arange(len(counts)), (counts.cpu() - 1).clamp(min=0)
         return states[rows, ends.to(states.device)][:, None]
 
-    def draft_level(self, state: SlotCacheState, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
+    def draft_level(self, state: ModuleCache, tokens: Tensor, previous: Tensor, level: int, sees: Tensor) -> Tensor:
         return self._run(state, previous, tokens, View.of_level(state.lengths, level, sees))
 
     def log_chances(self, states: Tensor) -> Tensor:
         return self.module._project_to_logits(states).float().log_softmax(-1)
 
-    def _read(self, state: SlotCacheState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
+    def _read(self, state: ModuleCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> Tensor:
         """States [B, A, H] of verified positions."""
         states = self._run(state, features, next_tokens, View.after(state.lengths, next_tokens.shape[1]))
-        state.lengths = state.lengths + counts.cpu()
+        state.advance(counts)
         return states
 
-    def _run(self, state: SlotCacheState, features: Tensor, tokens: Tensor, view: View) -> Tensor:
+    def _run(self, state: ModuleCache, features: Tensor, tokens: Tensor, view: View) -> Tensor:
         """States [B, Q, H] of tokens [B, Q], or their embeddings [B, Q, E], after what stands in front, [B, Q, H]."""
         module, device = self.module, self._device
-        view.enter(state.cache, device)
+        view.enter(state, device)
         with users_default():
             embeddings = tokens if tokens.is_floating_point() else module.embed_tokens(tokens.to(device))
             embeddings = embeddings.to(device)

@@ -16,7 +16,6 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -30,15 +29,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
 from hf_dart.drafters.bound import attach_to
-from hf_dart.drafters.cost import model_sizes, relative_cost, sizes
+from hf_dart.drafters.cost import call_cost, model_read, relative_cost
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.state import SlotState
 from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub import card_texts
@@ -79,15 +78,11 @@ def _working(gate: Tensor) -> Iterator[None]:
         _gate.reset(token)
 
 
-@dataclass
-class Loan(SlotState):
-    """The state of one call, which keeps nothing itself: the target's cache is lent.
-
-    Attributes:
-        verify: runs trees over it through the twin; None before it is lent.
-    """
+class Loan(SlotCache):
+    """The state of one call, which keeps nothing itself: the target's cache is lent."""
 
     verify: Verifier | None = None
+    """Runs trees over it through the twin; None before it is lent."""
 
 
 class _Twin:
@@ -233,7 +228,9 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
     # ---- drafting -----------------------------------------------------------------------------------
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        return relative_cost(target, 1, model_sizes(target) + sizes(self.lora))
+        call = call_cost(target)
+        own = model_read(target, call) + sum(weight.numel() + call for weight in self.lora.parameters())
+        return relative_cost(1, own, target)
 
     @property
     def slot_spec(self) -> SlotSpec:
@@ -243,18 +240,18 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
     def begin(self, batch_size: int, capacity: int) -> Loan:
         return Loan.begin(self.slot_spec, 0, batch_size, capacity)
 
-    def lend(self, state: SlotState, verify: Verifier) -> None:
+    def lend(self, state: SlotCache, verify: Verifier) -> None:
         assert isinstance(state, Loan)
         state.verify = Verifier(self.twin, verify.cache, verify.kinds, [], shift=verify.shift)
 
-    def extend(self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
+    def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         """Nothing is taken in: the target keeps the text."""
 
-    def resume(self, state: SlotState, pending: list[Verified], lengths: Tensor) -> bool:
+    def resume(self, state: SlotCache, pending: list[Verified], lengths: Tensor) -> bool:
         return True
 
     def propose(
-        self, state: SlotState, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
+        self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> Proposal:
         """Draft after each row's last token, over the target's own cache, which is left as it was."""
         verify = state.verify if isinstance(state, Loan) else None

@@ -1,4 +1,4 @@
-"""No graph break: `torch.compile(fullgraph=True)` raises wherever a round would read something back to the host."""
+"""No graph break: `torch.compile(fullgraph=True)` raises wherever a part would read something back to the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import hf_dart
 from hf_dart import TreeConfig
 from hf_dart.engine.engine import Engine
 
-pytestmark = pytest.mark.filterwarnings("error:This call runs the eager round")
+pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
 GREEDY = {"do_sample": False, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=8)}
 
 
@@ -27,18 +27,25 @@ def compiled(family: str, backend: str, attention: str = "sdpa", **head: Any) ->
     return target, drafter, hf_dart.compile(target, drafter, backend=backend, first_tier=64)
 
 
+def parts(made: Engine) -> int:
+    return sum(len(tier.forwards) + len(tier.drafts) for tier in made.tiers if tier is not None)
+
+
 def test_one_graph_without_a_break() -> None:
+    """One for each size of trees, and one for drafts; whatever the call asks of the host."""
     target, head, made = compiled("qwen3", "eager")
-    for options in ({}, {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}):
-        assert_identical(target, head, batch(4, "sdpa"), **GREEDY, **options)
-    assert counters["stats"]["unique_graphs"] == 3, "what is drafted, what is verified, what is counted"
-    assert not counters["graph_break"]
+    ends = {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0}
+    sampled = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2}
+    for options in ({}, ends, sampled, {"no_repeat_ngram_size": 3}):
+        assert_identical(target, head, batch(4, "sdpa"), **{**GREEDY, **options})
     assert len(made.tiers) == 1
+    assert counters["stats"]["unique_graphs"] == parts(made) == 3, "a root alone, a tree, a draft"
+    assert not counters["graph_break"]
 
 
 @pytest.mark.matrix
-def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
-    """Each round may be compiled as often as Dynamo allows for one function; here, once."""
+def test_tiers_do_not_add_up_to_dynamos_limit() -> None:
+    """Each part may be compiled as often as Dynamo allows for one function; here, once."""
     target, head, made = compiled("llama", "eager")
     with torch._dynamo.config.patch(recompile_limit=1):
         for size in (1, 4):
@@ -47,25 +54,13 @@ def test_rounds_do_not_add_up_to_dynamos_limit() -> None:
             assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert len(made.tiers) == 2
     assert all(made.tiers)
-    assert counters["stats"]["unique_graphs"] == 6
-
-
-@pytest.mark.parametrize("nodes", [6, pytest.param(8, marks=pytest.mark.matrix)])
-def test_sampled_without_a_break(nodes: int) -> None:
-    """Tokens are chosen after all nodes of the smaller trees, and node after node in the larger ones."""
-    target, head, made = compiled("llama", "eager")
-    options = {"do_sample": True, "top_p": 0.9, "repetition_penalty": 1.2, "min_new_tokens": 5, "max_new_tokens": 24}
-    options |= {"eos_token_id": [3, 11, 19, 27], "pad_token_id": 0, "tree_config": TreeConfig(nodes=nodes)}
-    assert_identical(target, head, batch(4, "sdpa"), **options)
-    assert counters["stats"]["unique_graphs"] == 3
-    assert not counters["graph_break"]
-    assert len(made.tiers) == 1
+    assert counters["stats"]["unique_graphs"] == parts(made)
 
 
 @pytest.mark.matrix
-@pytest.mark.filterwarnings("default:This call runs the eager round")
-def test_a_round_that_is_compiled_too_often() -> None:
-    """Dynamo guards on more than tensors; where it gives up in the middle of a text, the eager round goes on."""
+@pytest.mark.filterwarnings("default:This call runs uncompiled")
+def test_a_part_that_is_compiled_too_often() -> None:
+    """Dynamo guards on more than tensors; where it gives up in the middle of a text, rounds go on uncompiled."""
     target, head, made = compiled("llama", "eager")
     threads = torch.get_num_threads()
     with torch._dynamo.config.patch(recompile_limit=1):
@@ -131,7 +126,7 @@ def test_tuned(monkeypatch: pytest.MonkeyPatch) -> None:
     made = hf_dart.compile(target, head, mode="max-autotune-no-cudagraphs", first_tier=64)
     assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
     assert made.tiers
-    assert given == 3 * [("inductor", "max-autotune-no-cudagraphs")]
+    assert given == parts(made) * [("inductor", "max-autotune-no-cudagraphs")]
     with pytest.raises(ValueError, match="which only the backend inductor has"):
         hf_dart.compile(target, head, backend="eager", mode="default")
     with pytest.raises(ValueError, match="makes graphs of its own; give max-autotune-no-cudagraphs"):

@@ -1,14 +1,16 @@
-"""`hf_dart.compile`: which calls take the captured round, and what the others are told."""
+"""`hf_dart.compile`: which calls run captured parts, what the others are told, and what is kept between calls."""
 
 from __future__ import annotations
 
 import copy
 import functools
+import gc
 import pickle
 import warnings
 from threading import Event, Thread
 from types import SimpleNamespace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -17,13 +19,13 @@ from support.compare import assert_identical, run
 from support.engines import engine as uncaptured
 from support.families import needs_running_states
 from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
-from transformers import LogitsProcessorList, TemperatureLogitsWarper
 
 import hf_dart
-from hf_dart import TreeConfig
-from hf_dart.cache.ragged import RaggedCache
+from hf_dart import LookupDrafter, TreeConfig
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding import admit
 from hf_dart.engine import engine as module
+from hf_dart.engine.graphs import Launch
 from hf_dart.models.attention import attends_to_trees
 from hf_dart.models.devices import matmul_precision
 from hf_dart.models.trial import check_verification
@@ -46,43 +48,30 @@ def test_targets_with_running_states_are_told_so(family: str) -> None:
     target = tiny_target(family)
     head = tiny_head(target)
     made = engine(target, head)
-    with pytest.warns(UserWarning, match=r"^This call runs the eager round, .*: the target keeps running states, "):
+    with pytest.warns(UserWarning, match=r"^This call runs uncompiled: the target keeps running states, "):
         assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
     assert not any(made.tiers)
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({"no_repeat_ngram_size": 3}, "NoRepeatNGramLogitsProcessor"),
-        ({"return_dict_in_generate": True, "output_scores": True}, "collects every step"),
-        ({"remove_invalid_values": True}, "InfNanRemoveLogitsProcessor"),
-    ],
-    ids=str,
-)
-def test_calls_that_are_not_taken(pair: tuple[Any, Any], options: dict[str, Any], reason: str) -> None:
+@pytest.mark.filterwarnings("error::UserWarning")
+def test_every_drafter_is_taken() -> None:
+    target = tiny_target("llama")
+    for drafter in (tiny_diffusion_drafter(target), LookupDrafter(TreeConfig(nodes=6, draft_cost=0.0))):
+        made = engine(target, drafter)
+        assert_identical(target, drafter, batch(4, "sdpa"), **GREEDY)
+        assert any(made.tiers)
+
+
+def test_collected_hidden_states(pair: tuple[Any, Any]) -> None:
     target, head = pair
     made = engine(target, head)
-    options = {**GREEDY, **options}
-    with pytest.warns(UserWarning, match=reason):
+    options = {**GREEDY, "return_dict_in_generate": True, "output_hidden_states": True}
+    with pytest.warns(UserWarning, match="it collects hidden states"):
         assert_identical(target, head, batch(1, "sdpa"), **options)
-    assert not any(made.tiers)
+    assert not made.tiers
     with warnings.catch_warnings():  # once is enough
         warnings.simplefilter("error")
         assert_identical(target, head, batch(1, "sdpa"), **options)
-
-
-def test_caches_and_drafters_that_are_not_taken() -> None:
-    target = tiny_target("deepseek_v32")
-    head = tiny_head(target)
-    engine(target, head)
-    with pytest.warns(UserWarning, match="more than keys and values"):
-        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-    target = tiny_target("llama")
-    drafter = tiny_diffusion_drafter(target)
-    engine(target, drafter)
-    with pytest.warns(UserWarning, match="DiffusionDrafter"):
-        assert_identical(target, drafter, batch(1, "sdpa"), **GREEDY)
 
 
 def test_another_target(pair: tuple[Any, Any]) -> None:
@@ -94,27 +83,26 @@ def test_another_target(pair: tuple[Any, Any]) -> None:
 
 
 def test_the_prompt_is_held_once(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """While rounds run in a tier, the eager round's cache holds nothing."""
+    """While rounds run in a tier, the call's own cache holds nothing."""
     target, head = pair
     engine(target, head)
-    held = []
-    run_in = module.run
+    held: list[int] = []
+    caches: list[SlotCache] = []
+    release, one_round = SlotCache.release, module.one_round
+    monkeypatch.setattr(SlotCache, "release", lambda cache: (caches.append(cache), release(cache))[1])
 
-    def watched(tier: Any, *args: Any) -> Any:
+    def watched(session: Any) -> None:
         held.append(sum(storage.numel() for storage in caches[-1].store._storage.values()))
-        return run_in(tier, *args)
+        one_round(session)
 
-    caches: list[Any] = []
-    release = RaggedCache.release
-    monkeypatch.setattr(RaggedCache, "release", lambda cache: (caches.append(cache), release(cache)))
-    monkeypatch.setattr(module, "run", watched)
+    monkeypatch.setattr(module, "one_round", watched)
     assert_identical(target, head, prompts([20, 9]), do_sample=False, max_new_tokens=30)
     assert len(held) > 1
     assert set(held) == {0}
 
 
 def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the eager cache answers truly is another number here: the first tree of a tier tells."""
+    """What the call's own cache answers truly is another number here: the first tree of a tier tells."""
     target, head = pair
     forward = type(target).forward
 
@@ -202,18 +190,6 @@ def test_what_is_no_number_stays_in_its_call(pair: tuple[Any, Any]) -> None:
     assert len(made.tiers) == 1
 
 
-def test_a_warper_that_the_user_changes(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    engine(target, head)
-    mine = TemperatureLogitsWarper(5.0)
-    for warper, temperature in ((mine, 5.0), (mine, 0.5), (TemperatureLogitsWarper(5.0), 5.0)):
-        warper.temperature = temperature
-        warpers = LogitsProcessorList([warper])
-        assert_identical(
-            target, head, batch(1, "sdpa"), do_sample=True, top_k=0, max_new_tokens=12, logits_processor=warpers
-        )
-
-
 def test_two_calls_at_a_time(pair: tuple[Any, Any]) -> None:
     target, head = pair
     engine(target, head)
@@ -268,11 +244,10 @@ def test_calls_inside_a_round(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyP
     assert target.config._attn_implementation == "sdpa"
 
 
-@pytest.mark.parametrize("lag", [0, 2])
-def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tokens per target forward, those included that were on their way when the text ended; one phase for a round."""
+def test_statistics(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens per target forward, each of which is one launch."""
     target, head = pair
-    engine(target, head, lag=lag)
+    engine(target, head)
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     forwards = []
     forward = target.model.layers[0].forward
@@ -286,30 +261,21 @@ def test_statistics(pair: tuple[Any, Any], lag: int, monkeypatch: pytest.MonkeyP
     forwards.clear()
     target.generate(**prompts([7]), assistant=head, **GREEDY)
     stats = head.last_stats
-    assert stats.rounds == stats.row_rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
+    assert stats.rounds == len(stats.committed) == len(forwards) - 1  # one is the prefill
     assert stats.tau == 7 / stats.rounds
-    assert stats.seconds["round"] > 0 == stats.seconds["verify"]
-
-
-def test_trees_larger_than_their_drafts(pair: tuple[Any, Any]) -> None:
-    target, head = pair
-    for tree, most in ((TreeConfig(nodes=40, depth=2, top_k=2, beam=2, lookup=0), 6), (TreeConfig.chain(10), 5)):
-        made = engine(target, head)
-        assert_identical(target, head, prompts([7]), tree_config=tree, **GREEDY)
-        assert [tier.shape.tree.nodes for tier in made.tiers if tier] == [1 + most]
-        assert head.last_stats.drafted == most * head.last_stats.rounds
+    assert stats.seconds["verify"] > 0
 
 
 def test_what_is_kept(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fields that a captured round does not read make no rounds again, and old tiers go."""
+    """Fields that shapes do not depend on make no tiers again, and old tiers go."""
     target, head = pair
     made = engine(target, head)
     monkeypatch.setattr(module, "_KEPT", 2)
-    # The second is as the first; 5 is the one that was not used for longest when 6 comes.
-    for nodes, cost in ((8, 0.03), (8, 0.04), (5, 0.04), (8, 0.05), (6, 0.04)):
+    # The second is as the first; 20 is the one that was not used for longest when 30 comes.
+    for nodes, cost in ((8, 0.03), (8, 0.04), (20, 0.04), (8, 0.05), (30, 0.04)):
         tree = TreeConfig(nodes=nodes, node_cost=cost, draft_cost=cost, ngram_weight=cost)
         target.generate(**prompts([7]), assistant=head, tree_config=tree, **GREEDY)
-    assert [tier.shape.tree.nodes for tier in made.tiers if tier] == [8, 6]
+    assert [tier.nodes for tier in made.tiers if tier] == [8, 32]
 
 
 def test_hooks_and_autocast(pair: tuple[Any, Any]) -> None:
@@ -364,12 +330,69 @@ def test_progress_and_mistakes(pair: tuple[Any, Any]) -> None:
     told: list[str] = []
     engine(target, head, progress=told.append)
     assert_identical(target, head, batch(1, "sdpa"), tree_config=TreeConfig(nodes=9), **GREEDY)
-    assert told == ["hf_dart: preparing rounds of 16 nodes for 1 row(s) of up to 32 tokens"]
+    assert told == ["hf_dart: preparing forwards of 16 nodes for 1 row(s) of up to 32 tokens"]
     with pytest.raises(TypeError, match="not Linear"):
         hf_dart.compile(target, torch.nn.Linear(1, 1))
     with pytest.raises(ValueError, match="first_tier is 3"):
         engine(target, head, first_tier=3)
-    with pytest.raises(ValueError, match="lag is 9"):
-        engine(target, head, lag=9)
     with pytest.raises(ValueError, match="made for"):
         engine(tiny_target("llama", hidden_size=16), head)
+
+
+# ---- when something goes wrong ----------------------------------------------------------------------------
+
+
+def test_what_cannot_be_made(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    target, head = pair
+
+    class OutOfMemory(module.Tier):
+        def __init__(self, *args: Any) -> None:
+            raise torch.OutOfMemoryError("no room")
+
+    monkeypatch.setattr(module, "Tier", OutOfMemory)
+    engine(target, head)
+    with pytest.warns(UserWarning, match=r"could not be made \(OutOfMemoryError: no room\)"):
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+
+
+def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where memory runs out while a tier is made, the ones that are kept go, and it is made."""
+    target, head = pair
+    made = engine(target, head)
+    assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+
+    class Narrow(module.Tier):
+        def __init__(self, *args: Any) -> None:
+            if made.tiers:
+                raise torch.OutOfMemoryError("no room")
+            super().__init__(*args)
+
+    monkeypatch.setattr(module, "Tier", Narrow)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert len(made.tiers) == 1
+
+
+def test_a_launch_that_does_nothing(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a graph does whose kernels ran somewhere else while it was captured."""
+    target, head = pair
+    made = engine(target, head)
+    monkeypatch.setattr(Launch, "__call__", lambda launch: None)
+    with pytest.warns(UserWarning, match="computes something else"):
+        assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
+    assert made.tiers == [None]
+
+
+def test_what_is_released_is_gone(pair: tuple[Any, Any]) -> None:
+    target, head = pair
+    made = engine(target, head)
+    target.generate(**batch(1, "sdpa"), assistant=head, **GREEDY)
+    rounds = [ref(part) for tier in made.tiers if tier for part in tier.forwards.values()]
+    assert rounds
+    gc.disable()
+    try:
+        made.release()
+        assert [one() for one in rounds] == [None] * len(rounds)
+    finally:
+        gc.enable()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from support.cases import batch
 from support.compare import assert_identical, tally
@@ -34,12 +33,11 @@ def test_buffers_of_one_name() -> None:
     assert (wide.view(-1)[6:] == 3).all()
 
 
-@pytest.mark.filterwarnings("ignore:Of this call")
 def test_calls_in_turns() -> None:
     """One call's rounds write over what another's left."""
     target = tiny_target("qwen3")
     head = tiny_head(target)
-    made = hf_dart.compile(target, head, backend=None, first_tier=64, lag=1)
+    made = hf_dart.compile(target, head, backend=None, first_tier=64)
     sampled = {"do_sample": True, "top_k": 0}
     calls: list[tuple[int, dict[str, Any]]] = [
         (4, {"do_sample": False, "tree_config": TreeConfig(nodes=13)}),
@@ -53,5 +51,5 @@ def test_calls_in_turns() -> None:
             assert_identical(target, head, batch(size, "sdpa"), into=TURNS, max_new_tokens=14, **options)
     tiers = [tier for tier in made.tiers if tier is not None]
     assert len(tiers) > 3
-    assert len({tier.cache.store.buffer(0).data_ptr() for tier in tiers}) == 1
-    assert len({tier.draft.store.buffer(0).data_ptr() for tier in tiers}) == 1
+    assert len({tier._cache.entries.store.buffer(0).data_ptr() for tier in tiers}) == 1
+    assert len({tier._draft_cache.store.buffer(0).data_ptr() for tier in tiers if tier._draft_cache}) == 1

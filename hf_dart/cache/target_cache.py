@@ -1,0 +1,242 @@
+"""`TargetCache`: the target's cache in a call, taken over from stock's after the prompt and given back at the end.
+
+A round writes the N nodes of a tree after the committed entries of all rows and then keeps only the accepted path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
+
+from hf_dart.cache.slot_cache import SlotCache, SlotLayer
+from hf_dart.cache.slots import spec_of
+from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
+from hf_dart.cache.stock_layers import (
+    attention_layers,
+    attention_places,
+    held_by,
+    keeps_entries,
+    keeps_states,
+    undone_on_failure,
+)
+from hf_dart.cache.windows import LayerBuffers, outgrows
+
+
+class TargetCache:
+    """Entries of attention in slots, and running states beside them, committed together.
+
+    A running state cannot be shortened: a row that is truncated goes back to its prompt, in its attention layers too.
+
+    Args:
+        prefilled: the stock cache after prefill; all its entries belong to the prompt.
+        pads: left padding per row.
+        capacity: positions to make room for at first.
+        keep: the stock cache will be needed again (`write_back`); otherwise its memory is freed.
+        most: positions that the call will need at most, if that is known.
+        windows: how many positions the queries of each attention layer see, as far as that need not be all.
+
+    Attributes:
+        cache: goes into the target's forward as `past_key_values`.
+        entries: keys and values.
+        states: running states, if the target keeps any.
+        prompt_lengths: [B] entries per row after prefill, on the CPU.
+    """
+
+    def __init__(
+        self,
+        prefilled: Cache,
+        pads: list[int],
+        capacity: int,
+        keep: bool,
+        most: int | None = None,
+        windows: Sequence[int | None] | None = None,
+    ) -> None:
+        self._stock, self._keep_stock = prefilled, keep
+        self._whole, self._written_back = True, False
+        # Running states alone do not tell how much text they hold: then tokens are counted from the prompt on.
+        attends = any(map(keeps_entries, prefilled.layers))
+        self._prompt_slots = int(prefilled.get_seq_length()) if attends else 0
+        self.prompt_lengths = torch.tensor([self._prompt_slots - pad if attends else 0 for pad in pads])
+        self.entries = SlotCache(self.prompt_lengths, capacity, most)
+        layers = self._take_over(pads, windows) if attends else list(prefilled.layers)
+        self.states: Any = None
+        self.cache = Cache(layers=layers)
+        if any(map(keeps_states, prefilled.layers)):
+            self.states = RunningStates(states_of(prefilled))
+            self.cache = StatefulCache(layers, prefilled, self.states)
+        if not keep:  # static layers may be used again by their maker
+            for layer in attention_layers(prefilled) if attends else ():
+                if isinstance(layer, DynamicLayer):
+                    layer.keys = layer.values = torch.empty(0, dtype=layer.dtype, device=layer.device)
+
+    def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
+        """Copy the prompt's entries, and return the layers that show them."""
+        stock = attention_layers(self._stock)
+        seen = [self._window(*part) for part in zip(stock, windows or [None] * len(stock), strict=True)]
+        buffers: dict[int | None, LayerBuffers] = {}
+        for window in dict.fromkeys(seen):
+            layers = [layer for layer, its in zip(stock, seen, strict=True) if its == window]
+            held = [states for layer in layers for states in held_by(layer)]
+            buffers[window] = self.entries.add([spec_of(states) for states in held], window)
+            for index, states in enumerate(held):
+                buffers[window].take_over(index, states, pads, self._prompt_slots)
+        layers = list(self._stock.layers)
+        for order, (place, its) in enumerate(zip(attention_places(self._stock), seen, strict=True)):
+            layers[place] = SlotLayer(self.entries, buffers[its], seen[:order].count(its))
+        return layers
+
+    def _window(self, layer: Any, window: int | None) -> int | None:
+        """The `window` of a layer, if it is worth a buffer of its own, and what lies before it is never needed."""
+        if window is None or not outgrows(window, self.entries.most):
+            return None
+        # What is given back to stock's other sliding layers is the whole text.
+        ends_in_window = isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past
+        return window if ends_in_window or not self._keep_stock else None
+
+    # ---- fixed shapes -------------------------------------------------------------------------------
+
+    def as_fixed(
+        self,
+        batch_size: int,
+        slots: int,
+        nodes: int,
+        device: torch.device,
+        memory_of: Callable[[str], Callable[..., Tensor]],
+    ) -> Self:
+        """Make an empty one on fixed shapes for B rows: T slots for the text, and N after them for a tree.
+
+        Args:
+            batch_size, slots, nodes: B, T and N. Smaller trees stand in the last slots, too.
+            device: on which rounds count entries.
+            memory_of: makes storage, by the name of its owner.
+        """
+        other = copy(self)
+        other._stock = Cache(layers=[])
+        other.entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
+        layers = list(self.cache.layers)
+        for order, place in enumerate(attention_places(self.cache) if other.entries.buffers else ()):
+            layers[place] = SlotLayer(other.entries, other.entries.buffers[0], order)
+        other.cache = Cache(layers=layers)
+        if self.states is not None:
+            assert isinstance(self.cache, StatefulCache)
+            other.states = FixedStates(self.states, batch_size, memory_of("states"))
+            other.cache = self.cache.like(layers, other.states)
+        return other
+
+    def for_nodes(self) -> Self:
+        """Share entries and running states, but not the states of nodes: each captured forward has its own."""
+        if self.states is None:
+            return self
+        assert isinstance(self.cache, StatefulCache)
+        other = copy(self)
+        other.states = copy(self.states)
+        other.cache = self.cache.like(self.cache.layers, other.states)
+        return other
+
+    def load(self, other: TargetCache, rows: Sequence[int]) -> None:
+        """See `SlotCache.load`; running states are those of the rows too."""
+        self.entries.load(other.entries, rows)
+        if self.states is not None:
+            self.states.load(other.states, rows)
+        self._whole = True
+
+    def release(self) -> None:
+        """Free entries and states, which another cache holds until it hands them back (`take_in`)."""
+        self.entries.release()
+        if self.states is not None:
+            self._whole = False
+            self.states.committed = dict(self.states.prompt)
+
+    def take_in(self, other: TargetCache, rows: Sequence[int]) -> None:
+        """See `SlotCache.take_in`; running states are left out where a commit was broken off in the other cache."""
+        self._whole = False
+        self.entries.take_in(other.entries, rows)
+        if self.states is not None and other._whole:
+            self.states.take_in(other.states.committed, list(rows))
+        self._whole = other._whole
+
+    # ---- rounds -------------------------------------------------------------------------------------
+
+    @property
+    def lengths(self) -> Tensor:
+        """[B] committed entries per row (positions 0 .. lengths - 1); on the CPU unless shapes are fixed."""
+        return self.entries.lengths
+
+    @property
+    def longest(self) -> int:
+        """Committed entries of the longest row."""
+        return self.entries.longest
+
+    def past_positions(self, layer: int) -> Tensor:
+        """Position [B, S] of each entry that layer `layer` shows before new ones; -1 where hidden."""
+        return self.entries.past_positions(self.cache.layers[layer].buffers)
+
+    def prepare(self, nodes: int) -> None:
+        """Make room for `nodes` tree nodes per row.
+
+        Raises:
+            RuntimeError: a commit was broken off, and what it left cannot be gone on with.
+        """
+        if not self._whole:
+            raise RuntimeError("A commit was broken off; what it left cannot be gone on with.")
+        self.entries.prepare(nodes)
+
+    def commit(self, path: Tensor, counts: list[int]) -> None:
+        """Keep `counts[b]` entries of row b, those of nodes `path[b]` [B, A], and drop the other nodes."""
+        self._whole = self.states is None  # states lack from here on what the entries hold
+        self.entries.move(path)
+        self.entries.advance(torch.tensor(counts))
+        if self.states is not None:
+            self.states.commit(path, counts)
+        self._whole = True
+
+    def truncate(self, lengths: Tensor) -> None:
+        """Drop the last entries of rows that are longer than `lengths` [B], or more of them (see `lengths` then)."""
+        now = self.entries.counted
+        if self.states is None:
+            self.entries.set_lengths(torch.minimum(now, lengths))
+        elif (too_long := now > lengths).any():
+            self._whole = False
+            self.entries.set_lengths(torch.where(too_long, self.prompt_lengths, now))
+            self.states.back_to_prompt(too_long)
+            self._whole = True
+
+    # ---- what the user passed in --------------------------------------------------------------------
+
+    def write_back(self, grown: int) -> None:
+        """Lay the first `grown` entries after the prompt into the stock cache, in stock's slots; once only.
+
+        Every row must have as many. Where running states have more or fewer in some row, the stock cache is left with
+        the prompt: the state of one row is not that of the others. Should it fail, it still holds the prompt as well.
+
+        Raises:
+            RuntimeError: a commit was broken off, and what it left cannot be read.
+        """
+        if self._written_back:
+            return
+        if not self._whole:
+            raise RuntimeError("A commit was broken off; what it left cannot be read.")
+        if self.states is None:
+            self.truncate(self.prompt_lengths + grown)
+        elif bool((self.entries.counted != self.prompt_lengths + grown).any()):
+            return
+        with undone_on_failure(self._stock):
+            for place in attention_places(self._stock) if self.entries.buffers and grown else ():
+                self._append(self._stock.layers[place], self.cache.layers[place], grown)
+            for slot, state in states_of(self._stock).items():
+                state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
+            self._written_back = True
+
+    def _append(self, stock: Any, own: SlotLayer, grown: int) -> None:
+        """Append the last `grown` entries of every row to one layer of the stock cache."""
+        window = own.buffers.window
+        count = grown if window is None else min(grown, window)
+        starts = self.prompt_lengths + grown - count
+        stock.update(*(own.buffers.read(2 * own.index + part, starts, count) for part in range(2)))
+        if count < grown:
+            stock.cumulative_length += grown - count  # of which it would have kept nothing

@@ -1,0 +1,255 @@
+"""Rounds in a tier: what passes from call to call and between a tier and the call's own caches."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from support.caches import prefill
+from support.cases import batch
+from support.compare import assert_identical, run, tally
+from support.engines import counting, engine
+from support.tiny import prompts, tiny_head, tiny_target
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
+
+from hf_dart import TreeConfig
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.cache.target_cache import TargetCache
+from hf_dart.decoding.drafter_runner import DrafterRunner
+from hf_dart.decoding.pace import PAUSE
+from hf_dart.engine.parts import CapturedDraft, CapturedForward
+
+pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
+EXACT = tally("float64, rounds on fixed shapes")
+GREEDY = {"do_sample": False, "max_new_tokens": 24}
+SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 24}
+
+
+def test_what_another_call_left_is_not_read() -> None:
+    """Not even through a mask: a text of which target and head make NaN stood in the slots of the next one."""
+    target = tiny_target("gpt2")
+    head = tiny_head(target)
+    made = engine(target, head, first_tier=64)
+    with torch.no_grad():
+        target.transformer.wpe.weight[30:] = torch.nan
+    assert_identical(target, head, prompts([4]), **GREEDY)
+    target.generate(**prompts([20]), assistant=head, **GREEDY)
+    (tier,) = made.tiers
+    assert tier is not None
+    assert tier._draft_cache is not None
+    held = [part.store.buffer(0) for part in (tier._cache.entries, tier._draft_cache)]
+    assert all(buffer.isnan().any() for buffer in held)
+    assert_identical(target, head, prompts([4]), **GREEDY)
+    assert not any(buffer.isnan().any() for buffer in held)
+
+
+@pytest.mark.parametrize("options", [GREEDY, SAMPLED], ids=["greedy", "sampled"])
+def test_the_same_drafts_whatever_the_tiers(options: dict[str, Any]) -> None:
+    """The drafter has read as much, and seen the same noise, from tier to tier as without tiers."""
+    target = tiny_target("qwen3")
+    head = tiny_head(target)
+    options = {**options, "max_new_tokens": 40, "tree_config": TreeConfig(nodes=13, lookup=0)}
+    committed = []
+    for first_tier in (None, 16, 128):
+        head.engine = None
+        if first_tier is not None:
+            engine(target, head, first_tier=first_tier)
+        assert_identical(target, head, batch(4, "sdpa"), into=EXACT, **options)
+        committed.append(head.last_stats.committed)
+    assert committed[0] == committed[1] == committed[2]
+
+
+def test_no_text_stands_where_trees_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last slots of a tier are those of the nodes, however long the paths that are accepted."""
+    target, head, inputs = counting(8.0)
+    commit, held = TargetCache.commit, []
+
+    def watched(self: TargetCache, path: torch.Tensor, counts: list[int]) -> None:
+        commit(self, path, counts)
+        if self.entries.fixed:
+            held.append(self.entries.capacity - 8 - self.longest)
+
+    monkeypatch.setattr(TargetCache, "commit", watched)
+    for start in (0, 3):
+        engine(target, head)
+        some = {name: part[1:, start:] for name, part in inputs.items()}
+        options = {"do_sample": False, "max_new_tokens": 30, "tree_config": TreeConfig(nodes=8, lookup=0)}
+        assert_identical(target, head, some, **options)
+    assert max(held) > 0 == min(held)
+
+
+def test_rows_go_back_to_their_places() -> None:
+    """Two rows are taken in by rows 0 and 2 of three; row 1 is as it was."""
+    prefilled = prefill(tiny_target("llama"), prompts([4, 4, 4]))
+    cache = TargetCache(prefilled, [0, 0, 0], 8, keep=True).entries
+    before = cache.store.buffer(0).clone()
+    seats = SlotCache.begin(cache.specs[0], len(cache.specs), 2, 8)
+    seats.advance(torch.tensor([2, 6]))
+    seats.store.buffer(0).copy_(torch.arange(2.0)[:, None, None, None])
+    cache.take_in(seats, [0, 2])
+    assert cache.lengths.tolist() == cache.counted.tolist() == [2, 4, 6]
+    assert torch.equal(cache.store.buffer(0)[1, :, :4], before[1, :, :4])
+    assert (cache.store.buffer(0)[0, :, :2] == 0).all()
+    assert (cache.store.buffer(0)[2, :, :6] == 1).all()
+
+
+def test_a_cache_that_is_kept() -> None:
+    """Two turns over one cache, and what lies in it."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    engine(target, head)
+    kept = []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        first = run(target, prompts([9]), 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        longer = torch.cat([first, torch.tensor([[5, 9, 4]])], dim=1)
+        inputs = {"input_ids": longer, "attention_mask": torch.ones_like(longer)}
+        second = run(target, inputs, 0, past_key_values=cache, **GREEDY, **drafting).sequences
+        kept.append((first.tolist(), second.tolist(), cache))
+    assert kept[0][:2] == kept[1][:2]
+    for left, right in zip(kept[0][2].layers, kept[1][2].layers, strict=True):
+        torch.testing.assert_close(left.keys, right.keys)
+
+
+@pytest.mark.filterwarnings("default:This call runs uncompiled")
+@pytest.mark.parametrize("sampled", [False, True])
+def test_a_forward_that_fails(sampled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the middle of a text: that very round is verified by the eager forward, and later calls do not try again."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    made = engine(target, head, first_tier=64)
+    options = {**(SAMPLED if sampled else GREEDY), "no_repeat_ngram_size": 3}
+    launches = []
+    launch = CapturedForward.__call__
+
+    def fails(self: Any, *args: Any) -> Any:
+        launches.append(1)
+        if len(launches) == 5:
+            raise torch.OutOfMemoryError("no room left")
+        return launch(self, *args)
+
+    monkeypatch.setattr(CapturedForward, "__call__", fails)
+    with pytest.warns(UserWarning, match=r"it failed \(OutOfMemoryError: no room left\)"):
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert len(launches) == 5
+    assert made.tiers == [None]
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_the_heads_pass(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On buffers of its own, from tier to tier: as good as uncaptured ones, and as many."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0)}
+    assert_identical(target, head, batch(size, "sdpa"), **options)
+    committed, rounds = head.last_stats.committed, head.last_stats.rounds
+    made = engine(target, head)
+    drafts = []
+    draft = CapturedDraft.__call__
+    monkeypatch.setattr(CapturedDraft, "__call__", lambda *args: (drafts.append(1), draft(*args))[1])
+    assert_identical(target, head, batch(size, "sdpa"), into=EXACT, **options)
+    assert len(made.tiers) > 1
+    assert head.last_stats.committed == committed
+    assert len(drafts) == rounds
+
+
+@pytest.mark.filterwarnings("default:This call runs uncompiled")
+@pytest.mark.parametrize("fails", [True, False])
+def test_drafts_that_are_not_launched(fails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the launch fails in the middle of a text, or there are more new positions than it has room for.
+
+    The head looks at those drafts again with what it has taken in itself.
+    """
+    target = tiny_target("llama")
+    head = tiny_head(target, editor=True)
+    options = {**GREEDY, "tree_config": TreeConfig(nodes=8, lookup=0, refine=1)}
+    assert_identical(target, head, batch(4, "sdpa"), **options)
+    committed = head.last_stats.committed
+    made = engine(target, head, first_tier=64)
+    drafts = []
+    draft = CapturedDraft.__call__
+
+    def third(self: Any, *args: Any) -> Any:
+        drafts.append(1)
+        if len(drafts) == 2 and not fails:
+            (tier,) = made.tiers
+            assert tier is not None
+            tier._most = 1
+        if len(drafts) == 3 and fails:
+            raise torch.OutOfMemoryError("no room left")
+        return draft(self, *args)
+
+    monkeypatch.setattr(CapturedDraft, "__call__", third)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert_identical(target, head, batch(4, "sdpa"), **options)
+    assert any("it failed (OutOfMemoryError" in str(one.message) for one in told) == fails
+    assert head.last_stats.committed == committed
+    assert all(made.tiers) != fails
+
+
+def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head takes in the features of every token, though each launch of a graph writes in the place of the last."""
+    step, propose = CapturedForward.step, DrafterRunner.propose
+    taken: list[torch.Tensor] = []
+
+    def in_place(self: Any, run: Any) -> None:
+        before = getattr(self, "_found", None)
+        step(self, run)
+        if before is not None:
+            for place, found in zip(before, self._found, strict=True):
+                place.copy_(found)
+            self._found = before
+
+    def watched(self: DrafterRunner, seen: Any, level: str) -> Any:
+        if len(self.pending) > 1 and level != PAUSE:
+            taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
+        return propose(self, seen, level)
+
+    monkeypatch.setattr(CapturedForward, "step", in_place)
+    monkeypatch.setattr(DrafterRunner, "propose", watched)
+    target = tiny_target("llama")
+    head = tiny_head(target, tree={"nodes": None})
+    engine(target, head, first_tier=128)
+    options = {"max_new_tokens": 90, "tree_config": TreeConfig(lookup=0, draft_cost=3.0)}
+    assert_identical(target, head, prompts([7]), **{**GREEDY, **options})
+    assert len(taken) == 1
+    assert len(taken[0].unique(dim=0)) == len(taken[0]) > 40
+
+
+def test_interrupted() -> None:
+    """What was committed in the tier's cache is in the one that was passed in."""
+    target = tiny_target("llama")
+    head = tiny_head(target)
+    engine(target, head, first_tier=64)
+
+    class Impatient(LogitsProcessor):
+        def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+            if input_ids.shape[1] == 20:
+                raise KeyboardInterrupt
+            return scores
+
+    kept = []
+    for drafting in ({}, {"assistant": head}):
+        cache = DynamicCache(config=target.config)
+        options = {**GREEDY, **drafting, "logits_processor": LogitsProcessorList([Impatient()])}
+        with pytest.raises(KeyboardInterrupt):
+            target.generate(**prompts([9]), past_key_values=cache, **options)
+        kept.append(cache.layers[0].keys)
+    width = kept[1].shape[2]
+    assert 9 < width <= kept[0].shape[2]
+    torch.testing.assert_close(kept[1], kept[0][:, :, :width])
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_rows_without_room_in_another_tier(seed: int) -> None:
+    """A row stands at the end of the position table, and the others go on in the next tier."""
+    target = tiny_target("gpt2", n_positions=32)
+    head = tiny_head(target)
+    engine(target, head, first_tier=32)
+    tree = TreeConfig(nodes=40, depth=1, top_k=60)
+    inputs = prompts([24 - seed % 2, 3, 5], seed=seed)
+    assert_identical(target, head, inputs, into=EXACT, do_sample=False, max_length=33, tree_config=tree)
