@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from hf_dart.bench.exact import Run, compare, run
-from hf_dart.bench.memory import peak_bytes, reset_peak
 from hf_dart.bench.pair import Pair
+from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.bench.rivals import COMPILED, claims_same_text, is_ours, takes
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.view.tables import STOCK, Verdict

@@ -235,24 +235,9 @@ def _say(known: dict[str, Any], *templates: str) -> str:
 
 
 def _objective(objective: dict[str, Any] | None) -> str:
-    """The fields of `hf_dart.training.objective.objective.Objective` that matter, in words."""
-    if objective is None:
-        return ""
-    weights = objective["position_weights"]
-    details = {"exponential": " (gamma {gamma:g})", "dpace": " (alpha {dpace_alpha:g})"}.get(weights, "")
-    eta = " (eta {lk_eta:g})" if objective["divergence"] == "lk" else ""
-    mixed = "{ce_share:g} ce + the rest " if objective.get("ce_share") else ""  # not in records of older runs
-    parts = {
-        "token_weight": mixed + "{divergence}" + eta + ", {position_weights} position weights" + details,
-        "focal_weight": "cross-entropy at the first error",
-        "chain_weight": "{chain_form} chain loss",
-    }
-    terms = []
-    for weight, term in parts.items():
-        if objective[weight]:
-            factor = "" if objective[weight] == 1 else f"{objective[weight]:g} x "
-            terms.append(factor + term.format_map(objective))
-    return ": " + "; ".join(terms)
+    """The fields of `hf_dart.training.objective.objective.Objective` that are set."""
+    told = ", ".join(f"{name} {value}" for name, value in (objective or {}).items() if value)
+    return f": {told}" if told else ""
 
 
 def _ours(bench: dict[str, Any]) -> list[tuple[dict[str, Any], str]]:

@@ -10,7 +10,7 @@ import torch
 from support.memory import resident
 
 from hf_dart.bench.exact import repeated_4grams
-from hf_dart.bench.memory import peak_bytes, reset_peak
+from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.bench.rivals import LOOKUP, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
