@@ -6,9 +6,9 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from hf_dart.errors import as_user_error, read_text
+from hf_dart.errors import as_user_error
 
-_FACTS = ("bench", "training", "base_model", "bench_dataset", "license", "language", "datasets", "tags")
+_FACTS = ("bench", "base_model", "bench_dataset", "license", "language", "datasets")
 
 
 def add(commands: Any) -> None:
@@ -16,14 +16,11 @@ def add(commands: Any) -> None:
     parser.add_argument("folder", type=Path, help="what save_pretrained or a trainer wrote")
     parser.add_argument("repository", help="user/name on the Hub; it is made if there is none")
     parser.add_argument("--bench", type=Path, metavar="FILE", help="what hf-dart bench --json wrote, for the table")
-    parser.add_argument("--training", type=Path, metavar="FILE", help="the training record (default: in the folder)")
     parser.add_argument("--base-model", metavar="ID", help="the target on the Hub (default: as in the head's config)")
     parser.add_argument("--bench-dataset", metavar="ID", help="the Hub data set of the bench's prompts")
     parser.add_argument("--license", metavar="ID", help="such as apache-2.0")
     parser.add_argument("--language", nargs="+", default=(), metavar="CODE", help="such as en")
     parser.add_argument("--datasets", nargs="+", default=(), metavar="ID", help="the Hub data sets it was trained on")
-    parser.add_argument("--tags", nargs="+", default=(), metavar="TAG", help="more of them")
-    parser.add_argument("--card", type=Path, metavar="FILE", help="a card to put in place of the repository's")
     parser.add_argument("--private", action="store_true", default=None, help="if the repository has to be made")
     parser.add_argument("--revision", metavar="BRANCH", help="default: main")
     parser.add_argument("--create-pr", action="store_true", help="as a pull request")
@@ -38,9 +35,8 @@ def _run(arguments: argparse.Namespace) -> int:
     registered()  # so that cards of all kinds can be written
 
     known = {name: getattr(arguments, name) for name in _FACTS}
-    for name in ("language", "datasets", "tags"):
+    for name in ("language", "datasets"):
         known[name] = tuple(known[name])
-    known["card"] = None if arguments.card is None else read_text(arguments.card, "the card ")
     with as_user_error():
         if arguments.dry_run is not None:
             write_folder(arguments.folder, arguments.dry_run, arguments.repository, **known)

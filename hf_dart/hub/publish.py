@@ -108,9 +108,7 @@ def push_folder(
         )
 
 
-def write_folder(
-    folder: str | Path, destination: str | Path, repository: str, *, card: str | None, **known: Any
-) -> None:
+def write_folder(folder: str | Path, destination: str | Path, repository: str, **known: Any) -> None:
     """Write what `push_folder` would push to a repository without a card to `destination`, and ask no Hub.
 
     Raises:
@@ -120,7 +118,7 @@ def write_folder(
     if destination.exists() and not (destination.is_dir() and not any(destination.iterdir())):
         raise ValueError(f"{str(destination)!r} is there already; give an empty folder, or a name that is free.")
     facts = _facts(folder, repository, **known)
-    for name, content in repository_files(folder, facts, card).items():
+    for name, content in repository_files(folder, facts, None).items():
         file = destination / name
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_bytes(content if isinstance(content, bytes) else content.read_bytes())

@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from math import isinf
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
-import torch
 from support.attention_kernels import OWN, own_kernel
-from support.tiny import PAD, VOCABULARY, prompts, tiny_head, tiny_target
+from support.tiny import PAD, prompts, tiny_head, tiny_target
 
 from hf_dart.bench.auditing import audit
-from hf_dart.bench.exact import Difference, differences, run, run_differences, ulp
 from hf_dart.bench.pair import Pair
 from hf_dart.bench.speed import Settings
 from hf_dart.cli import main
@@ -121,53 +117,6 @@ def test_what_is_broken_fails(
     assert not report["passed"]
     # Stock against stock is not touched by any of this.
     assert all(one["control"] is None or one["control"]["near_tie"] for one in report["findings"])
-
-
-@pytest.mark.parametrize("sampled", [False, True])
-def test_gap_is_to_the_token_that_was_written(sampled: bool) -> None:
-    model = tiny_target("llama")
-    inputs = prompts([6])
-    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 6, **({"top_k": 0} if sampled else {})}
-    stock = run(model, inputs, options, seed=3)
-    other = stock.sequences.clone()
-    token = int(other[0, 9] + 1) % VOCABULARY
-    other[0, 9:] = token
-    found = differences(model, inputs, options, 3, stock.sequences[:, 6:], other[:, 6:])[0]
-    assert found is not None
-    assert found.position == 3
-
-    with torch.no_grad():
-        logits = model(stock.sequences[:, :9]).logits[0, -1]
-    scores = logits.float()
-    if sampled:
-        torch.manual_seed(3)
-        noise = [torch.empty(1, VOCABULARY).exponential_(1) for _ in range(4)][3][0]
-        scores = scores.log_softmax(-1) - noise.log()
-    best = scores.sort(descending=True).values
-    assert int(scores.argmax()) == int(stock.sequences[0, 9])
-    assert found.gap == pytest.approx((best[0] - scores[token]).item(), abs=1e-5)
-    assert found.top2 == pytest.approx((best[0] - best[1]).item(), abs=1e-5)
-    assert found.ulp == ulp(torch.float64, logits.max().item())
-    assert not found.near_tie
-
-
-def test_an_end_at_another_place_is_no_near_tie() -> None:
-    model = tiny_target("llama")
-    inputs = prompts([6, 4])
-    stock = run(model, inputs, {"do_sample": False, "max_new_tokens": 6})
-    short = run(model, inputs, {"do_sample": False, "max_new_tokens": 5})
-    found = run_differences(model, inputs, {"do_sample": False, "max_new_tokens": 6}, 0, stock, short)
-    assert isinstance(found[0], Difference)
-    assert isinf(found[0].gap)
-    assert not found[0].near_tie
-    assert found[1] is None
-
-
-def test_ulp() -> None:
-    assert ulp(torch.bfloat16, 20.0) == 2.0**-7 * 16
-    for value in (0.3, 1.0, 20.0, 250.0):
-        step = torch.tensor(value, dtype=torch.bfloat16)
-        assert float(torch.nextafter(step, step * 2) - step) == ulp(torch.bfloat16, float(step))
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support.memory import resident
 
-from hf_dart.bench.exact import repeated_4grams
-from hf_dart.bench.peak_memory import peak_bytes, reset_peak
 from hf_dart.bench.rivals import LOOKUP, STOCK
 from hf_dart.bench.speed import MODES
 from hf_dart.cli import main
@@ -71,19 +68,3 @@ def test_smoke_run_writes_figures_that_hang_together(tmp_path: Path, capsys: pyt
             assert whole == pytest.approx(sum(one["seconds"]))
             forward = one["round_ms"]["draft"] + one["round_ms"]["verify"]
             assert one["not_forward"] == pytest.approx(1 - forward / sum(one["round_ms"].values()))
-
-
-def test_repeated_4grams() -> None:
-    assert repeated_4grams([[1, 2, 3, 4, 5]]) == 0
-    assert repeated_4grams([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
-    assert repeated_4grams([[1, 2, 3]]) == 0
-
-
-def test_peak_memory_is_seen() -> None:
-    device = torch.device("cpu")
-    reset_peak(device)
-    before = peak_bytes(device)
-    # More than the process ever held: not every system lets the peak be reset.
-    block = torch.ones((before - resident() + 64 * 2**20) // 4)
-    assert peak_bytes(device) - before > 32 * 2**20
-    del block

@@ -10,17 +10,15 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from support.chats import THINKING, chat_tokenizer
 
-from hf_dart.bench.exact import Run, compare, tolerance
+from hf_dart.bench.exact import Run, compare
 from hf_dart.bench.pair import Pair, load_pair
 from hf_dart.bench.tour import demo
 from hf_dart.cli import main
 from hf_dart.cli.common import check_file, write_json
 from hf_dart.errors import UserError
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
-from hf_dart.view.page import origins
 
 PROMPT = "import os\n\n\ndef join(left, right):\n    "
 MEASURE = [["bench"], ["audit"], ["profile"]]
@@ -56,27 +54,6 @@ def test_demo_without_colour_or_with_a_false_head(pair: Pair, monkeypatch: pytes
     lines.clear()
     assert not demo(pair, new_tokens=8, prompts=(PROMPT,), show=lines.append)
     assert lines[-1] == "identical: no"
-
-
-def test_a_generator_left_elsewhere_is_a_difference(pair: Pair) -> None:
-    tokens = torch.ones(1, 4, dtype=torch.long)
-    state = torch.get_rng_state()
-    torch.rand(1)
-    one, other = Run(tokens, 0.0, state, None), Run(tokens, 0.0, torch.get_rng_state(), None)
-    assert compare(pair.model, {}, {}, 0, one, one).identical
-    assert not compare(pair.model, {}, {}, 0, one, other).identical
-
-
-def test_near_ties_are_a_matter_of_dtype() -> None:
-    assert tolerance(torch.float64, 20.0) == 0
-    assert tolerance(torch.float32, 20.0) == 1e-5
-    assert tolerance(torch.bfloat16, 20.0) == 4 * 2.0**-7 * 16
-
-
-def test_drafted_tokens_of_rounds() -> None:
-    drafted = [(-1, False), (0, True), (0, True), (0, False), (1, False), (2, True), (2, False)]
-    assert origins(7, [3, 1, 2]) == drafted
-    assert origins(3, [3]) == drafted[:3]
 
 
 @pytest.mark.parametrize(

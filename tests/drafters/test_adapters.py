@@ -66,10 +66,10 @@ def test_a_folder_holds_the_adapter_alone_and_brings_its_head(target: Any, base:
     for options in (GREEDY, SAMPLED):
         assert_identical(target, loaded, prompts([9, 4, 7]), **options, into=EXACT)
     with pytest.raises(ValueError, match="where nobody else finds it"):
-        write_folder(tmp_path, tmp_path / "hub", "me/adapter", card=None)
+        write_folder(tmp_path, tmp_path / "hub", "me/adapter")
     config = tmp_path / "adapter_config.json"
     config.write_text(json.dumps({**json.loads(config.read_text()), "base_model_name_or_path": "me/head"}))
-    write_folder(tmp_path, tmp_path / "hub", "me/adapter", card=None)
+    write_folder(tmp_path, tmp_path / "hub", "me/adapter")
     pushed = DartHead.from_pretrained(str(tmp_path / "hub"), target=target, base=base)
     assert torch.equal(drafts(pushed), drafts(head))
 

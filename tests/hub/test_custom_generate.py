@@ -94,7 +94,7 @@ def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: 
     head = tiny_head(target)
     target.save_pretrained(tmp_path / "target")
     head.save_pretrained(tmp_path / "head-1.5")
-    publish.write_folder(tmp_path / "head-1.5", tmp_path / "dry", "someone/head", card=None)
+    publish.write_folder(tmp_path / "head-1.5", tmp_path / "dry", "someone/head")
     head.add_adapter(LoraConfig(r=2))
     head.save_pretrained(tmp_path / "adapter")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "HF_HOME": str(tmp_path / "cache")}

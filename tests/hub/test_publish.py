@@ -30,7 +30,6 @@ from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.loading import PACKAGED_HEAD, PACKAGED_TARGET
 from hf_dart.hub.publish import push_folder
 
-WEIGHTS = PACKAGED_HEAD / "model.safetensors"
 BENCH = Path(__file__).parents[2] / "model_cards" / "demo_pair" / "bench.json"
 # The client hands httpx the bytes of an upload by an old name.
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")
@@ -289,8 +288,6 @@ def test_a_dry_run_writes_what_would_be_pushed(
         (["./nowhere", "alice/head"], "nowhere holds no config.json of a DART head"),
         ([str(PACKAGED_TARGET), "alice/head"], "holds no config.json of a DART head"),
         ([str(PACKAGED_HEAD), "alice/head", "--bench", "./none.json"], "Cannot read none.json"),
-        ([str(PACKAGED_HEAD), "alice/head", "--card", "./none.md"], "none.md"),
-        ([str(PACKAGED_HEAD), "alice/head", "--card", str(WEIGHTS)], "give a file of UTF-8"),
         ([str(PACKAGED_HEAD), "bob/head"], "403"),
         ([str(PACKAGED_HEAD), "not an id"], "give one such as user/name"),
         ([str(PACKAGED_HEAD), "a/b/c", "--dry-run", "./none"], "give one such as user/name"),

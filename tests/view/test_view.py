@@ -155,6 +155,12 @@ def test_rows_that_ran_ahead_of_the_end(row: int) -> None:
     view.html()
 
 
+def test_drafted_tokens_of_rounds() -> None:
+    drafted = [(-1, False), (0, True), (0, True), (0, False), (1, False), (2, True), (2, False)]
+    assert origins(7, [3, 1, 2]) == drafted
+    assert origins(3, [3]) == drafted[:3]
+
+
 def test_what_cannot_be_shown_is_refused(output: Any, hostile_tokenizer: Any) -> None:
     with pytest.raises(ValueError, match="trace=True"):
         View.of(output.sequences, hostile_tokenizer)

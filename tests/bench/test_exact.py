@@ -1,0 +1,91 @@
+"""Comparing two runs: where they part, and how close stock's own choice was there."""
+
+from __future__ import annotations
+
+from math import isinf
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import VOCABULARY, prompts, tiny_target
+
+from hf_dart.bench.exact import (
+    Difference,
+    Run,
+    compare,
+    differences,
+    repeated_4grams,
+    run,
+    run_differences,
+    tolerance,
+    ulp,
+)
+
+
+def test_a_generator_left_elsewhere_is_a_difference() -> None:
+    model = tiny_target("llama")
+    tokens = torch.ones(1, 4, dtype=torch.long)
+    state = torch.get_rng_state()
+    torch.rand(1)
+    one, other = Run(tokens, 0.0, state, None), Run(tokens, 0.0, torch.get_rng_state(), None)
+    assert compare(model, {}, {}, 0, one, one).identical
+    assert not compare(model, {}, {}, 0, one, other).identical
+
+
+def test_near_ties_are_a_matter_of_dtype() -> None:
+    assert tolerance(torch.float64, 20.0) == 0
+    assert tolerance(torch.float32, 20.0) == 1e-5
+    assert tolerance(torch.bfloat16, 20.0) == 4 * 2.0**-7 * 16
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_gap_is_to_the_token_that_was_written(sampled: bool) -> None:
+    model = tiny_target("llama")
+    inputs = prompts([6])
+    options: dict[str, Any] = {"do_sample": sampled, "max_new_tokens": 6, **({"top_k": 0} if sampled else {})}
+    stock = run(model, inputs, options, seed=3)
+    other = stock.sequences.clone()
+    token = int(other[0, 9] + 1) % VOCABULARY
+    other[0, 9:] = token
+    found = differences(model, inputs, options, 3, stock.sequences[:, 6:], other[:, 6:])[0]
+    assert found is not None
+    assert found.position == 3
+
+    with torch.no_grad():
+        logits = model(stock.sequences[:, :9]).logits[0, -1]
+    scores = logits.float()
+    if sampled:
+        torch.manual_seed(3)
+        noise = [torch.empty(1, VOCABULARY).exponential_(1) for _ in range(4)][3][0]
+        scores = scores.log_softmax(-1) - noise.log()
+    best = scores.sort(descending=True).values
+    assert int(scores.argmax()) == int(stock.sequences[0, 9])
+    assert found.gap == pytest.approx((best[0] - scores[token]).item(), abs=1e-5)
+    assert found.top2 == pytest.approx((best[0] - best[1]).item(), abs=1e-5)
+    assert found.ulp == ulp(torch.float64, logits.max().item())
+    assert not found.near_tie
+
+
+def test_an_end_at_another_place_is_no_near_tie() -> None:
+    model = tiny_target("llama")
+    inputs = prompts([6, 4])
+    stock = run(model, inputs, {"do_sample": False, "max_new_tokens": 6})
+    short = run(model, inputs, {"do_sample": False, "max_new_tokens": 5})
+    found = run_differences(model, inputs, {"do_sample": False, "max_new_tokens": 6}, 0, stock, short)
+    assert isinstance(found[0], Difference)
+    assert isinf(found[0].gap)
+    assert not found[0].near_tie
+    assert found[1] is None
+
+
+def test_ulp() -> None:
+    assert ulp(torch.bfloat16, 20.0) == 2.0**-7 * 16
+    for value in (0.3, 1.0, 20.0, 250.0):
+        step = torch.tensor(value, dtype=torch.bfloat16)
+        assert float(torch.nextafter(step, step * 2) - step) == ulp(torch.bfloat16, float(step))
+
+
+def test_repeated_4grams() -> None:
+    assert repeated_4grams([[1, 2, 3, 4, 5]]) == 0
+    assert repeated_4grams([[1, 1, 1, 1, 1, 1]]) == pytest.approx(2 / 3)
+    assert repeated_4grams([[1, 2, 3]]) == 0
