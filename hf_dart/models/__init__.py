@@ -1,1 +1,1 @@
-"""What is known of a target, whoever drafts for it."""
+"""The model that is drafted for, whoever drafts for it."""

@@ -1,4 +1,4 @@
-"""How a target attends: by what its user chose, and to trees by what takes a tree's mask.
+"""Attention of targets: by what the user chose, and to trees by what takes a tree's mask.
 
 FlashAttention, and most kernels of the Hub, know causal and windowed attention alone. Trees are verified by SDPA there,
 over the same weights and the same cache, and what stock would run too (the prompt, a step without a draft) by the
@@ -34,7 +34,7 @@ def attention_of(target: PreTrainedModel) -> str:
 
 
 class TreeAttention:
-    """Which attention verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
+    """The attention that verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
 
     Targets whose class has no SDPA (attention sinks, soft caps) take FlexAttention if they were loaded with it, and
     eager attention otherwise.
@@ -68,7 +68,7 @@ class TreeAttention:
 
 
 def _has_sdpa(target: PreTrainedModel) -> bool:
-    """Do all classes that the text goes through declare it?"""
+    """Whether all classes that the text goes through declare it."""
     text = target.config.get_text_config(decoder=True)
     models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
     return all(model._supports_sdpa for model in models or [target])

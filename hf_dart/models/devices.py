@@ -1,4 +1,4 @@
-"""Where modules of a target run, which accelerate may offload, and where our own bookkeeping lies."""
+"""Devices of modules of a target, which accelerate may offload, and of our own bookkeeping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _named: ContextVar[torch.device | None] = ContextVar("_named", default=None)
 
 
 def host_by_default(function: Function) -> Function:
-    """What `function` makes without naming a device lies on the CPU, whatever `torch.set_default_device` says."""
+    """Put what `function` makes without naming a device on the CPU, whatever `torch.set_default_device` says."""
 
     @functools.wraps(function)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -43,7 +43,7 @@ def users_default() -> AbstractContextManager[Any]:
 
 
 def matmul_precision() -> tuple[str, ...]:
-    """How PyTorch was told to multiply float32 matrices: on GPUs and on the CPU, or everywhere.
+    """The precision that PyTorch was told to multiply float32 matrices in: on GPUs and on the CPU, or everywhere.
 
     Once a switch of one backend was used (torch 2.9 and newer have them), the getter for all of them raises.
     """
@@ -54,7 +54,7 @@ def matmul_precision() -> tuple[str, ...]:
 
 
 def device_of(module: Any) -> torch.device:
-    """Where a module with a weight runs. Between calls an offloaded weight lies on "meta"."""
+    """The device that a module with a weight runs on. Between calls an offloaded weight lies on "meta"."""
     weight = module.weight
     if not weight.is_meta or not hasattr(module, "_hf_hook"):
         return weight.device
@@ -106,7 +106,7 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> Any:
-    """What `dtype=` names, as for `PreTrainedModel.from_pretrained`: "bfloat16" is torch's, "auto" and None stay.
+    """The dtype that a name stands for: "bfloat16" is torch's, "auto" and None stay, as for `from_pretrained`.
 
     Raises:
         ValueError: it names none.

@@ -29,7 +29,7 @@ def lm_head_of(target: PreTrainedModel) -> Any:
 
 
 def layer_count(target: PreTrainedModel) -> int:
-    """How many layers a target (a causal LM) has, the hidden states of which it returns for text.
+    """The number of layers of a target (a causal LM) whose hidden states it returns for text.
 
     The config of LongCat-Flash counts attentions, of which a layer has two; and Mllama passes over its layers of
     cross-attention where there is no image.
@@ -58,7 +58,7 @@ def features_request(layers: list[int]) -> dict[str, Any]:
 
 
 class Streams(NamedTuple):
-    """Where a target with several streams of hidden states has them.
+    """The places of several streams of hidden states in a target.
 
     Attributes:
         width: of one stream, where the config says so; inner layers may give several of them in one (Qwen4).
@@ -74,7 +74,7 @@ _ONE = Streams()
 
 
 def streams_of(target: PreTrainedModel) -> Streams:
-    """Where a target has its streams of hidden states."""
+    """The streams of hidden states that a target has."""
     text = target.config.get_text_config(decoder=True)
     return Streams(getattr(text, "hidden_size", None), hasattr(text, "altup_num_inputs"))
 

@@ -1,4 +1,4 @@
-"""What a target consists of, as cheaply as every call can look: a trial that it passed holds while that is the same."""
+"""The identity of a target, as cheaply as every call can look: a trial that it passed holds while that is the same."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ class MaskKind:
 
 
 def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
-    """How many positions the queries of each attention layer of a prefilled cache see; None for all.
+    """The number of positions that queries of each attention layer of a prefilled cache see; None for all.
 
     It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
     masks do.

@@ -1,4 +1,4 @@
-"""How far a target's positions reach, and where its rotary frequencies follow the length of the text."""
+"""The reach of a target's positions, and rotary frequencies that follow the length of the text."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _MovingRotary:
 
 
 def rotary_moves(target: PreTrainedModel) -> bool:
-    """Are the rotary frequencies chosen again in each forward?"""
+    """Whether the rotary frequencies are chosen again in each forward."""
     return _MovingRotary.of(target) is not None
 
 
@@ -87,7 +87,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
 
 
 def _starts_anew(target: PreTrainedModel, rotary: _MovingRotary) -> bool:
-    """Does stock throw its cache away there (Phi-3)?"""
+    """Whether stock throws its cache away there (Phi-3)."""
     return not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
 
 
@@ -114,7 +114,7 @@ def refuse_shifted(target: PreTrainedModel, shift: Tensor | None, most: int) -> 
 
 
 def forgets_text(target: PreTrainedModel) -> bool:
-    """Does stock go on with the last token alone where it drops the cache (Phi-3 in transformers 5.18 and older)?"""
+    """Whether stock goes on with the last token alone where it drops the cache (Phi-3, transformers 5.18 and older)."""
     switch = getattr(target.config, "original_max_position_embeddings", None)
     if switch is None:
         return False

@@ -105,7 +105,7 @@ def _inputs(part: Any, model: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def _run(part: nn.Module, x: Tensor) -> Tensor | None:
-    """What a module makes of [1, 33, in], in float64; None if it takes other inputs."""
+    """The outputs of a module for [1, 33, in], in float64; None if it takes other inputs."""
     try:
         return part(x.clone()).cpu().double()
     except Exception:  # unknown code may fail in any way at all

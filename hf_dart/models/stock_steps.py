@@ -35,7 +35,7 @@ _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
 def cache_name(target: PreTrainedModel) -> str:
-    """What the target calls its cache: models without attention have a name of their own."""
+    """The name of the target's argument for a cache: models without attention have a name of their own."""
     return "cache_params" if "cache_params" in inspect.signature(type(target).forward).parameters else "past_key_values"
 
 
@@ -46,7 +46,7 @@ def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
-    """Can the target be told positions? Otherwise it counts them itself."""
+    """Whether the target can be told positions; otherwise it counts them itself."""
     # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
     parameters = inspect.signature(type(target).forward).parameters
     return "position_ids" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())
@@ -55,7 +55,7 @@ def takes_positions(target: PreTrainedModel) -> bool:
 def next_inputs(
     target: PreTrainedModel, ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What stock's loop hands to the forward for the last of `ids` [B, T], and its keyword arguments from then on.
+    """The inputs that stock's loop hands to the forward for the last of `ids` [B, T], and its arguments from then on.
 
     Args:
         outputs: of the forward over all tokens before.
@@ -68,7 +68,7 @@ def next_inputs(
 
 
 def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
-    """How far the positions that stock tells the target lie above those of each row's own text, [B]; None if nowhere.
+    """The distance [B] of positions that stock tells the target from those of each row's own text; None if nowhere.
 
     Where it tells several kinds of positions (of text, time, height and width), [K, B], of each kind. They lie below
     after an image, which takes up more tokens than positions. A target that is told none counts slots, so that padding
@@ -97,7 +97,7 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
 
 
 def beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
-    """What of a forward's keyword arguments says more than text does: images, sounds, and marks of their tokens."""
+    """The keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
     multimodal = target.config.get_text_config(decoder=True) is not target.config
 
     def says_nothing(name: str, value: Any) -> bool:

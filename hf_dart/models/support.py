@@ -1,4 +1,4 @@
-"""Can this target verify token trees at all? What cannot is refused with one sentence that names the remedy."""
+"""Refusals of targets and caches that cannot verify token trees, in one sentence each that names the remedy."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _replaced(now: Any, before: dict[str, Any]) -> bool:
-    """Are there other weights? Offloaded ones are on the meta device between forwards, each time in another tensor."""
+    """Whether there are other weights. Offloaded ones lie on "meta" between forwards, each time in another tensor."""
     return now.keys() != before.keys() or any(
         now[name] is not weight and not (weight is not None and weight.is_meta) for name, weight in before.items()
     )

@@ -17,7 +17,7 @@ from hf_dart.trees.levels import Level, TreeLevels
 def by_levels(
     mixer: Mixer, forward: Callable[..., Any], cache: StatefulCache, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """What a mixer gives for the nodes of a tree: level by level, each node as stock's own single-token step.
+    """Run a mixer over the nodes of a tree: level by level, each node as stock's own single-token step.
 
     This is right for every mixer whose single steps are. A faster form for some families is held against this one
     before it is used (`hf_dart.models.running_states.families`).

@@ -66,7 +66,7 @@ class _Tree:
 
 
 Family = Callable[[Any, Tensor, _Tree], Tensor]
-"""What a module gives for the hidden states [B, N, H] of nodes."""
+"""The outputs [B, N, H] of a module for the hidden states [B, N, H] of nodes."""
 
 
 def _short_convolution(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:

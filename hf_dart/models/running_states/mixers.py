@@ -1,4 +1,4 @@
-"""Which modules of a target keep running states: found by one forward that is looked at, not by their names."""
+"""Modules of a target that keep running states: found by one forward that is looked at, not by their names."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TOKENS = 4
 
 @dataclass
 class _Asked:
-    """What a module asks of a cache."""
+    """The requests of a module to a cache."""
 
     slots: set[StateSlot] = field(default_factory=set)
     entries: bool = False
@@ -54,12 +54,12 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
 
 
 def takes_levels(model: PreTrainedModel) -> bool:
-    """Is there a mixer that takes trees level by level, so that each level has a cost?"""
+    """Whether a mixer takes trees level by level, so that each level has a cost."""
     return by_levels in tree_forms(model)
 
 
 def tree_forms(model: PreTrainedModel) -> list[Form]:
-    """How each mixer takes a tree: `by_levels`, or in one call; empty for a target without running states."""
+    """The form in which each mixer takes trees, `by_levels` or in one call; empty without running states."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return [mixer.form for mixer in mixers_of(model)] if any(map(keeps_states, layers)) else []
 
@@ -94,7 +94,7 @@ def _names_of(model: PreTrainedModel) -> _Found:
 
 @contextmanager
 def _noted(model: nn.Module, cache: DynamicCache) -> Iterator[dict[nn.Module, _Asked]]:
-    """Which module runs whenever the cache is asked for something."""
+    """Note which module runs whenever the cache is asked for something."""
     running: list[nn.Module] = []
     asked: dict[nn.Module, _Asked] = {}
     thread = get_ident()  # others may run the model at the same time

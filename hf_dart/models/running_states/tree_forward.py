@@ -34,12 +34,12 @@ class Mixer:
 
     @cached_property
     def tree_forward(self) -> TreeForward:
-        """What stands in the module while trees are verified: always the same, for which compiled code looks."""
+        """The forward of the module while trees are verified: always the same, for which compiled code looks."""
         return TreeForward(self)
 
 
 Form = Callable[[Mixer, Callable[..., Any], StatefulCache, tuple[Any, ...], dict[str, Any]], Any]
-"""What a mixer gives for the nodes of a tree, as `by_levels`."""
+"""A way to run a mixer over the nodes of a tree, with the arguments of `by_levels`."""
 
 
 class TreeForward:
@@ -68,7 +68,7 @@ class TreeForward:
 
 
 def forward_before(module: nn.Module) -> Any:
-    """What an instance has for `forward` of its own, whatever stands in for that now; None if nothing."""
+    """The `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
     forward = vars(module).get("forward")
     return forward.before if isinstance(forward, TreeForward) else forward
 
