@@ -21,7 +21,11 @@ from hf_dart.trees.vocabulary import columns_of
 State = TypeVar("State")
 
 
-class Drafter(ABC, Generic[State]):
+class _Plain:
+    """First base of drafters: FSDP gives a model another class, which needs a layout that does not begin with ABC's."""
+
+
+class Drafter(_Plain, ABC, Generic[State]):
     """A model that guesses the target's next d tokens: `model.generate(..., assistant=drafter)`; subclass it.
 
     A subclass implements `draft_length`, `feature_layers`, `check_target`, `begin`, `extend` and `propose`, and sets

@@ -18,8 +18,9 @@ from accelerate.state import PartialState
 from accelerate.utils import DistributedType
 from support.scripts import command, environment
 from support.tiny_training import tiny_head, tiny_target, tiny_trainer, token_rows
+from torch.distributed.fsdp import FSDPModule
 
-from hf_dart import DartHead
+from hf_dart import DartHead, DiffusionDrafter, EagleDrafter
 from hf_dart.training import DartTrainer, DartTrainingArguments
 
 ROWS = [[24], [8, -16], [12, 12], [6, -18]]
@@ -50,6 +51,13 @@ def test_parts_beside_the_head_are_not_sharded(tmp_path: Path) -> None:
     ended = launch(2, "selector", str(tmp_path))
     assert ended.returncode != 0
     assert "without fsdp" in ended.stderr, ended.stderr[-3000:]
+
+
+@pytest.mark.parametrize("kind", [DartHead, EagleDrafter, DiffusionDrafter])
+def test_a_drafter_takes_the_class_that_fsdp_gives_it(kind: type[Any]) -> None:
+    drafter = kind.__new__(kind)
+    drafter.__class__ = type(f"FSDP{kind.__name__}", (FSDPModule, kind), {})
+    assert isinstance(drafter, FSDPModule)
 
 
 class Sharded(DartTrainer):

@@ -93,7 +93,7 @@ def one_distributed_step(path: str, loss: str) -> None:
     options: dict[str, Any] = {"loss": loss}
     if loss == "selector":
         head.add_selector(8)
-        options = {"selector_only": True}
+        options = {"selector_only": True, "selector_noise": 0.0}  # processes draw noise of their own
     elif loss == "own_lm_head":
         options = {"loss_chunk": 0}
     trainer = tiny_trainer(
