@@ -135,4 +135,3 @@ def _as_flags(options: dict[str, Any]) -> list[str]:
         elif value is not None:
             words.append(f"--{name}={json.dumps(value) if isinstance(value, dict) else value}")
     return words
-

@@ -10,7 +10,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from transformers import GenerationConfig
@@ -27,23 +27,9 @@ class Reply(NamedTuple):
     finished: bool
 
 
-class Writer(Protocol):
-    """Writes for a whole batch; the same text for the same arguments, as far as its machine allows."""
-
-    def continue_texts(
-        self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
-    ) -> list[list[int]]:
-        """New token ids for each prompt, an end token included where one was written."""
-
-    def reply(
-        self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
-    ) -> list[Reply]:
-        """The next message of each conversation, given as messages and tools."""
-
-
 @dataclass
 class ModelWriter:
-    """A target that `generate` is called of.
+    """A target that `generate` is called of; the same text for the same arguments, as far as its machine allows.
 
     Args:
         model: the target.
@@ -60,6 +46,7 @@ class ModelWriter:
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
+        """New token ids for each prompt, an end token included where one was written."""
         width = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
         pad = min(self.ends, default=0) if pad is None else pad
@@ -87,6 +74,7 @@ class ModelWriter:
     def reply(
         self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[Reply]:
+        """The next message of each conversation, given as messages and tools."""
         assert self.chat is not None
         texts = [self.chat.render(messages, prompt=True, tools=tools) for messages, tools in conversations]
         prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -156,6 +144,8 @@ class ServerWriter:
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
+        """As `ModelWriter.continue_texts`."""
+
         def one(at: int) -> list[int]:
             # vLLM gives the ids that it wrote; of other servers' text they may be others.
             content = {"prompt": list(prompts[at]), "return_token_ids": True}
@@ -174,6 +164,8 @@ class ServerWriter:
     def reply(
         self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[Reply]:
+        """As `ModelWriter.reply`."""
+
         def one(at: int) -> Reply:
             messages, tools = conversations[at]
             content: dict[str, Any] = {"messages": messages}
@@ -240,8 +232,11 @@ class ServerWriter:
         )
 
 
+Writer = ModelWriter | ServerWriter
+
+
 def _check_texts(choice: Any, chat: bool) -> None:
-    """Does a server's choice hold what is read of it? If not, some error of reading it is raised."""
+    """Raise some error of reading it unless a server's choice holds what is read of it."""
     if chat:
         message = choice["message"]
         texts = [message.get(name) or "" for name in ("content", "reasoning", "reasoning_content")]

@@ -20,12 +20,12 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.diffusion.modeling import MASK
 from hf_dart.errors import check_fields
-from hf_dart.training.objective.blocks import build_blocks, labels_after, target_positions
+from hf_dart.training.objective.blocks import build_blocks, labels_after
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, cross_entropy, masked_cross_entropy
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
 from hf_dart.training.trainers.trainer import DrafterTrainer
 
 _LEAST_TIME = 1e-3  # the weight of a token is 1 / t
@@ -99,9 +99,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         present, draft_length = anchors >= 0, self.drafter.draft_length
         times = draw_times(blocks, 0.0 if self._quality is not None else self.args.revealed_share, generator)
         masked = torch.rand(blocks, draft_length, generator=generator) < times[:, None]
-        rows = present.nonzero()[:, :1]
-        places = target_positions(anchors[present], draft_length)
-        labels = labels_after(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
+        _, labels = goals_and_labels(inputs, draft_length)
         hidden = masked.to(ids.device) | (labels == NO_LABEL)
         inputs["slots"] = ids.new_full((*anchors.shape, draft_length), MASK)
         inputs["slots"][present] = torch.where(hidden, MASK, labels)

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hf_dart.training.objective.blocks import labels_after, target_positions
+
 
 @dataclass(frozen=True)
 class Drafts:
@@ -36,3 +38,12 @@ class Drafts:
         parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.goals, self.labels))
         for hidden, goals, labels in zip(*parts, strict=True):
             yield replace(self, hidden=hidden, goals=goals, labels=labels)
+
+
+def goals_and_labels(inputs: dict[str, Any], draft_length: int) -> tuple[Tensor, Tensor]:
+    """`goals` and `labels` [N, d] of the blocks of a batch, as `Drafts` has them."""
+    ids, present = inputs["input_ids"], inputs["anchors"] >= 0
+    rows = present.nonzero()[:, :1]
+    places = target_positions(inputs["anchors"][present], draft_length)
+    labels = labels_after(ids, inputs["documents"], rows, places, inputs.get("loss_mask"))
+    return rows * ids.shape[1] + places, labels

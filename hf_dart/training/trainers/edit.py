@@ -20,13 +20,12 @@ from transformers import PreTrainedModel
 from hf_dart.drafters.dart.drafter import DartHead
 from hf_dart.drafters.dart.modeling import Edits
 from hf_dart.drafters.vocabulary import restricted
-from hf_dart.training.objective.blocks import target_positions
 from hf_dart.training.objective.losses import NO_LABEL, log_probabilities
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DartTrainingArguments, HeadArguments
 from hf_dart.training.trainers.dart import DartTrainer
 from hf_dart.training.trainers.diffusion import draw_times, revealed_loss
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
 from hf_dart.training.trainers.evaluate import DraftQuality
 from hf_dart.training.trainers.trainer import read_tokens
 from hf_dart.trees.vocabulary import token_ids
@@ -125,8 +124,7 @@ class EditTrainer(DartTrainer):
         """
         ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
-        places = target_positions(anchors[present], length)
-        goals = present.nonzero()[:, :1] * ids.shape[1] + places  # [N, d]
+        goals, _ = goals_and_labels(inputs, length)
         truth = ids.flatten()[goals[:, 1:]]
         hidden = inputs["blocks"].drafts(states)[present][:, :-1]  # [N, d - 1, H]
         own = self._own_drafts(inputs, target_logits, hidden, goals, truth)

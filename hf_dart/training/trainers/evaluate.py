@@ -37,9 +37,13 @@ class DraftQuality:
 
     Args:
         draft_length: d.
+
+    Attributes:
+        losses: [2] the sum of the losses of an evaluation's blocks, and their number.
     """
 
     def __init__(self, draft_length: int) -> None:
+        self.losses = torch.zeros(2, dtype=torch.float64)
         self.sums = torch.zeros(4 + 2 * draft_length, dtype=torch.float64)
 
     @staticmethod

@@ -25,12 +25,12 @@ from hf_dart.hub.publish import push_folder
 from hf_dart.training.checkpoints import Patience, WholeCheckpoints
 from hf_dart.training.data.images import collate
 from hf_dart.training.data.sources import pack_dataset
-from hf_dart.training.objective.blocks import draw_anchors, labels_after, target_positions
+from hf_dart.training.objective.blocks import draw_anchors
 from hf_dart.training.objective.chunks import chunked
 from hf_dart.training.objective.losses import NO_LABEL, log_acceptance
 from hf_dart.training.record import training_record, write_training_record
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
-from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.training.trainers.drafts import Drafts, goals_and_labels
 from hf_dart.training.trainers.evaluate import (
     DecodingCallback,
     DraftQuality,
@@ -124,7 +124,6 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         self.model_accepts_loss_kwargs = True
         self._empty_steps = 0
         self._quality: DraftQuality | None = None  # while an evaluation runs
-        self._evaluated = np.zeros(2)  # the sum of the losses of an evaluation, and its items
         self._agreement: Tensor | None = None  # of the step that is logged next
         if args.decode_prompts:
             if self.eval_dataset is None:
@@ -193,19 +192,16 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         Raises:
             ValueError: the batch has images, and this trainer takes none.
         """
-        ids, documents, anchors = inputs["input_ids"], inputs["documents"], inputs["anchors"]
+        ids = inputs["input_ids"]
         if "beside" in inputs:
             if not self.takes_images:
                 raise ValueError(f"{type(self).__name__} takes no images or sounds; give rows of text.")
             features, target_logits, inputs["read"] = self.teacher.images(ids, inputs["beside"])
         else:
-            features, target_logits = self.teach(ids, documents)
-        present = anchors >= 0  # [B, K]
-        hidden = self.block_states(model, inputs, features, target_logits)[present]  # [N, d, H]
-        rows = present.nonzero()[:, :1]
-        places = target_positions(anchors[present], self.drafter.draft_length)  # [N, d]
-        labels = labels_after(ids, documents, rows, places, inputs.get("loss_mask"))
-        drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), rows * ids.shape[1] + places, labels)
+            features, target_logits = self.teach(ids, inputs["documents"])
+        hidden = self.block_states(model, inputs, features, target_logits)[inputs["anchors"] >= 0]
+        goals, labels = goals_and_labels(inputs, self.drafter.draft_length)
+        drafts = Drafts(inputs, hidden, target_logits.flatten(0, 1), goals, labels)
         if self._quality is not None:
             self.measure(self._quality, drafts)
         elif (self.state.global_step + 1) % max(int(self.state.logging_steps), 1) == 0 and target_logits.shape[-1]:
@@ -311,7 +307,8 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         items, rows = len(outputs["hidden"]), len(inputs["input_ids"])
         # By row, so that rows which only fill up the last batch of several processes can be left out.
         shares = torch.stack([loss.float() * items, torch.full_like(loss, items, dtype=torch.float32)]) / rows
-        self._evaluated += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu().numpy()
+        assert self._quality is not None
+        self._quality.losses += self.accelerator.gather_for_metrics(shares.expand(rows, 2)).sum(0).double().cpu()
         return loss.detach(), None, None
 
     # ---- evaluation ---------------------------------------------------------------------------------------
@@ -325,18 +322,16 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             ValueError: no row holds a block.
         """
         quality = self._quality = DraftQuality(self.drafter.draft_length)
-        self._evaluated = np.zeros(2)
         try:
             output = super().evaluation_loop(*args, metric_key_prefix=metric_key_prefix, **kwargs)
         finally:
             self._quality = None
-        total, items = self._evaluated.tolist()
-        if not items:
+        if not quality.losses[1]:
             raise ValueError(
                 "There is nothing to evaluate: no row is longer than a draft, or none has a token that counts; give "
                 "longer documents or a smaller draft_length."
             )
-        figures = {"loss": total / items, **quality.metrics()}
+        figures = {"loss": float(quality.losses[0] / quality.losses[1]), **quality.metrics()}
         output.metrics.update({f"{metric_key_prefix}_{name}": value for name, value in figures.items()})
         return output
 
