@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import exp, inf
+from math import inf
 from typing import Any
 
 import numpy as np
@@ -254,29 +254,6 @@ def test_tensors_give_one_size_whatever_the_limits() -> None:
 
 
 # ---- the size ---------------------------------------------------------------------------------------------
-
-
-def test_no_node_that_costs_more_than_it_brings() -> None:
-    """The size is the one of most expected tokens per cost, found here by trying every size."""
-    shrunk = 0
-    for seed in range(20):
-        tokens, table = random_draft(2, 3, 4, seed)
-        candidates = candidates_of(tokens, table).on_host()
-        cost, draft_cost = 0.02 + 0.01 * seed, 0.1 * (seed % 5)
-        rates = []
-        for nodes in range(1, 21):
-            tree = grow_on_host(candidates, nodes=nodes)
-            expected = 2.0
-            for row, (lists, steps) in enumerate(zip(tokens.tolist(), table.tolist(), strict=True)):
-                for path in paths(tree, row):
-                    columns = [lists[depth].index(token) for depth, token in enumerate(path)]
-                    of_path = zip(steps, [0, *columns], columns, strict=False)
-                    expected += exp(sum(min(pairs[before][column], -1e-4) for pairs, before, column in of_path))
-            rates.append(expected / (1 + draft_cost + 2 * cost * (nodes - 1)))
-        size = grow_on_host(candidates, nodes=20, cost=RoundCost(draft_cost, 1 + 2 * cost * np.arange(20))).size
-        assert rates[size - 1] == pytest.approx(max(rates), rel=1e-9)
-        shrunk += size < 20
-    assert shrunk > 10
 
 
 def test_levels_that_cost_are_as_few_as_pay() -> None:

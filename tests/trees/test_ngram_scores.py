@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from functools import cache
 from math import exp, inf, log
 from pathlib import Path
@@ -252,25 +251,3 @@ def test_generate_with_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert main(["generate", "import os\n", "--ngram", path, "--max-new-tokens", "8", "--nodes", "6"]) == 0
     assert main(["generate", "import os\n", "--ngram", __file__]) == 2
     assert "cannot be read as an n-gram table" in capsys.readouterr().err
-
-
-@pytest.mark.matrix
-def test_drafts_side_by_side(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path, report = str(tmp_path / "table"), tmp_path / "report.json"
-    assert main(["ngram", "build", path, "--text", __file__]) == 0
-    words = ["drafts", "--ngram", path, "--nodes", "6", "--prompts", "1", "--prompt-tokens", "12", "--new-tokens", "6"]
-    words += ["--others", str(PACKAGED_HEAD), "--json", str(report)]
-    assert main([*words, "--modes", "none"]) == 2
-    assert "There is no mode 'none'" in capsys.readouterr().err
-    assert main(words) == 0
-    shown = capsys.readouterr().out
-    names = ("chain", "marginal tree", "+ n-gram (paper)", "+ n-gram (survival)", "+ selector + n-gram (survival)")
-    for name in (*names, "+ selector + n-gram (survival) + copies, size by cost", "the head's own", "head: + selector"):
-        assert f"| {name} | " in shown
-    assert "| yes |" in shown
-    assert "| no |" not in shown
-    content = json.loads(report.read_text())
-    assert content["drafts"]["chain"]["bytes"] == 0
-    assert content["drafts"]["+ n-gram (paper)"]["bytes"] == NgramTable.load(path).nbytes
-    assert {one["method"] for one in content["results"]} == {"stock", *content["drafts"]}
-    assert {one["mode"] for one in content["results"]} == {"greedy", "sampled, T=1"}
