@@ -237,15 +237,22 @@ def test_says_once_that_drafts_do_not_pay(caplog: pytest.LogCaptureFixture) -> N
         assert cause in said(caplog)[0]
 
 
-def test_drafts_that_pay_go_on() -> None:
-    for config, emitted, nodes in (
-        (TreeConfig(draft_cost=0.3, node_cost=0.1), [2], 6),
-        (TreeConfig(draft_cost=0.3, node_cost=0.1), [2, 2], 3),
-        (TreeConfig(draft_cost=9.0, nodes=8), [1], 8),
-    ):
-        assert all(rounds(pace_of(config, len(emitted)), 50, emitted, nodes))
-    assert not all(rounds(pace_of(TreeConfig(draft_cost=0.3, node_cost=0.1), 2), 50, [2, 2], 5))
-    assert all(rounds(pace_of(TreeConfig(), 2, "cuda"), 50, [2, 2], 64)), "nodes that cost nothing are not charged"
+@pytest.mark.parametrize(
+    ("fields", "device", "emitted", "nodes", "pays"),
+    [
+        ({"draft_cost": 0.3, "node_cost": 0.1}, "cpu", [2], 6, True),
+        ({"draft_cost": 0.3, "node_cost": 0.1}, "cpu", [2, 2], 3, True),
+        ({"draft_cost": 0.3, "node_cost": 0.1}, "cpu", [2, 2], 5, False),
+        ({"draft_cost": 9.0, "nodes": 8}, "cpu", [1], 8, True),  # as they are asked for
+        ({"draft_cost": 0.2}, "cuda", [2, 2], 64, True),  # nodes that cost nothing are not charged
+        ({"draft_cost": 0.1, "verify_costs": ((1, 1), (64, 9.0))}, "cuda", [2, 2], 32, False),
+    ],
+)
+def test_drafts_that_pay_go_on(
+    fields: dict[str, Any], device: str, emitted: list[int], nodes: int, pays: bool
+) -> None:
+    pace = pace_of(TreeConfig(**fields), len(emitted), device)
+    assert all(rounds(pace, 50, emitted, nodes)) == pays
 
 
 @pytest.mark.parametrize("keeps", [False, True])
