@@ -1,4 +1,4 @@
-"""What `Trainer` lacks: checkpoints that are there whole or not at all, and resuming from those of the run alone."""
+"""Checkpoints that are there whole or not at all, and resuming from those of the run alone: what `Trainer` lacks."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class WholeCheckpoints(Trainer):
     drafter: Any
     target: PreTrainedModel
     best_from: int | None = None
-    """How much had been logged when the best weights were loaded; None: they are those of the last step."""
+    """Number of logged entries when the best weights were loaded; None: the weights are those of the last step."""
     _staging = False  # while a checkpoint is written
 
     def train(self, resume_from_checkpoint: str | Path | bool | None = None, **kwargs: Any) -> Any:
@@ -96,7 +96,7 @@ class WholeCheckpoints(Trainer):
         self.best_from = len(self.state.log_history)
 
     def _get_output_dir(self, trial: Any) -> str:
-        """The folder of the run; while a checkpoint is written, its staging folder."""
+        """Return the folder of the run; while a checkpoint is written, its staging folder."""
         folder = super()._get_output_dir(trial)
         return str(Path(folder, STAGING)) if self._staging else folder
 
@@ -145,7 +145,7 @@ class WholeCheckpoints(Trainer):
 
     @contextmanager
     def _whole(self, final: Path) -> Iterator[Path]:
-        """Where all processes write what is called `final` when all of them are done."""
+        """Give all processes a folder to write to, which is called `final` when all of them are done."""
         staging = final.parent / STAGING
         written = staging / final.name
         if self.args.should_save:

@@ -28,7 +28,7 @@ class LoraArguments:
     )
 
     def head_options(self) -> dict[str, Any]:
-        """What `DartHead.from_target` takes.
+        """Options of `DartHead.from_target`.
 
         Raises:
             ValueError: `copy_layer` is no number.

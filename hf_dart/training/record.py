@@ -1,4 +1,4 @@
-"""How a drafter was trained, as JSON beside its weights: what its model card is written from."""
+"""Record of a training, as JSON beside the weights, from which the model card is written."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _PACKAGES = ("torch", "transformers", "accelerate", "datasets", "peft")
 
 
 def last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
-    """All that was logged by the last evaluation, what callbacks found included; None if there was none.
+    """Collect all that was logged by the last evaluation, callbacks included; None if there was none.
 
     Args:
         logs: the `log_history` of a `TrainerState`.
@@ -30,7 +30,7 @@ def last_evaluation(logs: list[dict[str, float]]) -> dict[str, float] | None:
 def training_record(
     args: DrafterTrainingArguments, state: TrainerState, best_from: int | None, **about: Any
 ) -> dict[str, Any]:
-    """What a run has done so far; what is not known is left out.
+    """Describe what a run has done so far; what is not known is left out.
 
     Args:
         args, state: of the trainer.

@@ -1,1 +1,1 @@
-"""What to train on: sources, conversations, token ids, packed rows."""
+"""Training data: sources, conversations, token ids, packed rows."""

@@ -44,7 +44,7 @@ def as_messages(turns: Any) -> list[Message]:
 
 
 def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> Any:
-    """What `tokenizer.apply_chat_template` gives.
+    """Call `tokenizer.apply_chat_template`.
 
     Raises:
         ValueError: the template does not take these messages.
@@ -61,7 +61,7 @@ def apply_template(tokenizer: Any, messages: list[Message], **options: Any) -> A
 
 @dataclass(frozen=True)
 class ChatFormat:
-    """How conversations become text.
+    """Rendering of conversations as text, and of text as token ids.
 
     Args:
         tokenizer: a fast tokenizer.

@@ -1,4 +1,4 @@
-"""What to train on: files or datasets of the Hub, text or conversations, as packed rows."""
+"""Training rows of files or datasets of the Hub, text or conversations, packed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHUFFLED = 1000  # documents of a stream that are shuffled at a time
 
 @dataclass
 class DataArguments:
-    """Where the training rows come from and how they are made; for `HfArgumentParser`.
+    """Sources of the training rows, and how rows are made of them; for `HfArgumentParser`.
 
     A source is a file (.jsonl, .json, .parquet, .txt, .py, or .bin: raw uint16 token ids, each document with the
     end-of-text token after it), a folder, a pattern such as `data/*.jsonl`, or a dataset of the Hub as
@@ -233,7 +233,7 @@ def open_encoded(
 
 
 def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_length: int) -> tuple[Any, Encoder]:
-    """As `open_encoded`, of a source that is open."""
+    """Choose the field of an open source to read, and the encoder of it, as `open_encoded` does."""
     kind, field_name = find_field(source, arguments.text_field, arguments.messages_field)
     beside: tuple[str, ...] = _BESIDE
     if kind == _COMPLETION:
@@ -257,7 +257,7 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
 
 
 def find_field(source: Source, text_field: str | None = None, messages_field: str | None = None) -> tuple[str, str]:
-    """Which field of a source to read: its kind (`Encoder.kind`) and its name.
+    """Find the field of a source to read: its kind (`Encoder.kind`) and its name.
 
     Raises:
         ValueError: it has none of them.

@@ -1,1 +1,1 @@
-"""What a drafter learns: blocks of drafts of one text, and the losses over them."""
+"""Blocks of drafts of one text, and the losses over them."""

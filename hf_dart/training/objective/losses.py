@@ -1,4 +1,4 @@
-"""What a draft is trained on: pure functions, reduced to one number per token or per block, never over blocks.
+"""Losses of drafts: pure functions, reduced to one number per token or per block, never over blocks.
 
 n blocks of d draft tokens over a vocabulary of V. `draft_logits` and `target_logits` [n, d, V] are finite and need
 not be normalised; the target's entry t is its distribution of draft token t after the true tokens before it. `labels`
@@ -42,7 +42,7 @@ def log_acceptance(draft_logits: Tensor, target_logits: Tensor) -> Tensor:
 
 
 def lk_divergence(draft_logits: Tensor, target_logits: Tensor, acceptance: Tensor, eta: float = 3.0) -> Tensor:
-    """From KL to total variation as the draft gets better (hybrid LK loss, arXiv 2602.23881).
+    """Mixture that goes from KL to total variation as the draft gets better (hybrid LK loss, arXiv 2602.23881).
 
     Args:
         draft_logits, target_logits: [n, d, V].
@@ -100,7 +100,7 @@ def annealed_kl(draft_logits: Tensor, target_logits: Tensor, gamma: float = 0.6)
 
 
 def dpace_weights(losses: Tensor, labels: Tensor, alpha: float = 0.5) -> Tensor:
-    """What a token adds to the expected accepted length: sum over m >= j of prod_{i <= m} ((1 - alpha) q_i + alpha).
+    """Gain in expected accepted length of each token: sum over m >= j of prod_{i <= m} ((1 - alpha) q_i + alpha).
 
     D-PACE (arXiv 2605.18810). With alpha 0 the weighted cross-entropy has the gradient of the linear `chain_loss`;
     with alpha 1 the weights are d, d - 1, ..., 1.

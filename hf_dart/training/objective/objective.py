@@ -63,12 +63,12 @@ class Objective:
 
     @property
     def needs_acceptance(self) -> bool:
-        """Whether the mean acceptance of the batch has to be known before its losses."""
+        """True if the mean acceptance of the batch has to be known before its losses."""
         return self.divergence == "lk" and self.token_weight > 0
 
     @property
     def needs_target(self) -> bool:
-        """Whether the target's distributions matter, and not its tokens alone."""
+        """True if the target's distributions matter, and not its tokens alone."""
         return self.divergence != "ce" and self.token_weight > 0
 
     def __call__(

@@ -1,4 +1,4 @@
-"""How new text is drawn: for `generate` and for a server."""
+"""Options of sampling new text, for `generate` and for a server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _OF_SOME_SERVERS = {"top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0}  # what
 
 @dataclass(frozen=True)
 class Sampling:
-    """How a target continues a text.
+    """Options with which a target continues a text.
 
     Args:
         share: of the batches, relative to the others of a mixture.
@@ -43,7 +43,7 @@ class Sampling:
 
     @classmethod
     def parse(cls, text: str) -> Sampling:
-        """From "SHARE NAME=NUMBER ...", such as "0.3 temperature=0.8 top_p=0.95".
+        """Read "SHARE NAME=NUMBER ...", such as "0.3 temperature=0.8 top_p=0.95".
 
         Raises:
             ValueError: it does not read so.

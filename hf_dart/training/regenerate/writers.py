@@ -1,4 +1,4 @@
-"""Who writes the new text: a model on this machine, or a server."""
+"""Writers of new text: a model on this machine, or a server."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class ServerWriter:
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
-        """As `ModelWriter.continue_texts`."""
+        """New token ids for each prompt, an end token included where one was written."""
 
         def one(at: int) -> list[int]:
             # vLLM gives the ids that it wrote; of other servers' text they may be others.
@@ -164,7 +164,7 @@ class ServerWriter:
     def reply(
         self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[Reply]:
-        """As `ModelWriter.reply`."""
+        """The next message of each conversation, given as messages and tools."""
 
         def one(at: int) -> Reply:
             messages, tools = conversations[at]

@@ -45,7 +45,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
             raise ValueError("FSDP is for heads that learn as a whole; selectors are small, train them without fsdp.")
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors` [B, K] and, for a selector, the `seed` of the noise that it learns with."""
+        """Add `anchors` [B, K] and, for a selector, the `seed` of the noise that it learns with."""
         blocks = super().draw(inputs, generator)
         if self.args.selector_only:
             inputs["seed"] = int(torch.randint(2**31, (), generator=generator))

@@ -93,7 +93,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         super().__init__(drafter, target, args, **kwargs)
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
+        """Add `anchors` [B, K], `times` [B, K], and `slots` [B, K, d]: revealed tokens, `MASK` for the others."""
         blocks = super().draw(inputs, generator)
         ids, anchors = inputs["input_ids"], inputs["anchors"]
         present, draft_length = anchors >= 0, self.drafter.draft_length
@@ -133,7 +133,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
 
     @property
     def reads_text(self) -> bool:
-        """Whether the text's own entries are trained as well."""
+        """True if the text's own entries are trained as well."""
         return self.args.text_weight > 0 and self._quality is None
 
     def own_record(self) -> dict[str, Any]:

@@ -30,7 +30,7 @@ class Drafts:
     labels: Tensor
 
     def of(self, chosen: Tensor) -> Drafts:
-        """Those of the blocks that `chosen` [N] (bool) names."""
+        """Select the blocks that `chosen` [N] (bool) names."""
         return replace(self, hidden=self.hidden[chosen], goals=self.goals[chosen], labels=self.labels[chosen])
 
     def split(self, size: int) -> Iterator[Drafts]:

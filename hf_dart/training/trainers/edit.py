@@ -85,7 +85,7 @@ class EditTrainer(DartTrainer):
         self._edited: DraftQuality | None = None  # while an evaluation runs
 
     def draw(self, inputs: dict[str, Any], generator: torch.Generator) -> int:
-        """Adds `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
+        """Add `anchors`, `true`, `sampled`, `times` [B, K], `masked` [B, K, d], and the `seed` of sampled drafts."""
         blocks = super().draw(inputs, generator)
         training, anchors = self._quality is None, inputs["anchors"]
         shape, device = anchors.shape, anchors.device

@@ -1,4 +1,4 @@
-"""How good drafts are: offline, from the blocks that evaluation runs anyway, or by decoding."""
+"""Quality of drafts: offline, from the blocks that evaluation runs anyway, or by decoding."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _DECODED_NODES = 32  # of the trees of decoding evaluations, where the drafter's
 
 
 class DraftQuality:
-    """How many tokens of drafts, each a chain of its likeliest tokens, the target would accept.
+    """Counts of draft tokens that the target would accept, each draft a chain of its likeliest tokens.
 
     Exact on rows that the target wrote itself: greedily for the greedy figures, at temperature 1 for `tau_sampled`.
     On other text a block says nothing about greedy decoding after the first token that the target would not have
@@ -48,7 +48,7 @@ class DraftQuality:
 
     @staticmethod
     def count(draft_logits: Tensor, target_logits: Tensor, labels: Tensor, drafted: Tensor | None = None) -> Tensor:
-        """What each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d].
+        """Count what each block adds to the sums: [n, d, V] twice and [n, d] to [n, 4 + 2 d].
 
         `drafted` [n, d] are the tokens of the chains, where each is not just the likeliest by `draft_logits`.
         """

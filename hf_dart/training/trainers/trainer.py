@@ -75,7 +75,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     training_arguments: ClassVar[type[DrafterTrainingArguments]] = DrafterTrainingArguments
     """The options of this trainer."""
     takes_images: ClassVar[bool] = False
-    """Do its blocks read `read_tokens`, the text with the embeddings of images in their places?"""
+    """True if blocks read `read_tokens`, the text with the embeddings of images in their places."""
     recipe: dict[str, Any] | None = None
     """The options of `hf-dart train`, for the record of the training."""
 
@@ -350,7 +350,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
             write_training_record(self.record(), output_dir or self.args.output_dir)
 
     def record(self) -> dict[str, Any]:
-        """How the drafter was trained so far, as `training_record` says, with dtypes and what `own_record` adds.
+        """Record of the training so far, as `training_record` gives it, with dtypes and what `own_record` adds.
 
         `recipe` holds the options that `hf-dart train` was given, tokens of the Hub and local folders left out.
         """
@@ -403,7 +403,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
 
 def read_tokens(inputs: dict[str, Any]) -> Tensor:
-    """What a drafter reads of each token of a batch: ids [B, T], or embeddings [B, T, E] where there are images."""
+    """Select what a drafter reads of each token: ids [B, T], or embeddings [B, T, E] where there are images."""
     return inputs.get("read", inputs["input_ids"])
 
 

@@ -52,7 +52,7 @@ class UnoTrainer(DrafterTrainer[UnoDrafter]):
 
     @torch.no_grad()
     def teach(self, ids: Tensor, documents: Tensor) -> tuple[Tensor, Tensor]:
-        """As for other drafters; the last hidden states, keys and values of the text are kept for `block_states`."""
+        """Run the target over a text; its last hidden states, keys and values are kept for `block_states`."""
         positions, places = document_positions(documents), torch.arange(ids.shape[1], device=ids.device)
         seen = (documents[:, :, None] == documents[:, None]) & (places[:, None] >= places)
         view = View(positions, positions, seen, positions)
