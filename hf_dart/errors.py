@@ -1,4 +1,4 @@
-"""What a user is told: one sentence that names the remedy; and checks of what users write into fields of a config."""
+"""Errors for users, each one sentence that names the remedy; and checks of fields of a config."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def sentence(error: BaseException) -> str:
 
 @contextmanager
 def as_user_error(*kinds: type[Exception], about: str = "") -> Iterator[None]:
-    """What is raised inside becomes a `UserError` of one sentence.
+    """Turn errors that are raised inside into a `UserError` of one sentence.
 
     Args:
         kinds: of errors; none stands for `ValueError` and `OSError`, which are what this package raises for input.
@@ -98,7 +98,7 @@ def head_inside(path: str | Path) -> str:
 
 
 def missing_folder(path: str | Path) -> bool:
-    """Can this only be the path of a folder, as it is no id of the Hub, and is there no such folder?"""
+    """True for what can only be the path of a folder, being no id of the Hub, where there is no such folder."""
     name = str(path)
     local = name.startswith((".", "~", "\\")) or Path(path).is_absolute() or name.count("/") > 1
     return local and not Path(path).is_dir()

@@ -41,7 +41,7 @@ def messages(source: str) -> Iterator[str]:
             said = template(node.exc.args[0]) if node.exc.args else None
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
             said = template(node.args[0])
-        elif isinstance(node, ast.Return) and node.value is not None and source.startswith('"""What the Hub'):
+        elif isinstance(node, ast.Return) and node.value is not None and source.startswith('"""Errors of the Hub'):
             said = template(node.value)
         if said is not None and said.rstrip("…").endswith((".", "?", "; ", ": ")) and said.count(" ") > 2:
             yield said

@@ -96,7 +96,7 @@ def audit(
             in_batch = batch.sequences[number : number + 1, columns : columns + text.shape[1]]
             control = differences(model, inputs, options, seed, text, in_batch)
             parted = {"drafted": alone[0], "drafted_batch": batched[number], "control": control[0]}
-            entries = {name: None if one is None else _entry(one) for name, one in parted.items()}
+            entries = {name: _entry(one) for name, one in parted.items()}
             findings.append({"mode": mode, "prompt": number + 1, **entries})
     attention = TreeAttention(model)
     whole = sum(verdicts, Verdict())
@@ -112,58 +112,53 @@ def audit(
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """What `audit` found, and the circumstances, in Markdown: all first differences, and the verdict below."""
+    """The findings of `audit` in Markdown: the circumstances, all first differences, and the verdict below."""
     settings, compared, size = report["settings"], report["compared"], report["settings"]["prompts"]
-    rows, drafted, control = [], [], []
-    for one in report["findings"]:
-        drafted += [one["drafted"], one["drafted_batch"]]
-        control.append(one["control"])
-        cells = (_cell(one["drafted"], "stock"), _cell(one["drafted_batch"], "stock"), _cell(one["control"], "alone"))
-        rows.append((one["mode"], str(one["prompt"]), *cells))
+    columns = ("drafted", "drafted_batch", "control")
+    found = {column: [one[column] for one in report["findings"]] for column in columns}
+    rows = [
+        (
+            one["mode"],
+            str(one["prompt"]),
+            *(_cell(one[column], "alone" if column == "control" else "stock") for column in columns),
+        )
+        for one in report["findings"]
+    ]
     names = ["mode", "prompt", "drafted", f"drafted, batch of {size}", f"control: stock, batch of {size}"]
     allowed = {"float64": "exact ties", "float32": f"a gap of {NEAR_TIE:g}"}
-    lines = [
-        headline(report),
-        f"{size} prompts ({report['text']}), {settings['new_tokens']} new tokens, seed {settings['seed']}",
-        *_attention(report["attention"]),
-        *_rounding(report["dtype"], report["rounding"]),
+    about = f"{size} prompts ({report['text']}), {settings['new_tokens']} new tokens, seed {settings['seed']}"
+    lines = [headline(report), about]
+    own, trees = report["attention"]["own"], report["attention"]["trees"]
+    if own != trees:
+        lines.append(f"{own} takes no tree mask, so {trees} verifies trees: roundings of the two kernels differ, too")
+    if report["rounding"] != report["dtype"]:
+        lines.append(f"quantised modules round like {report['rounding']} in {report['dtype']}: ulp are those")
+    lines += [
         "",
         *markdown(names, rows),
         "",
         "In a cell: the first generated token that differs from stock's (control: from stock's alone), and how much "
         "better stock's own token was there, in ulp of the top logit.",
-        f"drafted: {compared['rows']} outputs, {_summary(drafted)}, {compared['differences']} of them beyond "
-        f"{allowed.get(report['rounding'], f'{LOW_PRECISION_ULPS} ulp')}; "
+        f"drafted: {compared['rows']} outputs, {_summary(found['drafted'] + found['drafted_batch'])}, "
+        f"{compared['differences']} of them beyond {allowed.get(report['rounding'], f'{LOW_PRECISION_ULPS} ulp')}; "
         f"generator left as stock leaves it: {'yes' if compared['generator'] else 'no'}",
-        f"control: {len(control)} outputs, {_summary(control)}",
+        f"control: {len(rows)} outputs, {_summary(found['control'])}",
         f"audit: {'passed' if report['passed'] else 'FAILED'}",
     ]
     return "\n".join(lines)
 
 
-def _attention(names: dict[str, str]) -> list[str]:
-    own, trees = names["own"], names["trees"]
-    if own == trees:
-        return []
-    return [f"{own} takes no tree mask, so {trees} verifies trees: roundings of the two kernels differ, too"]
-
-
-def _rounding(dtype: str, rounding: str) -> list[str]:
-    return [] if rounding == dtype else [f"quantised modules round like {rounding} in {dtype}: ulp are those"]
-
-
-def _entry(one: Difference) -> dict[str, Any]:
+def _entry(one: Difference | None) -> dict[str, Any] | None:
     """A difference for JSON, which has no infinite numbers: the gap of an end at another place is None."""
-
-    def ulps(gap: float) -> float | None:
-        return gap / one.ulp if isfinite(gap) else None
-
+    if one is None:
+        return None
+    gap, top2 = (gap if isfinite(gap) else None for gap in (one.gap, one.top2))
     return {
         "token": one.position + 1,
         "near_tie": one.near_tie,
-        "gap": one.gap if isfinite(one.gap) else None,
-        "gap_ulp": ulps(one.gap),
-        "top2_ulp": ulps(one.top2),
+        "gap": gap,
+        "gap_ulp": None if gap is None else gap / one.ulp,
+        "top2_ulp": None if top2 is None else top2 / one.ulp,
         "ulp": one.ulp,
     }
 

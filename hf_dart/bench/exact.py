@@ -28,7 +28,7 @@ LOW_PRECISION_ULPS = 4
 
 @dataclass(frozen=True)
 class Run:
-    """What a call returned and left.
+    """The result of one call, and what it left.
 
     Attributes:
         sequences: [B, P + T].
@@ -68,7 +68,7 @@ def _synchronize(device: torch.device) -> None:
 
 @dataclass(frozen=True)
 class Difference:
-    """Where two runs of one row part, and how close stock's own choice was there.
+    """The place where two runs of one row part, and how close stock's own choice was there.
 
     Attributes:
         position: of the first generated token that differs.
@@ -87,7 +87,7 @@ class Difference:
 
     @property
     def near_tie(self) -> bool:
-        """Were stock's own two best choices no further apart than is allowed?"""
+        """True if stock's own two best choices are no further apart than is allowed."""
         return self.gap <= self.allowed
 
 
@@ -165,7 +165,7 @@ def _first_difference(left: Tensor, right: Tensor) -> int | None:
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:
-    """How close a near-tie is: nothing in float64, `NEAR_TIE` in float32, 4 ulp of the top logit in 16 bits."""
+    """The largest gap of a near-tie: nothing in float64, `NEAR_TIE` in float32, 4 ulp of the top logit in 16 bits."""
     if dtype == torch.float64:
         return 0.0
     if dtype == torch.float32:

@@ -10,7 +10,7 @@ from hf_dart.hub.loading import PACKAGED, PACKAGED_HEAD, check_path, load_target
 
 
 class Pair(NamedTuple):
-    """What `model.generate(..., assistant=head)` needs, and the name of each for reports."""
+    """A target, its drafter and its tokenizer, and the name of each for reports."""
 
     model: Any  # transformers takes seconds to import, and `hf-dart --help` imports this
     head: Any
@@ -20,7 +20,7 @@ class Pair(NamedTuple):
 
     @property
     def head_parameters(self) -> int:
-        """How many weights the head adds; copied text needs none."""
+        """Number of weights that the head adds; copied text needs none."""
         from torch import nn
 
         return sum(p.numel() for p in self.head.parameters()) if isinstance(self.head, nn.Module) else 0
@@ -105,7 +105,7 @@ def _shown(name: str, part: str) -> str:
 
 
 def shown_name(path: str) -> str:
-    """What reports call a model: a folder's path says nothing on another machine; its name may."""
+    """The name of a model in reports: a folder's path says nothing on another machine; its name may."""
     folder = Path(path).resolve()
     if not folder.is_dir():
         return path

@@ -1,4 +1,4 @@
-"""What drafting costs on this machine: rounds of growing trees, timed against stock's own tokens."""
+"""Costs of drafting on this machine: rounds of growing trees, timed against stock's own tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What was measured, as JSON: the one format of all reports; `hf_dart.view.tables` shows it."""
+"""Measurements as JSON: the one format of all reports; `hf_dart.view.tables` shows it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is measured beside stock `generate`: its own ways to be faster, and drafters of ours."""
+"""Methods that are measured beside stock `generate`: its own ways to be faster, and drafters of ours."""
 
 from __future__ import annotations
 
@@ -86,26 +86,26 @@ def load_assistant(path: str, pair: Pair) -> Any:
 
 
 def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
-    """Whether a method is measured: stock's assisted decoding takes one row, its lookup greedy text alone."""
+    """True if a method is measured: stock's assisted decoding takes one row, its lookup greedy text alone."""
     if "prompt_lookup_num_tokens" in options:
         return batch == 1 and not mode["do_sample"]
     return batch == 1 or "assistant_model" not in options
 
 
 def claims_same_text(options: dict[str, Any], sampled: bool) -> bool:
-    """Whether the text has to be stock's: assisted sampling draws other numbers, so other text of the same law."""
+    """True if the text has to be stock's: assisted sampling draws other numbers, so other text of the same law."""
     return not (sampled and "assistant_model" in options)
 
 
 def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """How many each method adds to the target's."""
+    """Number of parameters that each method adds to the target's."""
     models = {name: options.get("assistant", options.get("assistant_model")) for name, options in methods.items()}
     found = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     return {name: sum(weight.numel() for weight in model.parameters()) for name, model in found.items()}
 
 
 def is_ours(options: dict[str, Any]) -> bool:
-    """Whether a drafter of ours takes part."""
+    """True if a drafter of ours takes part."""
     return isinstance(options.get("assistant"), Drafter)
 
 

@@ -30,7 +30,7 @@ _WARMUP_TOKENS = 16
 
 @dataclass(frozen=True)
 class Settings:
-    """What is measured.
+    """Sizes of a measurement.
 
     Args:
         prompts: how many.

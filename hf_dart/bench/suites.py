@@ -1,4 +1,4 @@
-"""What to measure on: prompts cut from files, suites of prompts, rows of a data set."""
+"""Prompts to measure on: cut from files, from suites, from rows of a data set."""
 
 from __future__ import annotations
 
@@ -50,9 +50,7 @@ def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -
 def _rows(name: str) -> Iterator[Any]:
     if name in PACKAGED:
         return _json_lines(_FOLDER / f"{name}.jsonl")
-    if name.endswith(".jsonl"):
-        return _json_lines(Path(name))
-    return _documents(name)
+    return _json_lines(Path(name)) if name.endswith(".jsonl") else _documents(name)
 
 
 def _documents(name: str) -> Iterator[Any]:
@@ -71,24 +69,20 @@ def _json_lines(file: Path) -> Iterator[Any]:
 
 def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
     """Token ids of one row; none if it asks nothing."""
+    known = (*_CONVERSATIONS, *_TEXTS, *_REQUESTS)
     fields = row if isinstance(row, dict) else {}
-    messages = None
-    for field in (*_CONVERSATIONS, *_TEXTS, *_REQUESTS):
-        value = fields.get(field)
-        if value is None:
-            continue
-        if field in _CONVERSATIONS:
-            messages = _turns(value, name)
-        elif not isinstance(value, str):
-            raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; fix it.")
-        elif field in _REQUESTS:
-            messages = [{"role": "user", "content": value}]
-        else:
-            return tokenizer(check_text(value, f"A prompt of {name!r}"))["input_ids"]
-        break
+    field = next((one for one in known if fields.get(one) is not None), None)
+    if field is None:
+        raise UserError(f"A row of {name!r} has none of the fields {', '.join(known)}; name one of them so.")
+    value = fields[field]
+    if field in _CONVERSATIONS:
+        messages = _turns(value, name)
+    elif not isinstance(value, str):
+        raise UserError(f"The field {field!r} of {name!r} holds {type(value).__name__}, not text; fix it.")
+    elif field in _TEXTS:
+        return tokenizer(check_text(value, f"A prompt of {name!r}"))["input_ids"]
     else:
-        known = ", ".join((*_CONVERSATIONS, *_TEXTS, *_REQUESTS))
-        raise UserError(f"A row of {name!r} has none of the fields {known}; name one of them so.")
+        messages = [{"role": "user", "content": value}]
     if not messages:
         return []
     if tokenizer.chat_template:
@@ -116,7 +110,7 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def texts(files: list[Path] | None) -> tuple[str, list[Path]]:
-    """What to call the text of a measurement, and its files: without any, those of `default_files`."""
+    """The name of the text of a measurement, and its files: without any, those of `default_files`."""
     if files is None:
         return "pytest's source", default_files()
     return ", ".join(path.name for path in files), files

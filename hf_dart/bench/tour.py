@@ -68,7 +68,7 @@ _TRIAL_FORWARDS = 20
 
 @dataclass
 class _Sums:
-    """What the runs of one mode add up to."""
+    """Sums over the runs of one mode."""
 
     stock_seconds: float = 0.0
     seconds: float = 0.0

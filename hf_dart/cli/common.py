@@ -105,7 +105,7 @@ def json_option(parser: argparse.ArgumentParser) -> None:
 
 
 def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """Those of the options that were given, which have None as their default."""
+    """The options among `names` that were given; others have None as their default."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
@@ -168,7 +168,7 @@ def load(arguments: argparse.Namespace, trained: bool = False) -> Pair:
 
 
 def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
-    """What `target_options` adds to `from_pretrained` of the target, dtype and places aside."""
+    """Options of `from_pretrained` that `target_options` adds, dtype and places aside."""
     options = given(arguments, ("attn_implementation",))
     if arguments.quantization is not None:
         options["quantization_config"] = quantization_config(arguments.quantization)

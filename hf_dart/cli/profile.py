@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _keeps_trees(config: Path, head: Any) -> bool:
-    """Whether the head reads its trees from there; those of other projects do not."""
+    """True if the head reads its trees from there; heads of other projects do not."""
     from hf_dart.drafters.pretrained import PretrainedDrafter
 
     kind = json.loads(config.read_text(encoding="utf8")).get("model_type")

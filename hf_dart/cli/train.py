@@ -43,7 +43,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _next_commands(head: str) -> str:
-    """What to do with a trained head, a line each; its target is that of its training."""
+    """Commands for a trained head, a line each; its target is that of its training."""
     folder = shlex.quote(head)
     commands = (f'generate --head {folder} "Once upon a time"', f"bench --head {folder}", f"push {folder} USER/NAME")
     return "".join(f"\n  hf-dart {command}" for command in commands)

@@ -1,6 +1,8 @@
-"""What a draft costs, relative to a forward of the target over one token, by the weights that both read."""
+"""Estimated cost of a draft, relative to a forward of the target over one token, by the weights that both read."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -9,30 +11,25 @@ from hf_dart.models.devices import device_of
 from hf_dart.models.features import lm_head_of
 from hf_dart.trees.costs import DRAFT_COST
 
-# What growing and walking a tree costs, relative to a forward of the target over one token.
-_GROWTH = 0.1
+_GROWTH = 0.1  # cost of growing and walking a tree
 
-# What an operation takes besides reading its weight, in weights that could be read meanwhile: on a CPU and elsewhere.
+# Time of an operation beside reading its weight, in numbers that could be read meanwhile: on a CPU and elsewhere.
 _CALL, _LAUNCH = 400_000, 100_000_000
 
 
-def call_cost(target: PreTrainedModel) -> int:
-    """What an operation takes on the target's device besides reading its weight, in weights."""
-    return _CALL if device_of(target.get_input_embeddings()).type == "cpu" else _LAUNCH
+def sizes(module: nn.Module) -> list[int]:
+    """Numbers in each weight of a module."""
+    return [weight.numel() for weight in module.parameters()]
 
 
-def weights_read(module: nn.Module, call: int) -> int:
-    """The weights that a forward over one token reads, and `call` for each of them that is a tensor."""
-    return sum(weight.numel() + call for weight in module.parameters())
+def model_sizes(model: PreTrainedModel) -> list[int]:
+    """Numbers that a causal LM reads of each weight for one token: of embeddings of their own, next to none."""
+    embeddings, lm_head = model.get_input_embeddings().weight, lm_head_of(model).weight
+    return [0 if weight is embeddings is not lm_head else weight.numel() for weight in model.parameters()]
 
 
-def model_read(model: PreTrainedModel, call: int) -> int:
-    """The same of a causal LM, which reads a few rows of its embeddings."""
-    embeddings, lm_head = model.get_input_embeddings(), lm_head_of(model)
-    unread = 0 if embeddings.weight is lm_head.weight else embeddings.weight.numel()
-    return weights_read(model, call) - unread
-
-
-def relative_cost(passes: int, own: int, target: PreTrainedModel) -> float:
-    """Cost of a draft of so many passes, each of which reads `own` weights."""
-    return max(DRAFT_COST, _GROWTH + passes * own / model_read(target, call_cost(target)))
+def relative_cost(target: PreTrainedModel, passes: int, own: Iterable[int]) -> float:
+    """Cost of a draft of `passes` passes, each of which reads weights of sizes `own`."""
+    call = _CALL if device_of(target.get_input_embeddings()).type == "cpu" else _LAUNCH
+    own_time, target_time = (sum(size + call for size in part) for part in (own, model_sizes(target)))
+    return max(DRAFT_COST, _GROWTH + passes * own_time / target_time)

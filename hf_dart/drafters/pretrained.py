@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 from transformers import PreTrainedModel
 
 from hf_dart.drafters.bound import BoundDrafter, attach_to
-from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
+from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.registry import check_options, registered
 from hf_dart.errors import missing_folder
@@ -53,9 +53,7 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         """Cost of a draft relative to a forward of the target, by the weights that both read and how many they are."""
-        call = call_cost(target)
-        own = weights_read(self, call) + self.lm_head_weights + call
-        return relative_cost(self.passes(depth or self.draft_length), own, target)
+        return relative_cost(target, self.passes(depth or self.draft_length), [*sizes(self), self.lm_head_weights])
 
     @classmethod
     @host_by_default

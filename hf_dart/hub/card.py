@@ -87,7 +87,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
 
 
 def has_markers(card: str) -> bool:
-    """Whether a card has a part that is written again."""
+    """True if a card has a part that is written again."""
     return END in card.partition(BEGIN)[2]
 
 
@@ -123,7 +123,7 @@ def _body(facts: HeadFacts) -> str:
 
 
 def _fields(facts: HeadFacts) -> dict[str, Any]:
-    """What is known, by its name in the template."""
+    """Values for the template, by name; those that are not known are left out."""
     config, texts = facts.config, facts.texts
     named = f"[{facts.base_model}]({_HOME}{facts.base_model})" if facts.base_model else f"`{facts.target}`"
     revision = f" at revision `{config.target_revision}`" if config.target_revision else ""
@@ -172,7 +172,7 @@ def _about(facts: HeadFacts) -> dict[str, str]:
 
 
 def _by_depth(bench: dict[str, Any]) -> str:
-    """How many rounds of one row got how far."""
+    """A table of the share of rounds at batch 1 by accepted depth."""
     alone = [(one, case) for one, case in _ours(bench) if one["batch"] == 1]
     if not alone:
         return ""
@@ -193,7 +193,7 @@ def _by_depth(bench: dict[str, Any]) -> str:
 
 
 def _same(bench: dict[str, Any]) -> str:
-    """How many rows of a bench were stock's."""
+    """A sentence on how many rows of a bench were stock's."""
     verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(bench)), Verdict())
     same = verdict.rows - verdict.near_ties - verdict.differences
     apart = [

@@ -8,7 +8,7 @@ from hf_dart.hub.kinds import CardTexts, bibtex, describe_features, describe_lay
 
 
 def _dart_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
+    """Rows of the table of a card, from a config."""
     copied = "" if config.copied_layer is None else f"; copies of the target's from layer {config.copied_layer} on"
     injected = ", also as keys and values of every layer" if config.inject_features else ""
     mask = f", mask slots as P-EAGLE's, token {config.mask_token_id}" if config.mask_mode == "peagle" else ""
@@ -39,7 +39,7 @@ DART = CardTexts(
 
 
 def _eagle_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
+    """Rows of the table of a card, from a config."""
     beam = "" if config.beam == 1 else f", the {config.beam} best of each depth drafted on from"
     return {
         "layers": describe_layers(config, config.num_layers),
@@ -65,7 +65,7 @@ EAGLE = CardTexts(
 
 
 def _diffusion_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
+    """Rows of the table of a card, from a config."""
     steps = "one reverse step" if config.denoise_steps == 1 else f"{config.denoise_steps} reverse steps"
     order = {"confidence": "the likeliest tokens first", "left_to_right": "left to right"}[config.unmasking]
     text = f"the last {config.context_window} tokens"
@@ -92,7 +92,7 @@ DIFFUSION = CardTexts(
 
 
 def _uno_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
+    """Rows of the table of a card, from a config."""
     return {
         "layers": f"the target's own, with LoRA of rank {config.rank} on {', '.join(config.target_modules)}",
         "reads": "the target's keys and values",
@@ -116,7 +116,7 @@ UNO = CardTexts(
 
 
 def _dflash_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """What a config says, for the table of a card."""
+    """Rows of the table of a card, from a config."""
     layers = config.published.get("transformer_layer_config", config.published).get("num_hidden_layers", 1)
     return {
         "format": config.described,

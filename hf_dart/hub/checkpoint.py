@@ -158,7 +158,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 
 def _plain(value: Any) -> bool:
-    """Is it a tensor that takes no more memory than its numbers take in the file?"""
+    """True for a tensor that takes no more memory than its numbers take in the file."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return False
     fits = value.numel() * value.element_size() <= value.untyped_storage().nbytes()

@@ -145,7 +145,7 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
 
 
 def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
-    """As `head_config`, without the commit, where there has to be one.
+    """The config of `head_config`, without the commit, where there has to be one.
 
     Raises:
         ValueError: as `head_config`.

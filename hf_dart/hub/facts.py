@@ -1,4 +1,4 @@
-"""What is known about a drafter that is to be published, read from its files."""
+"""Facts about a drafter that is to be published, read from its files."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def publishable(recipe: dict[str, Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HeadFacts:
-    """What a card is written from. What is None or empty is not known, and its sentence is left out.
+    """Facts that a card is written from; the sentence of one that is None or empty is left out.
 
     Attributes:
         config: of the drafter.
@@ -119,17 +119,17 @@ class HeadFacts:
 
     @property
     def kind(self) -> Kind:
-        """Which kind of drafter it is."""
+        """The kind of drafter."""
         return kind_of(self.config)
 
     @property
     def texts(self) -> CardTexts:
-        """What is said of that kind."""
+        """Texts about that kind."""
         return self.kind.texts
 
     @property
     def borrows(self) -> bool:
-        """Whether it reads and writes tokens through the target's embeddings and LM head."""
+        """True if the drafter reads and writes tokens through the target's embeddings and LM head."""
         return self.config.borrows_vocabulary
 
     @property

@@ -1,4 +1,4 @@
-"""What the Hub and its client complain about, in one sentence that names the remedy."""
+"""Errors of the Hub and its client, in one sentence that names the remedy."""
 
 from __future__ import annotations
 

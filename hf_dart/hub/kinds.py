@@ -1,4 +1,4 @@
-"""What a card says of a kind of drafter; `hf_dart.drafters.registry.register` fills the table."""
+"""Kinds of drafters and their texts on a card; `hf_dart.drafters.registry.register` fills the table."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Rows = dict[str, str]  # of the card's table; empty ones are left out
 
 @dataclass(frozen=True)
 class CardTexts:
-    """What a card on the Hub says of one kind of drafter.
+    """Texts of a card on the Hub about one kind of drafter.
 
     Attributes:
         called: what it is called, with its article.

@@ -1,4 +1,4 @@
-"""What a figure or a head was made with: versions and hardware."""
+"""Versions and hardware that a figure or a head was made with."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, str]:
-    """Those of Python, this package and others, as far as they are installed."""
+    """Versions of Python, this package and others, as far as they are installed."""
     found = {"python": platform.python_version()}
     for name in ("hf-dart", *packages):
         try:

@@ -125,7 +125,7 @@ def write_folder(folder: str | Path, destination: str | Path, repository: str, *
 
 
 def _facts(folder: str | Path, repository: str, **known: Any) -> HeadFacts:
-    """What is known about the drafter, which others have to be able to load."""
+    """Facts about the drafter, which others have to be able to load."""
     try:
         validate_repo_id(repository)
     except HFValidationError as error:

@@ -45,7 +45,7 @@ _POLICY = "default-src 'none'; style-src 'unsafe-inline'"
 
 @dataclass(frozen=True)
 class View:
-    """What `generate(..., assistant=drafter, trace=True, return_dict_in_generate=True)` did in one row.
+    """Page about one row of `generate(..., assistant=drafter, trace=True, return_dict_in_generate=True)`.
 
     In a notebook it shows itself; `save` writes it to a file.
 
@@ -209,7 +209,7 @@ def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
 
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
-    """What each token adds to the text; a character of several tokens comes with the last of them.
+    """The text that each token adds; a character of several tokens comes with the last of them.
 
     Args:
         before: the last ids in front of `tokens`.

@@ -15,7 +15,7 @@ UNREADABLE = (KeyError, TypeError, IndexError, AttributeError, ValueError, Arith
 
 @dataclass(frozen=True)
 class Verdict:
-    """How two runs compare.
+    """Comparison of two runs.
 
     Attributes:
         rows: rows compared.
@@ -49,14 +49,9 @@ class Verdict:
 
 
 def labels(report: dict[str, Any]) -> list[str]:
-    """Of each result, what of its case is not the same in all of them; empty in reports of one case."""
-    entries = report["results"]
-    varying = [name for name in ("text", "dtype") if len({one.get(name) for one in entries}) > 1]
-    lengths = {(one.get("text"), one.get("prompt_tokens")) for one in entries}
-    if len(lengths) > len({text for text, _ in lengths}):
-        varying.append("prompt_tokens")
-    units = {"prompt_tokens": " tokens"}
-    return [", ".join(f"{one[name]}{units.get(name, '')}" for name in varying) for one in entries]
+    """The text that each result was measured on; empty where all have the same."""
+    texts = [one.get("text") for one in report["results"]]
+    return [text if len(set(texts)) > 1 else "" for text in texts]
 
 
 def headline(about: dict[str, Any]) -> str:

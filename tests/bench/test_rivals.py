@@ -60,12 +60,6 @@ def test_tables_say_which_case(report: dict[str, Any]) -> None:
     assert "other numbers" in table
     alone = {**report, "results": [one for one in report["results"] if one["text"] == "code"]}
     assert set(labels(alone)) == {""}
-    longer = [{**one, "prompt_tokens": 500} for one in alone["results"]]
-    assert set(labels({"results": [*alone["results"], *longer]})) == {f"{longest(alone)} tokens", "500 tokens"}
-
-
-def longest(report: dict[str, Any]) -> int:
-    return report["results"][0]["prompt_tokens"]
 
 
 def test_options_that_name_nothing_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,60 +3,21 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from support.compare import assert_identical
 from support.families import SIZES
+from support.sights import seeing_target
 from support.tiny import WINDOW, prompts, tiny_head
-from transformers import (
-    CLIPVisionConfig,
-    Exaone4_5_Config,
-    Exaone4_5_ForConditionalGeneration,
-    Gemma3Config,
-    Gemma3ForConditionalGeneration,
-    LlamaConfig,
-    LlavaConfig,
-    LlavaForConditionalGeneration,
-    Qwen2_5_VLConfig,
-    Qwen2_5_VLForConditionalGeneration,
-)
+from transformers import Exaone4_5_Config, Exaone4_5_ForConditionalGeneration
 
-EYES = {
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "image_size": 8,
-    "patch_size": 4,
-}
-ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
 GREEDY = {"do_sample": False, "max_new_tokens": 20}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 20}
-
-
-def gemma3() -> Any:
-    text = {**SIZES, "sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
-    tokens = {"image_token_index": 47, "boi_token_index": 46, "eoi_token_index": 45}
-    return Gemma3ForConditionalGeneration(
-        Gemma3Config(text_config=text, vision_config=EYES, mm_tokens_per_image=1, **tokens)
-    )
-
-
-def qwen2_5_vl() -> Any:
-    eyes = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 32}
-    tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
-    text = {**SIZES, "rope_parameters": ROPE}
-    return Qwen2_5_VLForConditionalGeneration(
-        Qwen2_5_VLConfig(text_config=text, vision_config={**eyes, "patch_size": 4}, **tokens)
-    )
-
-
-def llava() -> Any:
-    config = LlavaConfig(text_config=LlamaConfig(**SIZES), vision_config=CLIPVisionConfig(**EYES), image_token_index=47)
-    return LlavaForConditionalGeneration(config)
+# What a processor adds to text alone.
+MARKS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
+WORDS = 43  # no image's tokens
 
 
 def exaone4_5() -> Any:
@@ -64,23 +25,11 @@ def exaone4_5() -> Any:
     tokens = {"image_token_id": 47, "video_token_id": 46, "vision_start_token_id": 45, "vision_end_token_id": 44}
     slides = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "full_attention"]}
     text = {**SIZES, **slides, "model_type": "exaone4"}
-    return Exaone4_5_ForConditionalGeneration(
-        Exaone4_5_Config(text_config=text, vision_config={**eyes, "out_hidden_size": 32, "patch_size": 4}, **tokens)
-    )
-
-
-FAMILIES = {"gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl, "llava": llava}
-
-
-# What a processor adds to text alone.
-MARKS = {"gemma3": "token_type_ids", "qwen2_5_vl": "mm_token_type_ids"}
-
-
-def tiny(make: Callable[[], Any]) -> Any:
-    """A random one; the global generators are not moved."""
+    eyes |= {"out_hidden_size": 32, "patch_size": 4}
+    config = Exaone4_5_Config(text_config=text, vision_config=eyes, **tokens)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = make().double().eval()
+        model = Exaone4_5_ForConditionalGeneration(config).double().eval()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if weight.ndim >= 2 and "embed" not in name:
@@ -93,11 +42,11 @@ def encodes_first(model: Any) -> bool:
     return "mm_encoder_outputs" in inspect.signature(model.forward).parameters
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["gemma3", "qwen2_5_vl", "llava"])
 def test_text_alone(family: str) -> None:
-    target = tiny(FAMILIES[family])
+    target = seeing_target(family)
     head = tiny_head(target)
-    inputs = {name: values % 44 for name, values in prompts([9, 3, 7, 13]).items()}  # no image's tokens
+    inputs = {name: values % WORDS for name, values in prompts([9, 3, 7, 13]).items()}
     assert_identical(target, head, inputs, **SAMPLED)
     assert head.last_stats is not None
     assert head.last_stats.tau > 1
@@ -116,7 +65,7 @@ def test_text_alone(family: str) -> None:
 
 
 def test_padding_that_counts_as_positions_is_followed() -> None:
-    target = tiny(exaone4_5)
+    target = exaone4_5()
     head = tiny_head(target)
     for lengths in ([7], [9, 9], [9, 3]):
         inputs = prompts(lengths, vocabulary=44)

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from hf_dart.drafters import hooks
 from hf_dart.drafters.compatibility import unwrapped
-from hf_dart.drafters.cost import call_cost, model_read, relative_cost
+from hf_dart.drafters.cost import model_sizes, relative_cost
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View, attention_kinds
@@ -156,7 +156,7 @@ class LanguageModelDrafter(StockDrafter):
             self._targets.add(target)
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        return relative_cost(depth or self.draft_length, model_read(self.model, call_cost(target)), target)
+        return relative_cost(target, depth or self.draft_length, model_sizes(self.model))
 
     # ---- drafting -----------------------------------------------------------------------------------
 

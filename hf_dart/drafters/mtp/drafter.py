@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from hf_dart.drafters import hooks
-from hf_dart.drafters.cost import call_cost, relative_cost, weights_read
+from hf_dart.drafters.cost import relative_cost, sizes
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.stock_modules import ModuleCache, StockDrafter, View
@@ -147,9 +147,8 @@ class MtpDrafter(StockDrafter):
         self._targets.add(target)
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        call = call_cost(target)
-        own = weights_read(self.module.layers, call) + weights_read(self.module.shared_head, call)
-        return relative_cost(depth or self.draft_length, own, target)
+        own = sizes(self.module.layers) + sizes(self.module.shared_head)
+        return relative_cost(target, depth or self.draft_length, own)
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -33,7 +33,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
 from hf_dart.drafters.bound import attach_to
-from hf_dart.drafters.cost import call_cost, model_read, relative_cost
+from hf_dart.drafters.cost import model_sizes, relative_cost, sizes
 from hf_dart.drafters.network import DraftNetwork
 from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
@@ -228,9 +228,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
     # ---- drafting -----------------------------------------------------------------------------------
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
-        call = call_cost(target)
-        own = model_read(target, call) + sum(weight.numel() + call for weight in self.lora.parameters())
-        return relative_cost(1, own, target)
+        return relative_cost(target, 1, model_sizes(target) + sizes(self.lora))
 
     @property
     def slot_spec(self) -> SlotSpec:

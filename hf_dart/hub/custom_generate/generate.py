@@ -1,4 +1,4 @@
-"""What `model.generate(..., custom_generate="<this folder or repository>", trust_remote_code=True)` runs."""
+"""Code that `model.generate(..., custom_generate="<this folder or repository>", trust_remote_code=True)` runs."""
 
 import re
 import sys
