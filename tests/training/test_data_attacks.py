@@ -136,9 +136,7 @@ def test_chat_templates(tmp_path: Path, part: range) -> None:
 
 
 @pytest.mark.parametrize("part", seeds(3, 1000))
-@pytest.mark.parametrize(
-    ("option", "name"), [("text", "a.txt"), ("tokens", "a.npy"), ("tokens", "a.bin"), ("dataset", "a.jsonl")]
-)
+@pytest.mark.parametrize("name", ["a.txt", "a.npy", "a.bin", "a.jsonl"])
 def test_corpora_of_ngrams(
     tmp_path: Path, name: str, part: range, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
