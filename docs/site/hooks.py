@@ -120,7 +120,7 @@ _INTERFACES = {
     "A drafter of your own": (
         "hf_dart.drafters.base.Drafter",
         "hf_dart.drafters.proposal.Proposal",
-        "hf_dart.drafters.pretrained.PretrainedDrafter",
+        "hf_dart.drafters.trained.TrainedDrafter",
         "hf_dart.drafters.base_config.DrafterConfig",
         "hf_dart.drafters.head_config.HeadConfig",
         "hf_dart.drafters.registry.register",

@@ -49,9 +49,9 @@ def _convert_head(arguments: argparse.Namespace) -> None:
     from hf_dart.drafters.dart.drafter import DartHead
     from hf_dart.drafters.dart.export import write_vllm
     from hf_dart.drafters.dflash.drafter import DFlashDrafter
-    from hf_dart.drafters.pretrained import PretrainedDrafter
+    from hf_dart.drafters.trained import TrainedDrafter
 
-    if arguments.to == "dart" and isinstance(head, (PretrainedDrafter, DFlashDrafter)):
+    if arguments.to == "dart" and isinstance(head, (TrainedDrafter, DFlashDrafter)):
         head.save_pretrained(arguments.out)
         return
     if not isinstance(head, DartHead):

@@ -124,9 +124,9 @@ def _drafting(arguments: argparse.Namespace, pair: Any) -> dict[str, Any]:
 
 def _in_template(prompt: str, pair: Any, thinking: bool | None) -> str:
     """`prompt` as a user's message, up to where the assistant begins to write."""
-    from hf_dart.drafters.pretrained import PretrainedDrafter
+    from hf_dart.drafters.trained import TrainedDrafter
 
-    if thinking is None and isinstance(pair.head, PretrainedDrafter):
+    if thinking is None and isinstance(pair.head, TrainedDrafter):
         thinking = pair.head.config.enable_thinking
     turn = [{"role": "user", "content": prompt}]
     flags = {} if thinking is None else {"enable_thinking": thinking}

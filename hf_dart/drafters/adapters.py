@@ -27,28 +27,33 @@ from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from hf_dart.drafters.dart.copied import fingerprint, same_fingerprint
-from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.dart.copied import fingerprint, initialise, same_fingerprint
+from hf_dart.drafters.trained import TrainedDrafter, attach_to
 from hf_dart.errors import missing_folder
-from hf_dart.hub.download import ADAPTER_CONFIG, optional_file, optional_json
+from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, optional_file, optional_json, refuse_fields
 from hf_dart.interop.lora_config import lora_of
+from hf_dart.models.devices import as_dtype
+from hf_dart.trees.config import TreeConfig
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What LoRA stands on, besides `fc`, unless told otherwise."""
 _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
 _WEIGHTS = "adapter_model.safetensors"
-VOCABULARY = "draft_vocabulary.safetensors"
+_VOCABULARY = "draft_vocabulary.safetensors"
 _PREFIX = "base_model.model."
+# Fields of the config that tell what an adapter was made for, and are no matter of its head's weights.
+_SETTINGS = ("tree", "enable_thinking", "chat_template_hash")
 
 # What PEFT raises for fields that are not what it writes.
-NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
+_NO_ADAPTER = (TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError, AssertionError, ImportError)
 
 
 # ---- putting them on ---------------------------------------------------------------------------------------
 
 
-def add(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
+def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
     """`DartHead.add_adapter`."""
     if not isinstance(config, PeftConfig):
         raise TypeError(
@@ -75,7 +80,7 @@ def add(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int) -> No
     head.set_adapter(name)
 
 
-def _base_of(head: PretrainedDrafter) -> tuple[str, str | None]:
+def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
     """Where the head lies, as its adapters will name it, and in which revision.
 
     Raises:
@@ -105,7 +110,7 @@ def _base_of(head: PretrainedDrafter) -> tuple[str, str | None]:
     return str(folder.resolve()), None
 
 
-def _fingerprint_in(folder: Path, head: PretrainedDrafter) -> list[float]:
+def _fingerprint_in(folder: Path, head: TrainedDrafter) -> list[float]:
     """Fingerprint of the weights in a folder, as `base_fingerprint(head)` makes it; missing ones are left out."""
     names = ["fc.weight", *(f"layers.{name}" for name, _ in head.layers.named_parameters())]
     found: dict[str, Tensor] = {}
@@ -115,11 +120,11 @@ def _fingerprint_in(folder: Path, head: PretrainedDrafter) -> list[float]:
     return fingerprint(found[name] for name in names if name in found)
 
 
-def _matches(head: PretrainedDrafter, name: str) -> bool:
+def _matches(head: TrainedDrafter, name: str) -> bool:
     return any(module == name or module.endswith(f".{name}") for module, _ in head.named_modules())
 
 
-def _inject(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int = 0) -> None:
+def _inject(head: TrainedDrafter, config: PeftConfig, name: str, seed: int = 0) -> None:
     _refuse_clash(head, config)
     if not peft_configs(head):
         head._base_fingerprint = base_fingerprint(head)
@@ -135,7 +140,7 @@ def _inject(head: PretrainedDrafter, config: PeftConfig, name: str, seed: int = 
     head.train(head.training)  # PEFT's new modules, dropout among them, are in train mode
 
 
-def _refuse_clash(head: PretrainedDrafter, config: PeftConfig) -> None:
+def _refuse_clash(head: TrainedDrafter, config: PeftConfig) -> None:
     """PEFT wraps a module either for LoRA or as a whole."""
     targets = [] if isinstance(config.target_modules, str) else list(config.target_modules or ())
     whole = list(config.modules_to_save or ())
@@ -150,19 +155,19 @@ def _refuse_clash(head: PretrainedDrafter, config: PeftConfig) -> None:
                 )
 
 
-def peft_configs(head: PretrainedDrafter) -> dict[str, PeftConfig]:
+def peft_configs(head: TrainedDrafter) -> dict[str, PeftConfig]:
     """The head's adapters by name."""
     return head.peft_config if head._hf_peft_config_loaded else {}
 
 
-def base_fingerprint(head: PretrainedDrafter) -> list[float]:
+def base_fingerprint(head: TrainedDrafter) -> list[float]:
     """Of the weights that adapters stand on; for copied layers that is known already."""
     if head.config.fingerprint is not None:
         return list(head.config.fingerprint)
     return fingerprint([head.fc.weight, *head.layers.parameters()])
 
 
-def activate(head: PretrainedDrafter, name: str) -> None:
+def activate(head: TrainedDrafter, name: str) -> None:
     """Adapter `name` alone works; it may train other whole modules than the one before, or none."""
     if name not in peft_configs(head):
         known = ", ".join(map(repr, peft_configs(head))) or "none"
@@ -174,14 +179,14 @@ def activate(head: PretrainedDrafter, name: str) -> None:
             module.set_adapter(name)
 
 
-def enable(head: PretrainedDrafter, enabled: bool) -> None:
+def enable(head: TrainedDrafter, enabled: bool) -> None:
     """Turn adapters on or off, whole modules too."""
     for module in head.modules():
         if isinstance(module, (ModulesToSaveWrapper, BaseTunerLayer)):
             module.enable_adapters(enabled)
 
 
-def unwrap(head: PretrainedDrafter, merge: str | None) -> None:
+def unwrap(head: TrainedDrafter, merge: str | None) -> None:
     """Take all adapters off, adapter `merge` being folded into the weights first."""
     for path, module in list(head.named_modules()):
         if isinstance(module, BaseTunerLayer):
@@ -201,16 +206,88 @@ def unwrap(head: PretrainedDrafter, merge: str | None) -> None:
 # ---- files -------------------------------------------------------------------------------------------------
 
 
-def save(head: PretrainedDrafter, folder: Path) -> None:
+def from_folder(
+    cls: Any, path: str, base: str | None, *, target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
+) -> Any:
+    """The head of the adapter in `path`, with that adapter; None if there is none (`DartHead.from_pretrained`)."""
+    where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
+    listed = None if missing_folder(path) else optional_json(path, ADAPTER_CONFIG, **where)
+    if listed is None:
+        if base is not None:
+            raise ValueError(f"base= is for adapters, and {path} holds none; leave it out.")
+        return None
+    content = optional_json(path, "config.json", **where)
+    refuse_fields(path, content or {}, cls.config_class)
+    if content is not None and content.get("copied_layer") is not None:
+        if target is None:
+            raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
+        head = _copied(cls, content, target, tokenizer, as_dtype(kwargs.get("dtype")))
+    else:
+        base, place = _base_named(path, base, listed, where)
+        options = {name: value for name, value in kwargs.items() if name not in HUB_OPTIONS}
+        head = cls.from_pretrained(base, target=target, tokenizer=tokenizer, **place, **options)
+    load(head, path, "default", **where)
+    if content is not None:  # PEFT alone writes none
+        _take_settings(head, path, content, **where)
+    return head.eval()
+
+
+def _copied(cls: Any, content: dict[str, Any], target: PreTrainedModel, tokenizer: Any, dtype: Any) -> Any:
+    """An untrained head of copied layers, as the config.json of its adapter describes it."""
+    with torch.random.fork_rng(devices=[]):
+        head = cls(cls.config_class.from_dict(content))
+    attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
+    initialise(head, target)
+    return head
+
+
+def _base_named(
+    path: str, base: str | None, listed: dict[str, Any], where: dict[str, Any]
+) -> tuple[str, dict[str, Any]]:
+    """Where the head of an adapter lies: in `base`, else where its adapter_config.json says."""
+    base, revision = (base, None) if base else (listed.get("base_model_name_or_path"), listed.get("revision"))
+    if not base or not isinstance(base, str):
+        raise ValueError(
+            f"The adapter in {path} does not say which head it stands on; pass base=, the head's path (adapters "
+            "of a target, which draft for it, are read as `hf-dart train --drafter uno` writes them)."
+        )
+    if missing_folder(base):
+        raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
+    place = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
+    place |= {"revision": revision} if isinstance(revision, str) else {}
+    if optional_file(base, ADAPTER_CONFIG, **place) is not None:
+        raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
+    return base, place
+
+
+def _take_settings(head: Any, path: str, content: dict[str, Any], **where: Any) -> None:
+    """Draft what the adapter in `path` was trained to draft, and as its config.json says.
+
+    Raises:
+        ValueError: the file describes no head.
+    """
+    try:
+        config = type(head.config).from_dict({**head.config.to_dict(), **content})
+        head.tree_config = TreeConfig(**config.tree)
+    except (ValueError, *_NO_ADAPTER) as error:
+        words = " ".join(str(error).split()).rstrip(".")
+        raise ValueError(f"The config.json in {path} describes no DART head ({words}); fetch it again.") from error
+    for name in _SETTINGS:
+        setattr(head.config, name, getattr(config, name))
+    if config.draft_vocab_size is not None:
+        head.reduce_vocabulary(read_state(path, _VOCABULARY, **where)["draft_vocabulary"])
+
+
+def save(head: TrainedDrafter, folder: Path) -> None:
     """What makes an adapter's folder whole, beside what transformers writes: the head's config and draft vocabulary."""
     config = copy.deepcopy(head.config)
     config.fingerprint = head._base_fingerprint
     config.save_pretrained(folder)
     if head.draft_vocabulary is not None:
-        save_file({"draft_vocabulary": head.draft_vocabulary}, folder / VOCABULARY, metadata={"format": "pt"})
+        save_file({"draft_vocabulary": head.draft_vocabulary}, folder / _VOCABULARY, metadata={"format": "pt"})
 
 
-def load(head: PretrainedDrafter, path: str, name: str, **where: Any) -> None:
+def load(head: TrainedDrafter, path: str, name: str, **where: Any) -> None:
     """`DartHead.load_adapter`: all of it or nothing."""
     content = optional_json(path, ADAPTER_CONFIG, **where)
     if content is None:
@@ -224,14 +301,14 @@ def load(head: PretrainedDrafter, path: str, name: str, **where: Any) -> None:
     with _undone(head, name, active):
         try:
             _inject(head, config, name)
-        except NO_ADAPTER as error:
+        except _NO_ADAPTER as error:
             words = " ".join(str(error).split())
             raise ValueError(f"The {ADAPTER_CONFIG} in {path} fits no head ({words}); fetch it again.") from error
         read(head, state, path, name)
     head.set_adapter(name)
 
 
-def read(head: PretrainedDrafter, state: dict[str, Tensor], path: str, name: str) -> None:
+def read(head: TrainedDrafter, state: dict[str, Tensor], path: str, name: str) -> None:
     """Fill adapter `name` with `state`, whose every weight has to fit."""
     wanted = get_peft_model_state_dict(head, adapter_name=name, save_embedding_layers=False)
     wrong = sorted(wanted.keys() ^ state.keys())
@@ -244,7 +321,7 @@ def read(head: PretrainedDrafter, state: dict[str, Tensor], path: str, name: str
     set_peft_model_state_dict(head, state, adapter_name=name)
 
 
-def reread(head: PretrainedDrafter, folder: str) -> None:
+def reread(head: TrainedDrafter, folder: str) -> None:
     """Fill the active adapter from a checkpoint of it."""
     _check_base(head, folder)
     read(head, read_state(folder), folder, head.active_adapters()[0])
@@ -260,7 +337,7 @@ def read_state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tenso
         raise ValueError(f"The {name} in {path} is truncated or damaged ({error}); fetch it again.") from error
 
 
-def _check_base(head: PretrainedDrafter, path: str, **where: Any) -> None:
+def _check_base(head: TrainedDrafter, path: str, **where: Any) -> None:
     """An adapter that we wrote says what it stands on; one that PEFT alone wrote does not."""
     known = (optional_json(path, "config.json", **where) or {}).get("fingerprint")
     own = head._base_fingerprint if peft_configs(head) else base_fingerprint(head)
@@ -271,7 +348,7 @@ def _check_base(head: PretrainedDrafter, path: str, **where: Any) -> None:
 
 
 @contextmanager
-def _undone(head: PretrainedDrafter, name: str, active: str | None) -> Iterator[None]:
+def _undone(head: TrainedDrafter, name: str, active: str | None) -> Iterator[None]:
     """On failure the head has no trace of adapter `name`."""
     try:
         yield

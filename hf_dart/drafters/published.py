@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.compatibility import check_compatible
+from hf_dart.drafters.trained import attach_to
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, weight_files
 from hf_dart.interop.eagle3 import JOINED, eagle3_format, read_published, read_weights
@@ -37,7 +37,7 @@ def load_published(
     Args:
         drafter_class: an `EagleDrafter` or a `DartHead`.
         path: a folder or a Hub repository.
-        target, tokenizer, dtype, where: as for `PretrainedDrafter.from_pretrained`.
+        target, tokenizer, dtype, where: as for `TrainedDrafter.from_pretrained`.
         fields_of: from the fields of an `EagleConfig` to those of the drafter's config.
         layers: from the name of a weight of the drafter to that in a network with `layers.N`.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakSet
 
 from torch import Tensor, nn
@@ -39,26 +39,3 @@ class TargetModules:
 
 def _nothing() -> None:
     """What stands for the target in a pickle."""
-
-
-class TargetReader:
-    """A network that reads tokens through the embeddings of a target and scores them with its LM head."""
-
-    described_as: ClassVar[str]
-    """What messages call it."""
-    _shared: TargetModules | None = None
-
-    @property
-    def shared(self) -> TargetModules:
-        """The target's modules.
-
-        Raises:
-            ValueError: the drafter has no target.
-        """
-        if self._shared is None:
-            name = type(self).__name__
-            raise ValueError(
-                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
-                "call its bind(model)."
-            )
-        return self._shared

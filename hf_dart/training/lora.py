@@ -8,7 +8,7 @@ from typing import Any
 from peft import LoraConfig
 
 from hf_dart.drafters.adapters import LAYERS
-from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.trained import TrainedDrafter
 
 
 @dataclass
@@ -40,7 +40,7 @@ class LoraArguments:
         return {"copy_layer": self.copy_layer if self.copy_layer == "last" else int(self.copy_layer)}
 
 
-def apply_lora(head: PretrainedDrafter, arguments: LoraArguments) -> PretrainedDrafter:
+def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter:
     """Put LoRA on a head as `arguments` say; without a rank the head stays as it is.
 
     Raises:

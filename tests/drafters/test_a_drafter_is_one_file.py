@@ -31,8 +31,8 @@ from torch import nn
 
 from hf_dart.drafters.base import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
-from hf_dart.drafters.network import DraftNetwork
-from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.trained import TrainedDrafter
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.registry import register
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.cache.slot_cache import SlotCache
@@ -50,7 +50,7 @@ class ToyTrainer(DrafterTrainer):
 
 @register("toy", config=ToyConfig, trainer="toy_drafter:ToyTrainer",
           card=CardTexts("a toy", "toy", "toy", "A toy", lambda config: {"drafts": "the token before"}, "None."))
-class ToyDrafter(PretrainedDrafter):
+class ToyDrafter(TrainedDrafter):
     described_as = "toy"
 
     def __init__(self, config):

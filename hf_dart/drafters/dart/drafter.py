@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 import torch
@@ -13,9 +14,8 @@ from transformers import PreTrainedModel
 
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
+from hf_dart.drafters import adapters
 from hf_dart.drafters.base import pair_scores
-from hf_dart.drafters.bound import attach_to
-from hf_dart.drafters.dart.adaptable import AdaptableHead
 from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, initialise
 from hf_dart.drafters.dart.editor import Editor
@@ -25,6 +25,7 @@ from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.published import load_published, note_origin
 from hf_dart.drafters.registry import register
+from hf_dart.drafters.trained import attach_to
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.hub import card_texts
 from hf_dart.hub.download import weight_files
@@ -33,6 +34,7 @@ from hf_dart.interop.original_dart import original_format, read_fields, read_wei
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import vocabulary_hash
+from hf_dart.trees.ngram.table import NgramTable
 
 _FIELDS = {one.name for one in fields(DartConfig)}
 
@@ -58,13 +60,16 @@ def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
     reads=_reads,
     card=card_texts.DART,
 )
-class DartHead(AdaptableHead, DartModel):
+class DartHead(DartModel):
     """A draft head for one target, which lends its token embeddings and its LM head.
 
     `DartHead.from_target(model)` makes an untrained head, `DartHead.from_pretrained(path, target=model)`
     loads a trained one, also as DART's own code published it (`hf_dart.interop.original_dart`); both check the fit and
     let `model.generate(..., assistant=head)` work.
     """
+
+    _base_fingerprint: list[float] | None = None
+    """Of the weights under its adapters."""
 
     def __init__(self, config: DartConfig) -> None:
         super().__init__(config)
@@ -106,6 +111,34 @@ class DartHead(AdaptableHead, DartModel):
         if copy_layer is not None:
             initialise(head, target)
         return head if draft_vocabulary is None else head.reduce_vocabulary(draft_vocabulary)
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        path: str,
+        *,
+        target: PreTrainedModel | None = None,
+        tokenizer: Any = None,
+        ngram: NgramTable | str | Path | None = None,
+        base: str | None = None,
+        **kwargs: Any,
+    ) -> Self:
+        """Load a head; `path` may also be that of an adapter, which brings its head with it.
+
+        Args:
+            path: what `save_pretrained` wrote, of a head or of its adapter.
+            target, tokenizer, ngram, kwargs: as for `TrainedDrafter.from_pretrained`.
+            base: the head that the adapter stands on, where it lies elsewhere than in training.
+
+        Raises:
+            ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
+            OSError: there are no such files, or the Hub does not give them.
+        """
+        head = adapters.from_folder(cls, path, base, target=target, tokenizer=tokenizer, **kwargs)
+        if head is None:
+            head = super().from_pretrained(path, target=target, tokenizer=tokenizer, **kwargs)
+            head._place = {name: kwargs.get(name) for name in ("revision", "subfolder")}
+        return head._with_table(ngram)
 
     @classmethod
     def _from_published(
@@ -289,6 +322,85 @@ class DartHead(AdaptableHead, DartModel):
         if self.config.inject_features:
             masks = [torch.cat([one, seen & before], dim=-1) for one in masks]
         return [one[:, None] for one in masks]
+
+    # ---- adapters -----------------------------------------------------------------------------------
+
+    def save_pretrained(self, save_directory: Any, **kwargs: Any) -> None:
+        """Write weights and config.json to a folder; of a head with adapters, the active one alone is saved."""
+        super().save_pretrained(save_directory, **kwargs)
+        if self.adapted and kwargs.get("is_main_process", True):
+            adapters.save(self, Path(save_directory))
+        elif not self.adapted:
+            self.record_location(str(Path(save_directory).absolute()))  # adapters can name it from now on
+
+    def add_adapter(self, adapter_config: Any, adapter_name: str | None = None, seed: int = 0) -> None:
+        """Put a new adapter on the head, which alone is trained and saved from then on.
+
+        Args:
+            adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it stands on all projections of the
+                layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
+                also train all their new parts, and the norms.
+            adapter_name: "default" if left out.
+            seed: of its initial weights; the global generators are not moved.
+
+        Raises:
+            TypeError: `adapter_config` is none of PEFT's.
+            ValueError: the head lies in no folder as it is now, has such an adapter already, or lacks the modules that
+                are named.
+        """
+        adapters.add(self, adapter_config, adapter_name or "default", seed)
+
+    def load_adapter(self, path: str, adapter_name: str = "default", **where: Any) -> None:
+        """Put a trained adapter on the head beside those that it has, and let it work.
+
+        Args:
+            path: a folder or a Hub repository.
+            adapter_name: what `set_adapter` will call it.
+            where: revision, token, ... as for `from_pretrained`.
+
+        Raises:
+            ValueError: there is no adapter, it is damaged, or it was trained on another head; the head is as it was.
+        """
+        adapters.load(self, path, adapter_name, **where)
+
+    def reload_adapter(self, folder: str) -> None:
+        """Give the active adapter the weights of one of its checkpoints.
+
+        Raises:
+            ValueError: they are damaged, or those of an adapter of another shape.
+        """
+        adapters.reread(self, folder)
+
+    def set_adapter(self, adapter_name: str) -> None:
+        """Let this adapter work, at any time, between calls and between turns.
+
+        A draft cache that another adapter left stays in use: its keys are nearly right, and nothing but the number of
+        accepted drafts depends on them.
+
+        Raises:
+            ValueError: the head has no such adapter.
+        """
+        adapters.activate(self, adapter_name)
+
+    def disable_adapters(self) -> None:
+        """Draft as the head without adapters."""
+        adapters.enable(self, False)
+
+    def enable_adapters(self) -> None:
+        """Undo `disable_adapters`."""
+        adapters.enable(self, True)
+
+    def merge_adapter(self) -> Self:
+        """Fold the active adapter into the weights and drop the others: a head as if trained whole.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.adapted:
+            raise ValueError("This head has no adapter to merge; load one with head.load_adapter(path).")
+        adapters.unwrap(self, self.active_adapters()[0])
+        self.name_or_path = ""  # it is no longer the head that lies there
+        return self.adopt_layers()
 
     # ---- other parts --------------------------------------------------------------------------------
 

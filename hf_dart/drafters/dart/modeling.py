@@ -17,7 +17,7 @@ from hf_dart.drafters.dart.configuration import DartConfig
 from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import DartLayer, fuse, fusion_norm, rotation_at
-from hf_dart.drafters.network import DraftNetwork
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.devices import device_of
 
 
@@ -58,7 +58,7 @@ class Edits(NamedTuple):
     draft: Callable[[int, Tensor], Tensor]
 
 
-class DartModel(DraftNetwork):
+class DartModel(TrainedDrafter):
     """The network of a [`DartHead`]: its modules, and the pass that training runs."""
 
     config_class = DartConfig

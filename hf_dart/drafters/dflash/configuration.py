@@ -1,17 +1,21 @@
-"""`DFlashConfig`: the shape of a published DFlash drafter, or of a relative of it."""
+"""`DFlashConfig`: a published DFlash drafter, or a relative of it; `DFlashShape`: what its config.json says."""
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 from transformers import Qwen3Config
 
-from hf_dart.interop.dflash import read_dflash
+from hf_dart.drafters.base_config import DrafterConfig
+from hf_dart.interop.dflash import dflash_format, read_dflash
+
+_SHAPE = ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size", "rms_norm_eps")
 
 
 @dataclass(frozen=True)
-class DFlashConfig:
+class DFlashShape:
     """The shape of a [`DFlashDrafter`] and how it was trained to attend.
 
     Attributes:
@@ -76,10 +80,51 @@ class DFlashConfig:
         """None: neither format says which chat template the drafter was trained with."""
 
     @classmethod
-    def read(cls, content: dict[str, Any]) -> DFlashConfig:
+    def read(cls, content: dict[str, Any]) -> DFlashShape:
         """Read a config.json.
 
         Raises:
             ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
         """
         return cls(**read_dflash(content))
+
+
+class DFlashConfig(DrafterConfig):
+    """The config of a [`DFlashDrafter`]: the config.json that it was published with, and what is known of its target.
+
+    Weights lie beside it under the names of their own format, so that one function reads them.
+
+    Args:
+        published: the config.json that the drafter was published with.
+
+    The other fields are those of `hf_dart.drafters.base_config.DrafterConfig`, told by that one and the target.
+
+    Raises:
+        ValueError: a field is out of range.
+    """
+
+    model_type = "dart_dflash"
+
+    published: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def described(self) -> str:
+        """The kind and format of the published drafter, in words."""
+        return dflash_format(self.published) or ""
+
+    @classmethod
+    def of(cls, published: dict[str, Any], **known: Any) -> Self:
+        """The config of a published drafter, by its config.json; `known` are further fields."""
+        config = DFlashShape.read(published)
+        shape = config.backbone
+        vocabulary = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}
+        depth = config.num_target_layers or max(config.feature_layers)
+        return cls(
+            published=published,
+            draft_length=max(1, config.block_size - int(not config.anchor_predicts)),
+            feature_layers=list(config.feature_layers),
+            **{name: getattr(shape, name) for name in _SHAPE},
+            embedding_size=config.hidden_size,
+            feature_size=config.hidden_size,
+            **{"target_num_layers": depth, **vocabulary, **known},
+        )

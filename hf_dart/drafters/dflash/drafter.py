@@ -24,12 +24,12 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.base import pair_scores
 from hf_dart.drafters.base_config import told_of
-from hf_dart.drafters.bound import BoundDrafter, attach_to
+from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
-from hf_dart.drafters.dflash.saved import DFlashFile
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
+from hf_dart.drafters.trained import attach_to
 from hf_dart.hub import card_texts
 from hf_dart.hub.checkpoint import read_tensors, weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, refuse_fields, weight_files
@@ -39,15 +39,14 @@ from hf_dart.interop.vllm import vocabulary_maps
 from hf_dart.models.devices import as_dtype, rows_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import tokenizer_beside
-from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.tree import MAX_DRAFT_LENGTH
 
 # Rows per token of the draft vocabulary.
 _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor_codebook"}
 
 
-@register("dflash", config=DFlashFile, card=card_texts.DFLASH, reads=dflash_format)
-class DFlashDrafter(BoundDrafter, DFlashModel):
+@register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=dflash_format)
+class DFlashDrafter(DFlashModel):
     """A published DFlash drafter (arXiv 2602.06036) or a relative of it: DFlash2, DSpark, JetSpec.
 
     `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)` loads one. It drafts block_size - 1
@@ -58,10 +57,6 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
 
     def __init__(self, config: DFlashConfig) -> None:
         super().__init__(config)
-        self.tree_config = TreeConfig()
-        self.last_stats = None
-        self.name_or_path = ""
-        self._file: DFlashFile | None = None
         self._names: dict[str, str] = {}
 
     @classmethod
@@ -91,49 +86,48 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
             OSError: there are no such files, or the Hub does not give them.
         """
         wanted = as_dtype(dtype)
-        file = _file(path, checkpoint_config(path, **where), **where)
-        config = DFlashConfig.read(file.published)
+        config = _config(path, checkpoint_config(path, **where), **where)
         with torch.device("meta"):  # nothing is allocated by what a config says alone
             drafter = cls(config)
+        shape = drafter.shape
         files = weight_files(path, **where)
         stored = weight_shapes(files, path)
-        theirs = {name: _published_name(name, config.names, stored) for name in drafter.state_dict()}
+        theirs = {name: _published_name(name, shape.names, stored) for name in drafter.state_dict()}
         shapes = {theirs[name]: tuple(tensor.shape) for name, tensor in drafter.state_dict().items()}
-        scored = config.draft_vocab_size
-        if scored is not None and config.vocab_size is not None:
-            shapes |= {"d2t": (scored,), "t2d": (config.vocab_size,)}
+        scored = shape.draft_vocab_size
+        if scored is not None and shape.vocab_size is not None:
+            shapes |= {"d2t": (scored,), "t2d": (shape.vocab_size,)}
         tensors = read_tensors(
             files,
             path,
             shapes,
-            ignored=[name for name in stored if name.startswith(config.ignored)],
+            ignored=[name for name in stored if name.startswith(shape.ignored)],
             dtypes={"d2t": torch.int64, "t2d": torch.bool},
         )
         weights = {name: tensors[theirs[name]] for name in theirs}
-        if scored is not None and config.vocab_size is not None:
-            tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], config.vocab_size)
+        if scored is not None and shape.vocab_size is not None:
+            tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], shape.vocab_size)
             drafter.draft_vocabulary = tokens
             for name in weights.keys() & _PER_TOKEN:
                 weights[name] = weights[name][rows]
         drafter.load_state_dict(weights, assign=True, strict=False)
         drafter.requires_grad_(False)
-        drafter.name_or_path, drafter._file, drafter._names = path, file, theirs
-        drafter.tree_config = TreeConfig(**file.tree)
+        drafter.name_or_path, drafter._names = path, theirs
         saved = tensors[theirs["fc.weight"]].dtype
         wanted = saved if wanted == "auto" else wanted
         if target is None:
             return drafter.to(dtype=wanted or saved).eval()
         for name, value in told_of(target).items():
-            setattr(file, name, value)
+            setattr(config, name, value)
         return attach_to(drafter, target, tokenizer, wanted)
 
-    def save_pretrained(self, folder: str | Path) -> None:
+    def save_pretrained(self, folder: str | Path, **kwargs: Any) -> None:
         """Write the drafter in our format: its published config.json with what is known of its target, and weights.
 
         Raises:
             ValueError: it was not loaded from files.
         """
-        if self._file is None:
+        if not self._names:
             raise ValueError("This DFlash drafter was made, not loaded; only what was published can be saved.")
         tensors = {
             self._names[name]: tensor.detach().cpu().clone()
@@ -141,22 +135,22 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
             if name in self._names
         }
         if self.draft_vocabulary is not None:
-            tensors["d2t"], tensors["t2d"] = vocabulary_maps(self._file, self.draft_vocabulary)
+            tensors["d2t"], tensors["t2d"] = vocabulary_maps(self.config, self.draft_vocabulary)
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
         save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-        self._file.save_pretrained(folder)
+        self.config.save_pretrained(folder)
 
     def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
-        super()._check_compatible(target, tokenizer)
-        deepest, mask = max(self.config.feature_layers), self.config.mask_token_id
+        check_compatible(self.shape, target, tokenizer)
+        deepest, mask = max(self.shape.feature_layers), self.shape.mask_token_id
         layers, rows = layer_count(target), int(target.get_input_embeddings().num_embeddings)
         if deepest > layers or mask >= rows:
             raise ValueError(
                 f"This DFlash drafter reads layer {deepest} of its target and masks with token {mask}, and this target "
                 f"has {layers} layers and {rows} tokens; use the drafter that was published for it."
             )
-        if deepest == layers and self.config.before_norm:
+        if deepest == layers and self.shape.before_norm:
             raise ValueError(
                 f"This DFlash drafter reads the last of {layers} layers of its target before the final norm, which "
                 "transformers hands on after it alone; give a drafter that reads earlier layers."
@@ -165,37 +159,37 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
 
     @property
     def draft_length(self) -> int:
-        return min(self.config.block_size - int(not self.config.anchor_predicts), MAX_DRAFT_LENGTH)
+        return min(self.shape.block_size - int(not self.shape.anchor_predicts), MAX_DRAFT_LENGTH)
 
     @property
     def feature_layers(self) -> list[int]:
-        return list(self.config.feature_layers)
+        return list(self.shape.feature_layers)  # in the order in which they are fused
 
     # ---- the pass -----------------------------------------------------------------------------------
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Token ids [...] to rows of the target's embedding table [..., H], without the target's norms and factors."""
-        rows = rows_of(self.shared.embeddings, tokens) * self.config.embedding_scale
+        rows = rows_of(self.shared.embeddings, tokens) * self.shape.embedding_scale
         return rows.to(self.fc.weight)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Hidden states [..., H] to logits [..., V] of the target's LM head, or [..., M] of the drafter's own."""
         if self.lm_head is not None:
             return self.lm_head(hidden)
-        lm_head, cap = self.shared.lm_head, self.config.logit_cap
+        lm_head, cap = self.shared.lm_head, self.shape.logit_cap
         dtype = lm_head.weight.dtype
-        logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.config.logit_scale
+        logits = lm_head(hidden.to(dtype) if dtype.is_floating_point else hidden) * self.shape.logit_scale
         return logits if cap is None else torch.tanh(logits / cap) * cap
 
     # ---- drafting -----------------------------------------------------------------------------------
 
     @property
     def slot_spec(self) -> SlotSpec:
-        shape, weight = self.config.backbone, self.fc.weight
+        shape, weight = self.shape.backbone, self.fc.weight
         return SlotSpec(shape.num_key_value_heads, shape.head_dim, weight.dtype, weight.device)
 
     def begin(self, batch_size: int, capacity: int) -> SlotCache:
-        return SlotCache.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.config.block_size)
+        return SlotCache.begin(self.slot_spec, 2 * len(self.layers), batch_size, capacity + self.shape.block_size)
 
     def extend(self, state: SlotCache, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         known = self.hidden_norm(self.fc(features.to(self.fc.weight)))
@@ -211,10 +205,10 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         self.extend(state, features, next_tokens, counts)
         depth = depth or self.draft_length
         # Where no entry sees those after it, a shorter draft is the beginning of the longer one.
-        first = int(not self.config.anchor_predicts)
-        entries = depth + first if all(layer.causal for layer in self.stack) else self.config.block_size
+        first = int(not self.shape.anchor_predicts)
+        entries = depth + first if all(layer.causal for layer in self.stack) else self.shape.block_size
         last = (counts - 1).clamp(min=0).to(next_tokens.device)[:, None]
-        masked = next_tokens.new_full((len(next_tokens), entries - 1), self.config.mask_token_id)
+        masked = next_tokens.new_full((len(next_tokens), entries - 1), self.shape.mask_token_id)
         x = self.embed(torch.cat([next_tokens.gather(1, last), masked], dim=1))
         positions, slots, end = self._places(state, entries)
         rotation, slots_at = self.rotation(positions), torch.arange(end, device=positions.device)
@@ -254,15 +248,14 @@ class DFlashDrafter(BoundDrafter, DFlashModel):
         return state.store.write(2 * index, key, slots), state.store.write(2 * index + 1, value, slots)
 
 
-def _file(path: str, content: dict[str, Any], **where: Any) -> DFlashFile:
-    """What there is to know of a drafter, whose config.json holds `content`, published or ours."""
-    if content.get("model_type") != DFlashFile.model_type:
-        config = DFlashConfig.read(content)
+def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:
+    """The config of a drafter, whose config.json holds `content`, published or ours."""
+    if content.get("model_type") != DFlashConfig.model_type:
         origin = Path(path).resolve().name if Path(path).is_dir() else path
-        return DFlashFile.of(config, content, origin=origin, origin_license=published_license(path, **where))
-    refuse_fields(path, content, DFlashFile)
+        return DFlashConfig.of(content, origin=origin, origin_license=published_license(path, **where))
+    refuse_fields(path, content, DFlashConfig)
     try:
-        return DFlashFile.from_dict(content)
+        return DFlashConfig.from_dict(content)
     except Exception as error:  # transformers raises errors of many kinds for a field of another type
         words = " ".join(str(error).split())[:200]
         raise ValueError(f"The config.json in {path} describes no DFlash drafter ({words}); fetch it again.") from error

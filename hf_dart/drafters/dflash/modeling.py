@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 from transformers.models.qwen3.modeling_qwen3 import Qwen3MLP, Qwen3RMSNorm, Qwen3RotaryEmbedding, rotate_half
 
-from hf_dart.drafters.dflash.configuration import DFlashConfig
+from hf_dart.drafters.dflash.configuration import DFlashConfig, DFlashShape
 from hf_dart.drafters.dflash.selectors import BlockConvolution, MarkovSelector, PairSelector
 from hf_dart.drafters.layers import attend
+from hf_dart.drafters.trained import TrainedDrafter
 
 Rotation = tuple[Tensor, Tensor]
 """cos and sin, [B, 1, Q, head_dim]."""
@@ -20,7 +21,7 @@ Rotation = tuple[Tensor, Tensor]
 class DFlashAttention(nn.Module):
     """From the entries of a block to all keys and values, those of the target's features among them."""
 
-    def __init__(self, config: DFlashConfig) -> None:
+    def __init__(self, config: DFlashShape) -> None:
         super().__init__()
         shape = config.backbone
         hidden, self.head_dim, bias = shape.hidden_size, shape.head_dim, shape.attention_bias
@@ -59,7 +60,7 @@ def _rotated(x: Tensor, rotation: Rotation) -> Tensor:
 class DFlashLayer(nn.Module):
     """A decoder layer as Qwen3's, over a block and the features of the text in front of it."""
 
-    def __init__(self, config: DFlashConfig, causal: bool, reach: int | None) -> None:
+    def __init__(self, config: DFlashShape, causal: bool, reach: int | None) -> None:
         super().__init__()
         shape = config.backbone
         self.causal, self.reach, self.reach_of_block = causal, reach, config.reach_of_block
@@ -101,28 +102,31 @@ def _convolved(convolution: BlockConvolution | None, part: Callable[[Tensor], Te
     return convolution.after(part(x), given)
 
 
-class DFlashModel(nn.Module):
-    """The modules of a [`DFlashDrafter`]."""
+class DFlashModel(TrainedDrafter):
+    """The modules of a [`DFlashDrafter`].
 
-    draft_vocabulary: Tensor | None
-    """[M] ids of the tokens that its logits are about, ascending; None for all."""
+    Attributes:
+        shape: what the published config.json says.
+    """
+
+    reads_rows = True
 
     def __init__(self, config: DFlashConfig) -> None:
-        super().__init__()
-        self.config = config
-        shape = config.backbone
-        self.fc = nn.Linear(len(config.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
+        super().__init__(config)
+        self.shape = DFlashShape.read(config.published)
+        given, shape = self.shape, self.shape.backbone
+        self.fc = nn.Linear(len(given.feature_layers) * shape.hidden_size, shape.hidden_size, bias=False)
         self.hidden_norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        self.layers = nn.ModuleList(DFlashLayer(config, *attending) for attending in config.layers)
+        self.layers = nn.ModuleList(DFlashLayer(given, *attending) for attending in given.layers)
         self.norm = Qwen3RMSNorm(shape.hidden_size, shape.rms_norm_eps)
-        scored = config.draft_vocab_size
+        scored = given.draft_vocab_size
         self.lm_head = None if scored is None else nn.Linear(shape.hidden_size, scored, bias=False)
-        self.register_buffer("draft_vocabulary", None)
-        self.selector = None if config.selector is None else _selector(config, *config.selector)
+        self.selector = None if given.selector is None else _selector(given, *given.selector)
         # No buffer: a change of dtype must not round them.
         with torch.device("cpu"):
             rotary = Qwen3RotaryEmbedding(shape)
         self._frequencies, self._rotation_scale = rotary.inv_freq.clone(), rotary.attention_scaling
+        self.post_init()
 
     def rotation(self, positions: Tensor) -> Rotation:
         """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
@@ -138,7 +142,7 @@ class DFlashModel(nn.Module):
         return cast("list[DFlashLayer]", list(self.layers))
 
 
-def _selector(config: DFlashConfig, kind: str, rank: int) -> PairSelector | MarkovSelector:
+def _selector(config: DFlashShape, kind: str, rank: int) -> PairSelector | MarkovSelector:
     vocabulary = config.vocab_size
     assert vocabulary is not None  # the formats that have selectors say it
     scored = config.draft_vocab_size or vocabulary

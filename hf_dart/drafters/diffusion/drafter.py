@@ -23,7 +23,6 @@ from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
 from hf_dart.drafters.layers import rotation_at, take
-from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
 from hf_dart.hub import card_texts
@@ -51,7 +50,7 @@ class View(NamedTuple):
     trainer="hf_dart.training.trainers.diffusion:DiffusionTrainer",
     card=card_texts.DIFFUSION,
 )
-class DiffusionDrafter(PretrainedDrafter, DiffusionModel):
+class DiffusionDrafter(DiffusionModel):
     """A masked diffusion LM with the target's tokenizer (SpecDiff, arXiv 2408.05636), as `assistant=`.
 
     `DiffusionDrafter.from_target(model)` makes an untrained one, `DiffusionDrafter.from_pretrained(path, target=model)`

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.layers import DartAttention, DartMLP, KeyValueWriter, rotation_at, take
-from hf_dart.drafters.network import DraftNetwork
+from hf_dart.drafters.trained import TrainedDrafter
 
 MASK = -1
 """Stands for the mask token where token ids are expected; it is no entry of the vocabulary and has no logit."""
@@ -37,7 +37,7 @@ class DiffusionLayer(nn.Module):
         return x + self.mlp(self.mlp_norm(x))
 
 
-class DiffusionModel(DraftNetwork):
+class DiffusionModel(TrainedDrafter):
     """The network of a [`DiffusionDrafter`]: its modules, and the pass that training runs."""
 
     config: DiffusionConfig

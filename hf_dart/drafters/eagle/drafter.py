@@ -21,7 +21,6 @@ from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.eagle.modeling import EagleModel, Memory
 from hf_dart.drafters.layers import KeyValueWriter
-from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
@@ -44,7 +43,7 @@ def _reads(content: dict[str, Any]) -> str | None:
     reads=_reads,
     reads_named=eagle1_format,
 )
-class EagleDrafter(BeamDrafter[SlotCache], PretrainedDrafter, EagleModel):
+class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
     """An autoregressive draft head (EAGLE-3, arXiv 2503.01840), as `assistant=`.
 
     `EagleDrafter.from_target(model)` makes an untrained head; `EagleDrafter.from_pretrained(path, target=model)` loads

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from hf_dart.drafters.eagle.configuration import EagleConfig
 from hf_dart.drafters.layers import DartLayer, KeyValueWriter, fuse, fusion_norm, rotation_at
-from hf_dart.drafters.network import DraftNetwork
+from hf_dart.drafters.trained import TrainedDrafter
 
 Memory = Callable[[int], KeyValueWriter]
 """Of the number of a layer: what keeps its keys and values."""
 
 
-class EagleModel(DraftNetwork):
+class EagleModel(TrainedDrafter):
     """The network of an [`EagleDrafter`]: its modules, and the pass that training runs."""
 
     config: EagleConfig

@@ -32,12 +32,10 @@ from transformers import PreTrainedModel
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters import adapters
-from hf_dart.drafters.bound import attach_to
 from hf_dart.drafters.cost import model_sizes, relative_cost, sizes
-from hf_dart.drafters.network import DraftNetwork
-from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
+from hf_dart.drafters.trained import TrainedDrafter, attach_to
 from hf_dart.drafters.uno.configuration import UnoConfig
 from hf_dart.drafters.vocabulary import unused_token
 from hf_dart.hub import card_texts
@@ -99,7 +97,7 @@ class _Twin:
 
 
 @register("uno", config=UnoConfig, trainer="hf_dart.training.trainers.uno:UnoTrainer", card=card_texts.UNO)
-class UnoDrafter(PretrainedDrafter, DraftNetwork):
+class UnoDrafter(TrainedDrafter):
     """A LoRA by which its target drafts for itself (gated LoRA, arXiv 2507.11851), as `assistant=`.
 
     `UnoDrafter.from_target(model, tokenizer=tokenizer)` makes an untrained one, `UnoDrafter.from_pretrained(path,
@@ -303,9 +301,7 @@ class UnoDrafter(PretrainedDrafter, DraftNetwork):
         save_file(named, folder / _WEIGHTS, metadata={"format": "pt"})
 
     @classmethod
-    def from_target(
-        cls, target: PreTrainedModel, *, tokenizer: Any = None, seed: int = 0, **config: Any
-    ) -> Self:
+    def from_target(cls, target: PreTrainedModel, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
         """A new, untrained LoRA on `target`.
 
         Args:

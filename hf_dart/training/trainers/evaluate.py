@@ -17,8 +17,8 @@ from transformers import TrainerCallback
 
 from hf_dart.decoding.chain import best_chain
 from hf_dart.decoding.stats import DraftStats
-from hf_dart.drafters.pretrained import PretrainedDrafter
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 from hf_dart.training.trainers.drafts import Drafts
 from hf_dart.trees.config import TreeConfig
@@ -94,7 +94,7 @@ class DraftQuality:
 
 
 @torch.no_grad()
-def counts_by_row(drafter: PretrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
+def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
     """The counts [B, 4 + 2 d] of the blocks of each row, for `DraftQuality.add`.
 
     Args:
@@ -118,7 +118,7 @@ def counts_by_row(drafter: PretrainedDrafter, drafts: Drafts, chunk_size: int) -
 
 
 @torch.no_grad()
-def agreement(drafter: PretrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | None:
+def agreement(drafter: TrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | None:
     """[d] how often a draft token is the target's best one, over the first blocks of a batch; None without any."""
     part = next(drafts.split(blocks), None)
     if part is None or not len(part.hidden):

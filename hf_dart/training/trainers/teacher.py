@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.training.objective.blocks import document_positions
@@ -23,7 +23,7 @@ class Teacher:
         drafter: the drafter that learns from it.
     """
 
-    def __init__(self, target: PreTrainedModel, drafter: PretrainedDrafter) -> None:
+    def __init__(self, target: PreTrainedModel, drafter: TrainedDrafter) -> None:
         self.target = target.eval()
         self.drafter = drafter
         self._packing_checked = False

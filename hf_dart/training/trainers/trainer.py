@@ -18,7 +18,7 @@ from huggingface_hub import CommitInfo
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.pretrained import PretrainedDrafter
+from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.vocabulary import restricted
 from hf_dart.hub.facts import publishable
 from hf_dart.hub.publish import push_folder
@@ -43,7 +43,7 @@ from hf_dart.training.trainers.teacher import Teacher
 
 _PATIENCE = 10  # steps without anything to train on, after which training stops
 
-AnyDrafter = TypeVar("AnyDrafter", bound=PretrainedDrafter)
+AnyDrafter = TypeVar("AnyDrafter", bound=TrainedDrafter)
 
 
 class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):

@@ -1,29 +1,38 @@
-"""`PretrainedDrafter`: a drafter made for one target: how it is made, loaded, saved and pushed."""
+"""`TrainedDrafter`: a drafter with weights of its own, made for one target: create, load, save and bind it."""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from huggingface_hub import CommitInfo
 from safetensors import SafetensorError
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from hf_dart.drafters.bound import BoundDrafter, attach_to
+from hf_dart.cache.slot_cache import SlotCache
+from hf_dart.cache.slots import SlotSpec
+from hf_dart.drafters import hooks
+from hf_dart.drafters.base import Drafter
+from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.cost import relative_cost, sizes
-from hf_dart.drafters.network import DraftNetwork
+from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.registry import check_options, registered
+from hf_dart.drafters.target_modules import TargetModules
+from hf_dart.drafters.vocabulary import LMHeadRows
 from hf_dart.errors import missing_folder
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, head_config, optional_file, refuse_fields, weight_files
 from hf_dart.hub.failures import hub_errors
 from hf_dart.hub.kinds import KINDS
 from hf_dart.hub.publish import push_folder
-from hf_dart.models.devices import as_dtype, host_by_default
+from hf_dart.models.devices import as_dtype, device_of, host_by_default, rows_of, where_it_runs
+from hf_dart.models.features import lm_head_of
 from hf_dart.models.progress_bars import without_bars
 from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.config import TreeConfig
@@ -32,20 +41,155 @@ from hf_dart.trees.ngram.table import NgramTable
 _NO_DRAFTER = (ValueError, TypeError, AttributeError, LookupError, ArithmeticError, RuntimeError)
 
 
-class PretrainedDrafter(BoundDrafter, DraftNetwork):
-    """`from_target(model)` makes an untrained drafter, `from_pretrained(path, target=model)` loads a trained one.
+class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
+    """A drafter whose network reads tokens through its target's embeddings and scores them with its LM head.
 
-    Both check the fit and let `model.generate(..., assistant=drafter)` work.
+    `from_target(model)` makes an untrained one, `from_pretrained(path, target=model)` loads a trained one. Both check
+    the fit and let `model.generate(..., assistant=drafter)` work. The target's modules are no part of the network:
+    `bind` lends them.
+
+    A subclass makes its modules in `__init__`, which ends with `self.post_init()`, has the training pass as `forward`,
+    and keeps what it attends to in a `SlotCache`. It may have an `embed_tokens` and an `lm_head` of its own.
     """
 
+    config: Any
+    described_as: ClassVar[str]
+    """What messages call it."""
+    draft_vocabulary: Tensor | None
+    """[M] ids of the tokens that its logits are about, ascending; None for all."""
+    lm_head: nn.Linear | None
+    """[V, H], or [M, H] of the draft vocabulary, where it scores tokens with one of its own; None for the target's."""
+    embed_tokens: nn.Embedding | None
+    """[V, E] where it reads tokens by a table of its own; None for the target's."""
+    reads_rows = False
+    """Are tokens read by the rows of the target's table alone, without the factors that some families put after it?"""
+    name_or_path: str
     _place: dict[str, Any]
     """With `name_or_path`: in which revision and subfolder its weights lie."""
+    _shared: TargetModules | None = None
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.tree_config = TreeConfig(**config.tree)
         self.last_stats = None
         self._place = {}
+        self.lm_head = self.embed_tokens = None
+        self._head_rows = LMHeadRows()
+        self.register_buffer("draft_vocabulary", None)
+
+    # ---- the target -----------------------------------------------------------------------------------
+
+    @property
+    def shared(self) -> TargetModules:
+        """The target's modules.
+
+        Raises:
+            ValueError: the drafter has no target.
+        """
+        if self._shared is None:
+            name = type(self).__name__
+            raise ValueError(
+                f"This {self.described_as} has no target: load it with {name}.from_pretrained(path, target=model), or "
+                "call its bind(model)."
+            )
+        return self._shared
+
+    def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
+        """Draft for `target` from now on, through its embeddings and LM head.
+
+        Args:
+            target: a causal LM.
+            tokenizer: of the target, compared with that of the target the drafter was made for. Left out, it is looked
+                up beside the target's weights, if they lie on this machine.
+
+        Raises:
+            ValueError: the drafter was made for another target.
+        """
+        self._check_compatible(target, tokenizer)
+        self._shared = TargetModules(target)
+        self._pace_records = None  # drafts cost and bring something else for another target
+        return self
+
+    def check_target(self, target: PreTrainedModel) -> None:
+        """Refuse a target that the drafter was not made for; its own, deep copies and PEFT wrappers of it are fine.
+
+        Raises:
+            ValueError: the drafter has no target, or was made for another one.
+        """
+        shared = self.shared
+        own = shared.embeddings is target.get_input_embeddings() and shared.lm_head is lm_head_of(target)
+        if not own and target not in shared.compatible:
+            self._check_compatible(target, None)
+            shared.compatible.add(target)
+
+    def _check_compatible(self, target: PreTrainedModel, tokenizer: Any) -> None:
+        check_compatible(self.config, target, tokenizer)
+
+    def make_tables(self, config: Any) -> None:
+        """Make what tokens are read and scored by, as a `HeadConfig` says."""
+        size = config.draft_vocab_size
+        scored = config.vocab_size if size is None else size
+        self.lm_head = nn.Linear(config.hidden_size, scored, bias=False) if config.own_lm_head else None
+        own = config.embeddings == "own"
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.embedding_size) if own else None
+        self.reads_rows = config.embeddings == "table"
+        self.register_buffer("draft_vocabulary", None if size is None else torch.arange(size))
+
+    @property
+    def lm_head_weights(self) -> int:
+        """How many weights of the target's LM head score a draft."""
+        if self.lm_head is not None:
+            return 0
+        weights = int(self.shared.lm_head.weight.numel())
+        if self.draft_vocabulary is None:
+            return weights
+        return weights * len(self.draft_vocabulary) // self.shared.embeddings.num_embeddings
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Token ids [...] to embeddings [..., E], on the network's device and in its dtype.
+
+        What is floating already is a prompt given as `inputs_embeds`, of the target's width.
+        """
+        if self.embed_tokens is not None:
+            if tokens.is_floating_point():  # nobody knows which tokens these are
+                return self.embed_tokens.weight.new_zeros(*tokens.shape[:-1], self.embed_tokens.embedding_dim)
+            return self.embed_tokens(tokens.to(self.device))
+        if tokens.is_floating_point():
+            embeddings = tokens
+        elif self.reads_rows:
+            embeddings = rows_of(self.shared.embeddings, tokens)
+        else:
+            embeddings = self.shared.embed(tokens)
+        return embeddings.to(device=self.device, dtype=self.dtype)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Hidden states [..., H] to logits of the LM head: [..., V], or [..., M] of `draft_vocabulary`."""
+        if self.lm_head is not None:
+            return self.lm_head(hidden)
+        lm_head = self.shared.lm_head
+        dtype = lm_head.weight.dtype
+        hidden = hidden.to(dtype) if dtype.is_floating_point else hidden
+        if self.draft_vocabulary is None:
+            return where_it_runs(lm_head, hidden)
+        return self._head_rows(lm_head, hidden, self.draft_vocabulary)
+
+    def get_input_embeddings(self) -> None:
+        """None: tokens are embedded by the target. FSDP asks."""
+
+    # ---- drafting -----------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def slot_spec(self) -> SlotSpec:
+        """Heads, width, dtype and device of the buffers of keys and values that `begin` makes."""
+
+    def resume(self, state: SlotCache, pending: list[Verified], lengths: Tensor) -> bool:
+        spec = self.slot_spec
+        if not state.writable(spec.device, spec.dtype):
+            return False
+        for verified in pending:
+            self.extend(state, *verified)
+        return state.cut(lengths)
 
     def passes(self, depth: int) -> int:
         """How often a draft of so many tokens runs the network."""
@@ -54,6 +198,28 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
         """Cost of a draft relative to a forward of the target, by the weights that both read and how many they are."""
         return relative_cost(target, self.passes(depth or self.draft_length), [*sizes(self), self.lm_head_weights])
+
+    def check_ngram(self, table: NgramTable) -> None:
+        table.check_vocabulary(self.config.tokenizer_hash, self.config.vocab_size)
+
+    @property
+    def adapted(self) -> bool:
+        """Does it have PEFT adapters?"""
+        return bool(self._hf_peft_config_loaded)
+
+    @property
+    def draft_length(self) -> int:
+        return self.config.draft_length
+
+    @property
+    def reads_embeddings(self) -> bool:
+        return self.embed_tokens is None and not self.reads_rows
+
+    @property
+    def feature_layers(self) -> list[int]:
+        return list(self.config.feature_layers)
+
+    # ---- create, load, save -----------------------------------------------------------------------------
 
     @classmethod
     @host_by_default
@@ -245,22 +411,22 @@ class PretrainedDrafter(BoundDrafter, DraftNetwork):
         finally:
             self.name_or_path, self._place = name, place
 
-    def check_ngram(self, table: NgramTable) -> None:
-        table.check_vocabulary(self.config.tokenizer_hash, self.config.vocab_size)
 
-    @property
-    def adapted(self) -> bool:
-        """Does it have PEFT adapters?"""
-        return bool(self._hf_peft_config_loaded)
+def attach_to(drafter: Any, target: PreTrainedModel, tokenizer: Any, dtype: torch.dtype | None = None) -> Any:
+    """Bind a drafter to `target`, move it to the device and dtype of its LM head (or `dtype`), and attach the target.
 
-    @property
-    def draft_length(self) -> int:
-        return self.config.draft_length
+    Args:
+        drafter: a [`TrainedDrafter`]; it is returned.
+        target: a causal LM.
+        tokenizer: of the target, as for `bind`.
+        dtype: of the drafter's weights.
 
-    @property
-    def reads_embeddings(self) -> bool:
-        return self.embed_tokens is None and not self.reads_rows
-
-    @property
-    def feature_layers(self) -> list[int]:
-        return list(self.config.feature_layers)
+    Raises:
+        ValueError: the drafter was made for another target, or the target cannot verify trees exactly.
+    """
+    drafter.bind(target, tokenizer)
+    lm_head = lm_head_of(target)
+    floating = lm_head.weight.dtype if lm_head.weight.dtype.is_floating_point else target.dtype
+    drafter.to(device=device_of(lm_head), dtype=dtype or floating)
+    hooks.decoding().attached(target)
+    return drafter.eval()
