@@ -22,7 +22,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class StateSlot(NamedTuple):
-    """Where a stock cache keeps one running state [B, ...].
+    """The place of one running state [B, ...] in a stock cache.
 
     Attributes:
         layer: index of its layer.
@@ -113,7 +113,7 @@ class RunningStates:
     def begin(self, tree: DraftTree) -> None:
         """A tree is about to be verified; node states of the one before are dropped."""
         self._tree, self._nodes = tree, []
-        self._levels: TreeLevels | None = None
+        self._levels: dict[torch.device, TreeLevels] = {}
         self._paths: dict[torch.device, TreePaths] = {}
 
     @property
@@ -121,15 +121,16 @@ class RunningStates:
         """B and N of the tree that is being verified."""
         return self._tree.tokens.shape[0], self._tree.tokens.shape[1]
 
-    @property
-    def levels(self) -> TreeLevels:
-        """Those of that tree."""
-        if self._levels is None:
-            self._levels = TreeLevels.of(self._tree)
-        return self._levels
+    def levels(self, device: torch.device) -> TreeLevels:
+        """The levels of that tree, on `device`."""
+        if not self._levels:
+            self._levels[torch.device("cpu")] = TreeLevels.of(self._tree)
+        if device not in self._levels:
+            self._levels[device] = self._levels[torch.device("cpu")].to(device)
+        return self._levels[device]
 
     def paths(self, device: torch.device) -> TreePaths:
-        """Those of that tree, on `device`."""
+        """The paths of that tree, on `device`."""
         if device not in self._paths:
             self._paths[device] = TreePaths.of(self._tree, device)
         return self._paths[device]
@@ -143,7 +144,7 @@ class RunningStates:
         self.committed, self._nodes = self.after(path, counts), []
 
     def after(self, path: Tensor, counts: list[int] | Tensor) -> States:
-        """What `commit` would take."""
+        """The states that `commit` would take."""
         new = dict(self.committed)
         for nodes in self._nodes:
             new.update(nodes.after(path, counts, self.committed))
@@ -182,8 +183,7 @@ class FixedStates(RunningStates):
             }
         )
 
-    @property
-    def levels(self) -> TreeLevels:
+    def levels(self, device: torch.device) -> TreeLevels:
         raise RuntimeError("a tree of so many nodes goes level by level, as the host lays it out")
 
     def load(self, like: RunningStates, rows: Sequence[int]) -> None:

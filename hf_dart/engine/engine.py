@@ -22,7 +22,6 @@ from hf_dart.engine.compiling import EngineConfig
 from hf_dart.engine.graphs import Capture, Pool, memory_pool
 from hf_dart.engine.memory import Memory
 from hf_dart.engine.tier import Tier, drafts_on_fixed_shapes
-from hf_dart.models.attention import FLEX
 from hf_dart.models.devices import matmul_precision
 from hf_dart.models.identity import identity
 from hf_dart.models.positions import rotary_moves
@@ -193,7 +192,6 @@ def why_not(session: Session) -> str | None:
             session.cache.states is not None and takes_levels(target),
             "the target keeps running states, which go through a tree level by level, as the host lays it out",
         ),
-        (session.verify.attention.name == FLEX, "the target attends by FlexAttention, whose masks the host makes"),
         (session.hidden_states is not None, "it collects hidden states"),
         (rotary_moves(target), "the target's rotary frequencies follow the length of the text"),
         (len({weight.device for weight in target.parameters()}) > 1, "the target does not lie on one device"),

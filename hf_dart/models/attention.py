@@ -1,9 +1,10 @@
 """Attention of targets: by what the user chose, and to trees by what takes a tree's mask.
 
-FlashAttention, and most kernels of the Hub, know causal and windowed attention alone. Trees are verified by SDPA there,
-over the same weights and the same cache, and what stock would run too (the prompt, a step without a draft) by the
-user's kernel. Targets look functions up in transformers' registry, by the name in their config, in every call: while a
-tree is verified, a function stands there that looks which thread asks. Configs stay as they are.
+FlashAttention, and most kernels of the Hub, know causal and windowed attention alone, and FlexAttention wants masks of
+another kind. Trees are verified by SDPA there, over the same weights and the same cache, and what stock would run too
+(the prompt, a step without a draft) by the user's kernel. Targets look functions up in transformers' registry, by the
+name in their config, in every call: while a tree is verified, a function stands there that looks which thread asks.
+Configs stay as they are.
 """
 
 from __future__ import annotations
@@ -17,15 +18,11 @@ from threading import Lock
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, eager_mask, sdpa_mask
 
 from hf_dart.models.packed import packed_attention
 from hf_dart.models.support import parts_of
-
-FLEX = "flex_attention"
 
 
 def attention_of(target: PreTrainedModel) -> str:
@@ -36,8 +33,7 @@ def attention_of(target: PreTrainedModel) -> str:
 class TreeAttention:
     """The attention that verifies the trees of a target: eager and SDPA themselves, SDPA in the place of others.
 
-    Targets whose class has no SDPA (attention sinks, soft caps) take FlexAttention if they were loaded with it, and
-    eager attention otherwise.
+    Targets whose class has no SDPA (attention sinks, soft caps) take eager attention.
 
     Args:
         target: the causal LM.
@@ -50,7 +46,7 @@ class TreeAttention:
     def __init__(self, target: PreTrainedModel) -> None:
         self.own = self.name = attention_of(target)
         if self.own not in ("eager", "sdpa"):
-            self.name = "sdpa" if _has_sdpa(target) else FLEX if self.own == FLEX else "eager"
+            self.name = "sdpa" if _has_sdpa(target) else "eager"
 
     @property
     def differs(self) -> bool:
@@ -83,16 +79,6 @@ def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
 def attends_to_trees() -> bool:
     """Whether this thread is inside of `TreeAttention.packed`, and attends otherwise than its models' configs say."""
     return _here.get() is not None
-
-
-def block_mask(seen: Tensor) -> BlockMask:
-    """The mask [B, 1, Q, S] bool of what queries see, as FlexAttention takes it."""
-
-    def sees(row: Tensor, head: Tensor, query: Tensor, entry: Tensor) -> Tensor:
-        return seen[row, 0, query, entry]
-
-    rows, _, queries, entries = seen.shape
-    return create_block_mask(sees, rows, None, queries, entries, device=str(seen.device))
 
 
 def registered(interface: Any, name: str) -> Any:

@@ -110,6 +110,11 @@ def refuse_cache(cache: Any) -> Cache:
                 f"Entries of a {type(layer).__name__} cannot be taken back; leave cache_implementation out or pass a "
                 "DynamicCache."
             )
+        if "Indexed" in type(layer).__name__:
+            raise ValueError(
+                "This model has an indexer that chooses the entries a token attends to, and keeps keys of its own for "
+                "that in the cache, which cannot hold a token tree; call generate without assistant=."
+            )
         if type(layer) not in _LAYERS:
             raise ValueError(
                 f"This model keeps its past in a {type(layer).__name__}, which cannot hold a token tree yet; call "

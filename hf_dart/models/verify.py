@@ -14,7 +14,7 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from hf_dart.cache.states import StatefulCache
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.models.attention import FLEX, TreeAttention, block_mask
+from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, users_default
 from hf_dart.models.features import features_request, gather_features, streams_of
 from hf_dart.models.masks import MaskKind, maskless_kinds
@@ -175,8 +175,7 @@ class Verifier:
     def masks(self, tree: DraftTree, positions: Tensor) -> Any:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.
 
-        Float masks are right under eager and SDPA; eager would add a bool one to its scores. FlexAttention takes
-        block masks, which say what it may leave out.
+        Float masks are right under eager and SDPA; eager would add a bool one to its scores.
         Models with several kinds of layers take a dict, the others one tensor; None without attention.
         """
         dtype = self.target.dtype
@@ -193,8 +192,5 @@ class Verifier:
                 seen_past = seen_past & (past[:, None] > horizon[..., None])
                 seen_tree = seen_tree & (positions[:, None] > horizon[..., None])
             seen = torch.cat([seen_past, seen_tree], dim=-1)[:, None]
-            if self.attention.name == FLEX:
-                masks[kind.name] = block_mask(seen)
-            else:
-                masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
+            masks[kind.name] = torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, hidden)
         return masks | self._maskless if len(masks) > 1 else next(iter(masks.values()), None)

@@ -87,7 +87,7 @@ def test_a_drafter_on_another_device_than_the_lm_head(kind: str) -> None:
 @pytest.mark.filterwarnings("ignore:_compile flag on create_block_mask:DeprecationWarning")  # transformers' own
 @pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss"])
 def test_flex_attention(family: str) -> None:
-    """As it is compiled: trees by SDPA, or by block masks where there is none."""
+    """As it is compiled: trees by SDPA, or by eager attention where there is none."""
     target: Any = tiny_target(family, "eager" if family in ("gemma2", "gpt_oss") else "sdpa", torch.float32).to("cuda")
     target.set_attn_implementation("flex_attention")
     head = tiny_head(target)

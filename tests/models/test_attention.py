@@ -15,7 +15,17 @@ from typing import Any
 
 import pytest
 import torch
-from support.attention_kernels import FLASH, HUB, OWN, Calls, flash_kernels, flex_kernel, own_kernel, set_attention
+from support.attention_kernels import (
+    FLASH,
+    FLEX,
+    HUB,
+    OWN,
+    Calls,
+    flash_kernels,
+    flex_kernel,
+    own_kernel,
+    set_attention,
+)
 from support.cases import GREEDY, MODES, batch, replay
 from support.compare import assert_identical, run, tally
 from support.engines import engine
@@ -33,7 +43,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.models import packed as packed_module
-from hf_dart.models.attention import FLEX, TreeAttention, attends_to_trees, attention_of
+from hf_dart.models.attention import TreeAttention, attends_to_trees, attention_of
 from hf_dart.models.trial import forget
 
 EXACT = tally("float64, kernels of the user's")
@@ -91,7 +101,7 @@ FAMILIES = ["llama", "qwen3", "gemma3", "mistral", "phi3", "olmo2", "qwen3_moe",
     ],
 )
 def test_the_same_text(family: str, name: str) -> None:
-    """Through windows and sinks, by another kernel or by block masks."""
+    """Through windows and sinks."""
     if name == OWN and family in WITHOUT_SDPA:
         pytest.skip("it knows no sinks and caps")
     by_default = (family, name) in BY_DEFAULT
@@ -117,11 +127,11 @@ def test_attention_in_chunks(name: str) -> None:
     ("family", "name", "trees"),
     [
         *(("llama", *names) for names in [(FLASH, "sdpa"), (FLEX, "sdpa"), ("eager", "eager"), ("sdpa", "sdpa")]),
-        *(("gpt_oss", *names) for names in [(FLASH, "eager"), (FLEX, FLEX), ("eager", "eager")]),
+        *(("gpt_oss", *names) for names in [(FLASH, "eager"), (FLEX, "eager"), ("eager", "eager")]),
     ],
 )
 def test_what_verifies_trees(family: str, name: str, trees: str) -> None:
-    """Classes without SDPA take eager attention, or FlexAttention where they were loaded with it."""
+    """Classes without SDPA take eager attention."""
     assert TreeAttention(set_attention(tiny_target(family, "eager"), name)).name == trees
 
 
@@ -169,15 +179,6 @@ def test_fixed_shapes(family: str) -> None:
             assert_identical(target, head, batch(size, "sdpa"), **GREEDY)
         assert any(made.tiers)
         assert attention_of(target) == FLASH
-
-
-def test_fixed_shapes_without_block_masks() -> None:
-    with loaded("gemma2", FLEX) as (target, _):
-        head = tiny_head(target)
-        made = engine(target, head)
-        with pytest.warns(UserWarning, match="FlexAttention"):
-            assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
-        assert not any(made.tiers)
 
 
 def test_drafters_with_attention_of_their_own() -> None:
@@ -289,36 +290,10 @@ def test_other_threads_see_the_users_kernel() -> None:
         assert all(torch.equal(one, wanted) for one in found)
 
 
-@pytest.mark.parametrize("fault", ["a node sees its sibling", "past a window"])
-def test_block_masks_are_looked_at(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A wrong one is a wrong token: what the trial and these tests are there for."""
-    from hf_dart.models import verify
-
-    made = verify.block_mask
-
-    def wrong(seen: Any) -> Any:
-        seen = seen.clone()
-        if fault == "a node sees its sibling":
-            if seen.shape[2] > 2:
-                seen[:, :, 2, -seen.shape[2] + 1] = True
-        else:
-            seen[..., : -seen.shape[2]] = True
-        return made(seen)
-
-    monkeypatch.setattr(verify, "block_mask", wrong)
-    target = set_attention(tiny_target("gemma2", "eager", pad_token_id=0), FLEX)
-    skip_where_sdpa_leaves_out("gemma2", target)
-    with flex_kernel():
-        refused(lambda: attach(target), ValueError, "not supported")
-
-
-INDEXED = {"index_topk": 24, "index_n_heads": 32}
-
-
-@pytest.mark.parametrize(("family", "config"), [("qwen3", {}), ("deepseek_v32", INDEXED), ("falcon", {})])
-def test_trees_read_keys_where_they_lie(family: str, config: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("family", ["qwen3", "falcon"])
+def test_trees_read_keys_where_they_lie(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also of classes that do something else where their attention has another name than "sdpa"."""
-    target = tiny_target(family, **config)
+    target = tiny_target(family)
     head = tiny_head(target)
     packed: list[int] = []
     attend = packed_module.attend_in_groups

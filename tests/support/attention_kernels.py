@@ -21,6 +21,7 @@ from transformers.masking_utils import AttentionMaskInterface, flash_attention_m
 FLASH = "flash_attention_2"
 HUB = "kernels-community/flash-attn3"
 OWN = "a_kernel_of_the_users"
+FLEX = "flex_attention"
 
 
 @dataclass

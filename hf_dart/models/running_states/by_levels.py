@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from hf_dart.cache.states import LevelStates, StatefulCache
 from hf_dart.models.running_states.tree_forward import Mixer
-from hf_dart.trees.levels import Level, TreeLevels
 
 
 def by_levels(
@@ -31,48 +30,32 @@ def by_levels(
         The module's outputs, in which tensors are [B, N, ...].
     """
     levels = cache.states.levels
+    on_host = levels(torch.device("cpu"))
     states = {slot: cache.states.committed[slot] for slot in mixer.slots}
     flat, form = tree_flatten((args, kwargs))
-    moved = _Moved(levels)
     outputs, kept = [], []
-    for depth in range(len(levels.levels)):
-        lent = cache.lend({slot: state[moved.level(depth, state).parents] for slot, state in states.items()})
-        own_args, own_kwargs = tree_unflatten([_of_level(part, cache, lent, moved, depth) for part in flat], form)
+    for depth in range(len(on_host.levels)):
+        lent = cache.lend({slot: state[levels(state.device).levels[depth].parents] for slot, state in states.items()})
+
+        def of_level(part: Any, depth: int = depth, lent: Any = lent) -> Any:
+            """[M, 1, ...] of a tensor [B, N, ...]."""
+            if part is cache:
+                return lent
+            if not isinstance(part, Tensor) or part.shape[:2] != on_host.shape:
+                return part
+            level = levels(part.device).levels[depth]
+            return part[level.rows, level.nodes][:, None]
+
+        own_args, own_kwargs = tree_unflatten(map(of_level, flat), form)
         outputs.append(forward(*own_args, **own_kwargs))
         states = {slot: slot.read(lent) for slot in mixer.slots}
         kept.append(states)
-    cache.states.keep(LevelStates(levels, kept))
-    return tree_map(lambda *parts: _of_nodes(parts, moved), *outputs)
+    cache.states.keep(LevelStates(on_host, kept))
 
+    def of_nodes(*parts: Any) -> Any:
+        """[B, N, ...] of what came out for each level, [M, 1, ...]."""
+        if not isinstance(parts[0], Tensor):
+            return parts[0]
+        return torch.cat(parts)[levels(parts[0].device).order, 0]
 
-class _Moved:
-    """The levels of a tree on every device that a mixer computes on."""
-
-    def __init__(self, levels: TreeLevels) -> None:
-        self.shape = levels.shape
-        self._levels = {torch.device("cpu"): levels}
-
-    def on(self, device: torch.device) -> TreeLevels:
-        if device not in self._levels:
-            self._levels[device] = self._levels[torch.device("cpu")].to(device)
-        return self._levels[device]
-
-    def level(self, depth: int, like: Tensor) -> Level:
-        return self.on(like.device).levels[depth]
-
-
-def _of_level(part: Any, cache: StatefulCache, lent: Any, moved: _Moved, depth: int) -> Any:
-    """An argument for the nodes of one level: [M, 1, ...] of a tensor [B, N, ...]."""
-    if part is cache:
-        return lent
-    if not isinstance(part, Tensor) or part.shape[:2] != moved.shape:
-        return part
-    level = moved.level(depth, part)
-    return part[level.rows, level.nodes][:, None]
-
-
-def _of_nodes(parts: Sequence[Any], moved: _Moved) -> Any:
-    """[B, N, ...] of what came out for each level, [M, 1, ...]."""
-    if not isinstance(parts[0], Tensor):
-        return parts[0]
-    return torch.cat(list(parts))[moved.on(parts[0].device).order, 0]
+    return tree_map(of_nodes, *outputs)
