@@ -1,4 +1,4 @@
-"""Loading EAGLE and P-EAGLE heads that other projects published (`hf_dart.interop.eagle3`) as drafters of ours."""
+"""Loading heads that other projects published (`interop.eagle3`, `interop.original_dart`) as drafters of ours."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.trained import attach_to
 from hf_dart.hub.checkpoint import weight_shapes
 from hf_dart.hub.download import checkpoint_config, published_license, weight_files
-from hf_dart.interop.eagle3 import JOINED, eagle3_format, read_published, read_weights
+from hf_dart.interop.eagle3 import JOINED, Published, eagle3_format, read_published, read_weights
+from hf_dart.interop.original_dart import original_format
 from hf_dart.models.devices import as_dtype, weight_of
 from hf_dart.models.features import layer_count
 from hf_dart.models.tokenizers import vocabulary_hash
@@ -27,8 +28,9 @@ def load_published(
     target: PreTrainedModel | None,
     tokenizer: Any,
     *,
-    fields_of: Callable[[dict[str, Any]], dict[str, Any]],
-    layers: Callable[[str], str],
+    read: Callable[..., Published] = read_published,
+    fields_of: Callable[[dict[str, Any]], dict[str, Any]] = dict,
+    layers: Callable[[str], str] = str,
     dtype: torch.dtype | str | None = None,
     **where: Any,
 ) -> Any:
@@ -38,7 +40,8 @@ def load_published(
         drafter_class: an `EagleDrafter` or a `DartHead`.
         path: a folder or a Hub repository.
         target, tokenizer, dtype, where: as for `TrainedDrafter.from_pretrained`.
-        fields_of: from the fields of an `EagleConfig` to those of the drafter's config.
+        read: what its config.json says, as `read_published` or `read_original` read it.
+        fields_of: from the fields that are read to those of the drafter's config.
         layers: from the name of a weight of the drafter to that in a network with `layers.N`.
 
     Raises:
@@ -47,13 +50,13 @@ def load_published(
     """
     content = checkpoint_config(path, **where)
     if target is None:
-        found = eagle3_format(content) or JOINED
+        found = original_format(content) or eagle3_format(content) or JOINED
         raise ValueError(
             f"{path} is {found}, which does not say what its target is like; pass target=, and save_pretrained it to "
             "load it without."
         )
     files = weight_files(path, pickled=True, **where)
-    published = read_published(content, weight_shapes(files, path), layer_count(target), path)
+    published = read(content, weight_shapes(files, path), layer_count(target), path)
     fields = fields_of(published.fields)
     if tokenizer is not None:
         fields["tokenizer_hash"] = vocabulary_hash(tokenizer)

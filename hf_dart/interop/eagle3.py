@@ -57,7 +57,6 @@ _PARTS = {
     "norm.weight": "norm.weight",
     "lm_head.weight": "lm_head.weight",
     "embed_tokens.weight": "embed_tokens.weight",
-    "mask_slot.weight": "mask_hidden",
 }
 _LAYERS = {"llama": LlamaConfig, "qwen3": Qwen3Config}
 _LAYER_FIELDS = (
@@ -105,31 +104,29 @@ class Published:
     """A published head, by its config.json and the headers of its weights.
 
     Attributes:
-        found: what it is, with its format.
-        fields: of an `EagleConfig`; `mask_token_id` too for P-EAGLE.
+        fields: of an `EagleConfig` or a `DartConfig`; `mask_token_id` too for P-EAGLE.
         taps: the layers of the target in the order in which they are fused.
         first: what names of tensors of the first layer begin with.
         deeper_norm: what the norm before the attention of the other layers is called.
         legacy_norms: the norms of the fused layers are called after low, mid and high.
-        stored: names of the tensors that are used.
-        ignored: names of others.
+        ignored: names of tensors that are not used.
+        mask: what the vector of mask slots is called.
     """
 
-    found: str
     fields: dict[str, Any]
     taps: list[int]
     first: str
-    deeper_norm: str
-    legacy_norms: bool
-    stored: frozenset[str]
-    ignored: frozenset[str]
+    deeper_norm: str = "input_layernorm"
+    legacy_norms: bool = False
+    ignored: frozenset[str] = frozenset()
+    mask: str = "mask_hidden"
 
     def name(self, ours: str) -> str:
         """What the weight `ours` of a network with `layers.N` is called in the file."""
         if self.legacy_norms and (norm := re.fullmatch(r"fusion_norm\.(\d+)\.weight", ours)):
             return f"{_AUX_NORMS[int(norm[1])]}.weight"
-        if ours in _PARTS:
-            return _PARTS[ours]
+        if ours in _PARTS or ours == "mask_slot.weight":
+            return _PARTS.get(ours, self.mask)
         if ours in ("embedding_norm.weight", "feature_norm.weight"):
             return f"{self.first}.{'input_layernorm' if ours.startswith('embedding') else 'hidden_norm'}.weight"
         if ours.startswith("fusion_norm."):
@@ -164,80 +161,97 @@ def read_published(
     ignored = frozenset(name for name in shapes if _IGNORED.fullmatch(name))
     stored = frozenset(shapes) - ignored
     first = "midlayer" if any(name.startswith("midlayer.") for name in stored) else "layers.0"
-    deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
-    layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
-    if first == "midlayer" and not deeper:
-        layers = 1  # that code has one, whatever its config.json says
     taps = [num_layers] if joined else _taps(fields, nested, num_layers, speculators)
-    hidden = layer.integer("hidden_size", 2, 2**20)
-    heads = layer.integer("num_attention_heads", 1, 4096)
-    vocab_size = layer.integer("vocab_size", 2, _MANY)
-    scored = fields.integer("draft_vocab_size", 1, vocab_size, vocab_size)
-    head_dim = _head_dim(layer, shapes.get(f"{first}.self_attn.q_proj.weight"), heads, hidden, path)
-    joint = _flag(fields, nested, "norm_before_fc")
-    each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
-    if joint and each:
-        raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
+    described = _widths(fields, layer, shapes.get(f"{first}.self_attn.q_proj.weight"), path)
+    described |= {
+        "num_layers": _layer_count(layer, first, stored),
+        "feature_layers": taps,
+        "embeddings": "own" if "embed_tokens.weight" in stored else "table",
+        "own_lm_head": "lm_head.weight" in stored,
+        "joined": joined,
+        "fusion_norm": _fusion_norm(fields, nested),
+        "norm_before_residual": fields.flag("norm_before_residual", False),
+        "norm_output": fields.flag("norm_output", False),
+    }
+    described |= _biases(layer, first, stored, path) | _rotation(layer, described["head_dim"])
+    described["windows"] = _windows(layer, described["num_layers"])
     layer.choice("hidden_act", ("silu",), "silu")
-    rotation = read_rope(layer, theta=10000.0, more=("dynamic", "mrope"))
-    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, _MANY, 2048))
-    plain = rotation["rope_type"] == "default"
     if not speculators:
         _refuse_nested(nested)
+    described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": _LEVELS}
+    if is_peagle(content):
+        described["mask_token_id"] = fields.integer("mask_token_id", 0, described["vocab_size"] - 1)
+    fields.finish((*HARMLESS, *_REMARKS))
     deeper_norms = {name for name in ("input_layernorm", "hidden_norm") if f"layers.1.{name}.weight" in stored}
     if len(deeper_norms) > 1:
         raise ValueError(
             f"The second layer of {path} has an input_layernorm and a hidden_norm, of which each engine uses another; "
             "take one of them out."
         )
+    legacy = f"{_AUX_NORMS[0]}.weight" in stored
+    return Published(described, taps, first, next(iter(deeper_norms), "input_layernorm"), legacy, ignored)
+
+
+def _layer_count(layer: Fields, first: str, stored: Collection[str]) -> int:
+    layers = layer.integer("num_hidden_layers", 1, _MOST_LAYERS, 1)
+    deeper = {int(name.split(".")[1]) for name in stored if re.match(r"layers\.\d{1,3}\.", name)} - {0}
+    # Code that calls its layer so has one, whatever its config.json says.
+    return 1 if first == "midlayer" and not deeper else layers
+
+
+def _widths(fields: Fields, layer: Fields, query: tuple[int, ...] | None, path: str) -> dict[str, Any]:
+    """Widths and vocabularies; `query` is the shape of the queries' projection."""
+    hidden = layer.integer("hidden_size", 2, 2**20)
+    heads = layer.integer("num_attention_heads", 1, 4096)
+    vocab_size = layer.integer("vocab_size", 2, _MANY)
+    scored = fields.integer("draft_vocab_size", 1, vocab_size, vocab_size)
+    return {
+        "hidden_size": hidden,
+        "embedding_size": hidden,
+        "feature_size": fields.integer("target_hidden_size", 2, 2**20, hidden),
+        "num_attention_heads": heads,
+        "num_key_value_heads": layer.integer("num_key_value_heads", 1, heads, heads),
+        "head_dim": _head_dim(layer, query, heads, path),
+        "intermediate_size": layer.integer("intermediate_size", 1, 2**24),
+        "rms_norm_eps": layer.number("rms_norm_eps", 1e-6),
+        "vocab_size": vocab_size,
+        "draft_vocab_size": None if scored == vocab_size else scored,
+    }
+
+
+def _fusion_norm(fields: Fields, nested: Fields) -> str:
+    joint = _flag(fields, nested, "norm_before_fc")
+    each = fields.flag("fc_norm", False) or fields.flag("use_aux_norm", False)
+    if joint and each:
+        raise fields.wrong("fc_norm", True, "false where norm_before_fc is true")
+    return "joint" if joint else "each" if each else "none"
+
+
+def _biases(layer: Fields, first: str, stored: Collection[str], path: str) -> dict[str, bool]:
+    """Biases and norms of queries and keys, which the tensors tell."""
     for name, tensor in (("attention_bias", "self_attn.q_proj.bias"), ("mlp_bias", "mlp.gate_proj.bias")):
         if layer.flag(name, False) and f"{first}.{tensor}" not in stored:
             raise ValueError(f"The config.json of {path} says {name}: true, and its weights lack {first}.{tensor}.")
     for name in ("qkv_bias", "bias"):
-        layer.given(name)  # the tensors tell
-    described: dict[str, Any] = {
-        "num_layers": layers,
-        "feature_layers": taps,
-        "hidden_size": hidden,
-        "embedding_size": hidden,
-        "embeddings": "own" if "embed_tokens.weight" in stored else "table",
-        "feature_size": fields.integer("target_hidden_size", 2, 2**20, hidden),
-        "num_attention_heads": heads,
-        "num_key_value_heads": layer.integer("num_key_value_heads", 1, heads, heads),
-        "head_dim": head_dim,
-        "intermediate_size": layer.integer("intermediate_size", 1, 2**24),
-        "rms_norm_eps": layer.number("rms_norm_eps", 1e-6),
-        "rope_theta": rotation["rope_theta"],
-        "rope_frequencies": None if plain else frequencies.tolist(),
-        "rope_scale": scale,
-        "vocab_size": vocab_size,
-        "draft_vocab_size": None if scored == vocab_size else scored,
-        "own_lm_head": "lm_head.weight" in stored,
-        "joined": joined,
-        "fusion_norm": "joint" if joint else "each" if each else "none",
-        "norm_before_residual": fields.flag("norm_before_residual", False),
-        "norm_output": fields.flag("norm_output", False),
+        layer.given(name)
+    return {
         "fusion_bias": "fc.bias" in stored,
         "attention_bias": f"{first}.self_attn.q_proj.bias" in stored,
         "output_bias": f"{first}.self_attn.o_proj.bias" in stored,
         "mlp_bias": f"{first}.mlp.gate_proj.bias" in stored,
         "qk_norm": f"{first}.self_attn.q_norm.weight" in stored,
-        "windows": _windows(layer, layers),
     }
-    described |= read_speculators_config(fields, tuple(_SPECULATORS)) if speculators else {"draft_length": _LEVELS}
-    if is_peagle(content):
-        described["mask_token_id"] = fields.integer("mask_token_id", 0, vocab_size - 1)
-    fields.finish((*HARMLESS, *_REMARKS))
-    return Published(
-        found,
-        described,
-        taps,
-        first,
-        next(iter(deeper_norms), "input_layernorm"),
-        f"{_AUX_NORMS[0]}.weight" in stored,
-        stored,
-        ignored,
-    )
+
+
+def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
+    rotation = read_rope(layer, theta=10000.0, more=("dynamic", "mrope"))
+    frequencies, scale = rope_frequencies(rotation, head_dim, layer.integer("max_position_embeddings", 1, _MANY, 2048))
+    plain = rotation["rope_type"] == "default"
+    return {
+        "rope_theta": rotation["rope_theta"],
+        "rope_frequencies": None if plain else frequencies.tolist(),
+        "rope_scale": scale,
+    }
 
 
 def read_weights(
@@ -255,8 +269,8 @@ def read_weights(
     scored, vocab_size = published.fields["draft_vocab_size"], published.fields["vocab_size"]
     names = {ours: published.name(ours) for ours in shapes if ours != "draft_vocabulary"}
     wanted = {names[ours]: shape for ours, shape in shapes.items() if ours in names}
-    if "mask_hidden" in wanted:
-        wanted["mask_hidden"] = (1, *wanted["mask_hidden"])
+    if (slot := shapes.get("mask_slot.weight")) is not None:
+        wanted[published.mask] = (1, *slot) if published.mask == "mask_hidden" else slot[1:]
     wanted |= {"d2t": (scored or vocab_size,), "t2d": (vocab_size,)}
     tensors = read_tensors(
         files,
@@ -267,8 +281,8 @@ def read_weights(
         dtypes={"d2t": torch.int64, "t2d": torch.bool},
     )
     weights = {ours: tensors[theirs] for ours, theirs in names.items()}
-    if "mask_slot.weight" in weights:
-        weights["mask_slot.weight"] = weights["mask_slot.weight"][0]
+    if slot is not None:
+        weights["mask_slot.weight"] = weights["mask_slot.weight"].reshape(slot)
     if scored:
         tokens, rows = draft_tokens(path, tensors["d2t"], tensors.get("t2d"), vocab_size)
         weights["draft_vocabulary"] = tokens
@@ -336,7 +350,7 @@ def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) ->
     return given[0]
 
 
-def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, hidden: int, path: str) -> int:
+def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, path: str) -> int:
     """By the shape of the queries' projection, as some configs leave it out or say another one."""
     layer.given("head_dim")
     rows = query[0] if query else 0

@@ -7,33 +7,17 @@ offsets: token i of the draft is i + d2t[i] of the target. Token embeddings are 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-import torch
-from torch import Tensor
-from transformers import PreTrainedConfig
-
-from hf_dart.hub.checkpoint import read_tensors
-from hf_dart.interop.eagle3 import draft_tokens
+from hf_dart.interop.eagle3 import Published
 from hf_dart.interop.fields import Fields
 from hf_dart.models.features import default_feature_layers
 
 _KIND = "DART head"
 _MANY = 2**31 - 1
-# Ours to theirs.
-_NAMES = {
-    "fc.weight": "fc.weight",
-    "embedding_norm.weight": "midlayer.input_layernorm.weight",
-    "feature_norm.weight": "midlayer.hidden_norm.weight",
-    "mask_slot.weight": "midlayer.mask_rep",
-    **{f"layers.0.self_attn.{x}_proj.weight": f"midlayer.self_attn.{x}_proj.weight" for x in "qkvo"},
-    "layers.0.mlp_norm.weight": "midlayer.post_attention_layernorm.weight",
-    **{f"layers.0.mlp.{x}_proj.weight": f"midlayer.mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
-    "norm.weight": "norm.weight",
-    "lm_head.weight": "lm_head.weight",
-}
+# Token embeddings are the target's; hf_dart 0.1 wrote the other one.
+_IGNORED = frozenset(("embed_tokens.weight", "hf_dart.norm.weight"))
 
 
 def original_format(content: dict[str, Any]) -> str | None:
@@ -42,61 +26,18 @@ def original_format(content: dict[str, Any]) -> str | None:
     return "a DART head in the format of DART's code" if ours else None
 
 
-def read_weights(config: PreTrainedConfig, files: Iterable[str | Path], path: str) -> dict[str, Tensor]:
-    """The weights of a head as DART's code published it, under our names.
-
-    Args:
-        config: made of `read_fields`.
-        files: of safetensors.
-        path: of the checkpoint, for messages.
-
-    Raises:
-        ValueError: they are damaged, contradict themselves or the config.
-    """
-    hidden, scored, vocabulary = config.hidden_size, config.draft_vocab_size or config.vocab_size, config.vocab_size
-    query, keys = (count * config.head_dim for count in (config.num_attention_heads, config.num_key_value_heads))
-    inner = config.intermediate_size
-    ours: dict[str, tuple[int, ...]] = {
-        "fc.weight": (hidden, 3 * config.feature_size),
-        "mask_slot.weight": (2 * hidden,),
-        "layers.0.self_attn.q_proj.weight": (query, 2 * hidden),
-        "layers.0.self_attn.k_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.v_proj.weight": (keys, 2 * hidden),
-        "layers.0.self_attn.o_proj.weight": (hidden, query),
-        "layers.0.mlp.gate_proj.weight": (inner, hidden),
-        "layers.0.mlp.up_proj.weight": (inner, hidden),
-        "layers.0.mlp.down_proj.weight": (hidden, inner),
-        "lm_head.weight": (scored, hidden),
-    }
-    shapes = {theirs: ours.get(name, (hidden,)) for name, theirs in _NAMES.items()}
-    shapes |= {"d2t": (scored,), "t2d": (vocabulary,)}
-    mapped = ("d2t", "t2d") if scored == vocabulary else ()
-    tensors = read_tensors(
-        files,
-        path,
-        shapes,
-        optional=mapped,
-        ignored=("embed_tokens.weight", "hf_dart.norm.weight"),  # the latter written by hf_dart 0.1
-        dtypes={"d2t": torch.int64, "t2d": torch.bool},
-    )
-    weights = {name: tensors[theirs] for name, theirs in _NAMES.items()}
-    weights["mask_slot.weight"] = weights["mask_slot.weight"][None]
-    if config.draft_vocab_size is not None:
-        tokens, rows = draft_tokens(path, tensors["d2t"], tensors["t2d"], vocabulary)
-        weights["draft_vocabulary"], weights["lm_head.weight"] = tokens, weights["lm_head.weight"][rows]
-    elif "d2t" in tensors and bool(tensors["d2t"].any()):
-        raise ValueError(f"The d2t of {path} moves tokens although the head scores all of them; fetch it again.")
-    return weights
-
-
-def read_fields(content: dict[str, Any], num_layers: int) -> dict[str, Any]:
-    """The fields of a `DartConfig` that the config.json of such a head tells.
+def read_original(
+    content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
+) -> Published:
+    """What the config.json of such a head says, as fields of a `DartConfig`.
 
     What DART's code does not read, whatever it is, has no effect there, and none here.
 
     Args:
         content: of its config.json.
+        shapes: of the tensors by their names.
         num_layers: of the target; the file does not say which of them the head reads.
+        path: of the checkpoint, for messages.
 
     Raises:
         ValueError: a field is missing or out of range, or the head cannot belong to a target of so many layers.
@@ -118,7 +59,7 @@ def read_fields(content: dict[str, Any], num_layers: int) -> dict[str, Any]:
             "Heads in the format of DART's code read three different layers of their target, and this one is too "
             "small to have them; give the target that the head was made for."
         )
-    return {
+    described = {
         "draft_length": fields.integer("draft_length", 0, 30) + 1,
         "feature_layers": layers,
         "hidden_size": hidden,
@@ -135,3 +76,4 @@ def read_fields(content: dict[str, Any], num_layers: int) -> dict[str, Any]:
         "vocab_size": vocab_size,
         "draft_vocab_size": None if scored == vocab_size else scored,
     }
+    return Published(described, layers, "midlayer", ignored=_IGNORED & shapes.keys(), mask="midlayer.mask_rep")

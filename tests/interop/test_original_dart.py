@@ -158,7 +158,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no vocabulary": ({"draft_vocab_size": None}, "draft_vocab_size"),
     "a draft vocabulary larger than all": ({"draft_vocab_size": 49}, "draft_vocab_size"),
     "a draft too long": ({"draft_length": 31}, "draft_length"),
-    "another width": ({"hidden_size": 64}, "shape"),
+    "another width": ({"hidden_size": 64}, "hidden size 64"),
     "another vocabulary": ({"vocab_size": 50}, "t2d"),
 }
 

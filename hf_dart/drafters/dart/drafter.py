@@ -23,17 +23,13 @@ from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal, Verified
-from hf_dart.drafters.published import load_published, note_origin
+from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
-from hf_dart.drafters.trained import attach_to
 from hf_dart.drafters.vocabulary import check_unused, checked, unused_token
 from hf_dart.hub import card_texts
-from hf_dart.hub.download import weight_files
 from hf_dart.interop.eagle3 import eagle3_format, is_peagle
-from hf_dart.interop.original_dart import original_format, read_fields, read_weights
+from hf_dart.interop.original_dart import original_format, read_original
 from hf_dart.models.devices import host_by_default
-from hf_dart.models.features import layer_count
-from hf_dart.models.tokenizers import vocabulary_hash
 from hf_dart.trees.ngram.table import NgramTable
 
 _FIELDS = {one.name for one in fields(DartConfig)}
@@ -146,27 +142,10 @@ class DartHead(DartModel):
     ) -> Self:
         """Load a head in the format of DART's code, whose config.json holds `content`, or a P-EAGLE head."""
         if is_peagle(content):
-            fields_of = _peagle_fields
-            return load_published(cls, path, target, tokenizer, fields_of=fields_of, layers=str, **kwargs)
-        if original_format(content) is None:
-            return super()._from_published(path, content, target, tokenizer, **kwargs)
-        if target is None:
-            raise ValueError(
-                f"{path} is a head in the format of DART's code, which does not say what layers it reads; pass "
-                "target=, and save_pretrained it to load it without."
-            )
-        dtype = kwargs.pop("dtype", None)
-        layers = layer_count(target)
-        config = DartConfig.for_target(target, **read_fields(content, layers))
-        if config.tokenizer_hash is None and tokenizer is not None:
-            config.tokenizer_hash = vocabulary_hash(tokenizer)
-        files = weight_files(path, **kwargs)
-        weights = read_weights(config, files, path)
-        note_origin(config, path, **kwargs)
-        with torch.random.fork_rng(devices=[]):
-            head = cls(config)
-        head.to(weights["fc.weight"].dtype).load_state_dict(weights)
-        return attach_to(head, target, tokenizer, dtype=head.dtype if dtype == "auto" else dtype)
+            return load_published(cls, path, target, tokenizer, fields_of=_peagle_fields, **kwargs)
+        if original_format(content) is not None:
+            return load_published(cls, path, target, tokenizer, read=read_original, **kwargs)
+        return super()._from_published(path, content, target, tokenizer, **kwargs)
 
     def bind(self, target: PreTrainedModel, tokenizer: Any = None) -> Self:
         """Draft for `target` from now on, through its embeddings and LM head.

@@ -68,7 +68,7 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
         place = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
         if _reads(content) is None and eagle1_format(content, partial(tensor_names, path, **place)) is None:
             return super()._from_published(path, content, target, tokenizer, **kwargs)
-        return load_published(cls, path, target, tokenizer, fields_of=dict, layers=eagle_layers, **kwargs)
+        return load_published(cls, path, target, tokenizer, layers=eagle_layers, **kwargs)
 
     def passes(self, depth: int) -> int:
         return depth
