@@ -65,8 +65,6 @@ _TRIES = 3
 
 # Left padding of the rows of a trial: one row, a batch, a padded batch.
 _ONE, _LEVEL, _PADDED = (0,), (0, 0), (0, 3)
-# States of one target that are remembered as having passed.
-_STATES = 64
 
 _Case = tuple[Any, ...]
 # Models, and up to how many slots each was found right in this process, as it was then.
@@ -153,8 +151,6 @@ def check_verification(
             trial.run(length)
     # A mark at the end of the position table is looked at again by a call that goes further.
     ahead = [mark - 1 for mark in trial.marks if mark + _AROUND[1] > min(slots, longest)]
-    if len(passed) >= _STATES:
-        passed.clear()
     passed[*identity(model), pads] = max(slots, min(ahead, default=sys.maxsize))  # of unpacked weights
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from support import tiny
-from support.cases import replay
 from support.compare import assert_identical
 from support.families import REFUSED
 from support.tiny import prompts, tiny_head, tiny_target
@@ -17,11 +16,10 @@ from torch import Tensor, nn
 from transformers import LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
-from hf_dart import LookupDrafter, attach
+from hf_dart import attach
 from hf_dart.models import trial as probe
 from hf_dart.models.masks import MaskKind
-from hf_dart.models.positions import forgets_text
-from hf_dart.models.trial import check_verification, forget
+from hf_dart.models.trial import check_verification
 
 GREEDY = {"do_sample": False}
 
@@ -357,105 +355,7 @@ def test_what_is_wrong_of_several_rows_alone() -> None:
         target.generate(**prompts([9, 9]), **GREEDY, max_new_tokens=12, assistant=head)
 
 
-def test_rotary_frequencies_are_left_as_they_were() -> None:
-    """A fresh model whose frequencies follow the longest text it has seen."""
-    fields = {"rope_parameters": DYNAMIC, "max_position_embeddings": 20, "sliding_window": 30}
-    target = tiny_target("mistral", **fields)
-    before = target.model.rotary_emb.inv_freq.clone()
-    attach(target)
-    check_verification(target, 60)
-    assert torch.equal(target.model.rotary_emb.inv_freq, before)
-
-
 def test_autocast_rounds_more() -> None:
     target = tiny_target("llama", dtype=torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         check_verification(target)
-
-
-# ---- rotary frequencies that follow the longest position --------------------------------------------------
-
-LONGROPE = {
-    "rope_type": "longrope",
-    "rope_theta": 10000.0,
-    "original_max_position_embeddings": 20,
-    "short_factor": [1.0] * 4,
-    "long_factor": [2.0, 3.0, 4.0, 5.0],
-}
-DYNAMIC = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
-
-
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
-def test_one_row_may_cross_the_trained_length(mode: dict[str, Any]) -> None:
-    dynamic = {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}
-    for target in (
-        tiny_target("llama", rope_parameters=LONGROPE),
-        tiny_target("llama", **dynamic),
-        unknown(FromFive, **{**dynamic, "max_position_embeddings": 28}),
-    ):
-        assert_identical(target, tiny_head(target), prompts([7]), **mode, max_length=40)
-        drafter = replay(target, prompts([7]), misses=[0.0], **mode, max_length=40)
-        assert_identical(target, drafter, prompts([7]), **mode, max_length=40)
-
-
-@pytest.mark.parametrize("mode", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "T=1"])
-def test_phi3_below_and_behind_its_switch(mode: dict[str, Any]) -> None:
-    target = tiny_target("phi3_full", rope_parameters=LONGROPE, original_max_position_embeddings=20)
-    head = tiny_head(target)
-    for lengths in ([7], [9, 3, 7, 13]):
-        assert_identical(target, head, prompts(lengths), **mode, max_length=21)
-    for lengths in ([25], [25, 3, 7, 30]):
-        assert_identical(target, head, prompts(lengths), **mode, max_length=55)
-    # Stock computes its cache again there, with the same frequencies.
-    target = tiny_target("phi3_full", original_max_position_embeddings=20)
-    assert_identical(target, tiny_head(target), prompts([25]), **mode, max_length=40)
-    for lengths in ([7], [9, 3, 7, 13]):
-        if forgets_text(target):  # an older release, in which stock goes on with the last token alone
-            with pytest.raises(ValueError, match="forgets the text at 20 tokens"):
-                target.generate(**prompts(lengths), **mode, max_length=40, assistant=tiny_head(target))
-        else:
-            assert_identical(target, tiny_head(target), prompts(lengths), **mode, max_length=40)
-
-
-@pytest.mark.parametrize("unpacks", [False, True])
-@pytest.mark.parametrize("rope", [DYNAMIC, LONGROPE], ids=["dynamic", "longrope"])
-def test_frequencies_are_as_before_the_trial(rope: dict[str, Any], unpacks: bool) -> None:
-    """They follow the longest text that a model was run on, and windows have the trial run on long ones.
-
-    So they are where the trial's first forward unpacks weights, which are not packed again.
-    """
-    fields = {"sliding_window": 16, "rope_parameters": rope, "max_position_embeddings": 20}
-    target = tiny_target("mistral", **fields)
-    stock = target.generate(**prompts([21]), max_length=45, **GREEDY)
-    fresh = tiny_target("mistral", **fields)
-    rotary = fresh.model.rotary_emb
-    if unpacks:
-
-        def unpack(model: Any, inputs: Any) -> None:
-            model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach().clone())
-            hook.remove()
-
-        hook = fresh.register_forward_pre_hook(unpack)
-        forget(fresh)
-    own = dict(vars(rotary))
-    buffers = {name: (buffer, buffer.clone()) for name, buffer in rotary.named_buffers()}
-    check_verification(fresh, 45, 8)
-    attach(fresh)
-    assert own.items() <= vars(rotary).items() if unpacks else vars(rotary) == own  # a first forward may keep more
-    for name, (buffer, content) in buffers.items():
-        assert unpacks or getattr(rotary, name) is buffer
-        assert torch.equal(getattr(rotary, name), content)
-    ours = fresh.generate(**prompts([21]), max_length=45, **GREEDY, assistant=LookupDrafter())
-    assert torch.equal(ours, stock)
-
-
-def test_crossings_that_tie_rows_together_are_refused() -> None:
-    for family, fields, lengths in (
-        ("phi3_full", {"rope_parameters": LONGROPE, "original_max_position_embeddings": 20}, [7]),
-        ("llama", {"rope_parameters": LONGROPE}, [9, 3, 7, 13]),
-        ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 20}, [25, 3]),
-    ):
-        target = tiny_target(family, **fields)
-        head = tiny_head(target)
-        with pytest.raises(ValueError, match="set max_length to 21 or less"):
-            target.generate(**prompts(lengths), max_length=40, assistant=head)
