@@ -1,4 +1,4 @@
-"""Losses against what their papers write down, in float64; their identities are in `test_loss_identities.py`."""
+"""Losses against what their papers write down, and against each other, in float64."""
 
 from __future__ import annotations
 
@@ -227,3 +227,60 @@ def test_chunks_give_the_loss_and_gradient_of_the_whole(more: bool) -> None:
         results.append((total.detach(), hidden.grad))
     for result in results[1:]:
         torch.testing.assert_close(result, results[0], rtol=1e-12, atol=1e-12)
+
+
+# ---- what losses have to do with each other, and with verification ---------------------------------------------
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> Tensor:
+    return torch.autograd.grad(loss.sum(), leaf, retain_graph=True)[0]
+
+
+def test_the_chain_is_dpace_without_smoothing() -> None:
+    draft, _, labels = examples()
+    ce = losses.cross_entropy(draft.requires_grad_(), labels)
+    chain = losses.chain_loss(losses.hard_chain(ce, labels))
+    dpace = losses.dpace_weights(ce, labels, alpha=0.0) * ce
+    torch.testing.assert_close(gradient(chain, draft), gradient(dpace, draft), rtol=1e-10, atol=1e-12)
+
+
+def score_entropy(log_scores: Tensor, labels: Tensor, masked: Tensor, time: Tensor) -> Tensor:
+    """Denoising score entropy of absorbing diffusion with a log-linear schedule, as SEDD writes it down [n].
+
+    `log_scores` [n, d, V] are log p(block with that token) / p(block with the mask). d sigma / d time (sum_v s_v -
+    ratio log s_label + ratio (log ratio - 1)), with sigma = -log(1 - time) and ratio = (1 - time) / time.
+    """
+    ratio = ((1 - time) / time)[:, None]
+    of_label = log_scores.gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    tokens = (log_scores.exp().sum(-1) - ratio * of_label + ratio * (ratio.log() - 1)) / (1 - time)[:, None]
+    return torch.where(masked & (labels != NO_LABEL), tokens, 0).mean(-1)
+
+
+def test_masked_cross_entropy_is_score_entropy_of_normalised_scores() -> None:
+    draft, _, labels = examples()
+    draft.requires_grad_()
+    masked = torch.rand(labels.shape, generator=torch.Generator().manual_seed(1)) < 0.7
+    time = torch.tensor([0.001, 0.2, 0.5, 0.8, 0.999], dtype=torch.float64)
+    scores = ((1 - time) / time).log()[:, None, None] + draft.log_softmax(-1)
+    entropy = score_entropy(scores, labels, masked, time)
+    ours = losses.masked_cross_entropy(draft, labels, masked, time)
+    torch.testing.assert_close(ours, entropy, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(gradient(ours, draft), gradient(entropy, draft), rtol=1e-9, atol=1e-9)
+
+
+def test_the_coupled_chain_is_how_often_one_noise_gives_both_the_same_token() -> None:
+    random = torch.Generator().manual_seed(5)
+    target, draft = torch.randn(2, WORDS, generator=random, dtype=torch.float64).log_softmax(-1)
+    count = 200_000
+    gumbel = -torch.empty(count, WORDS, dtype=torch.float64).exponential_(generator=random).log()
+    drawn, guessed = (target + gumbel).argmax(-1), (draft + gumbel).argmax(-1)
+    chances = []
+    for word in range(WORDS):
+        label = torch.tensor([[word]])
+        chances.append(losses.coupled_chain(draft[None, None], target[None, None], label).exp().item())
+        mine = drawn == word
+        share, error = float((guessed[mine] == word).double().mean()), math.sqrt(0.25 / int(mine.sum()))
+        assert abs(share - chances[-1]) < 4 * error
+    # The token that the draft overrates most is never missed.
+    assert chances[int((draft - target).argmax())] == pytest.approx(1)
+    assert min(chances) < 0.5

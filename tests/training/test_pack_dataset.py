@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 from support.chats import chat_tokenizer
-from support.tiny_training import tiny_trainer
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead
@@ -40,10 +39,9 @@ def test_they_are_packed_inside(target: Any, kind: str, tmp_path: Path) -> None:
     tokenizer = chat_tokenizer()
     head = DartHead.from_target(target, draft_length=3, tokenizer=tokenizer)
     documents = datasets.Dataset.from_dict(ROWS[kind])
-    settings = DartTrainer.training_arguments(
-        output_dir=str(tmp_path / "run"), max_steps=2, logging_steps=1, save_strategy="no", report_to="none",
-        anchors_per_row=4, per_device_train_batch_size=2, eval_strategy="steps", eval_steps=2, disable_tqdm=True,
-    )  # fmt: skip
+    options: dict[str, Any] = {"max_steps": 2, "logging_steps": 1, "anchors_per_row": 4, "save_strategy": "no"}
+    options |= {"report_to": "none", "eval_strategy": "steps", "eval_steps": 2, "disable_tqdm": True}
+    settings = DartTrainer.training_arguments(str(tmp_path / "run"), **options)
     given = {"train_dataset": documents, "eval_dataset": documents, "processing_class": tokenizer, "max_length": 64}
     trainer = DartTrainer(head, target, settings, **given)
     trainer.train()
@@ -71,18 +69,12 @@ def test_what_is_learned_is_the_completion(kind: str) -> None:
     assert "add" not in text
 
 
-def test_a_dataset_without_a_tokenizer_is_refused(target: Any, tmp_path: Path) -> None:
-    head = DartHead.from_target(target, draft_length=3)
+def test_what_cannot_be_packed_is_refused() -> None:
     with pytest.raises(ValueError, match="processing_class=tokenizer"):
-        tiny_trainer(tmp_path, head, target, datasets.Dataset.from_dict(ROWS["text"]))
-
-
-def test_a_dataset_with_images_is_refused(target: Any, tmp_path: Path) -> None:
-    """It would be packed without them."""
-    head, settings = DartHead.from_target(target), DartTrainer.training_arguments(str(tmp_path), report_to="none")
+        pack_dataset(datasets.Dataset.from_dict(ROWS["text"]), None, 3, 64)
     rows = datasets.Dataset.from_dict({"messages": TURNS, "images": [[i] for i in range(8)]})
     with pytest.raises(ValueError, match=r"the field 'images', .* with hf_dart\.training\.image_row\.$"):
-        DartTrainer(head, target, settings, train_dataset=rows, processing_class=chat_tokenizer())
+        pack_dataset(rows, chat_tokenizer(), 3, 64)
 
 
 def test_streams_are_packed_too(target: Any) -> None:
