@@ -128,8 +128,8 @@ class Pace:
         self._seconds = 0.0  # of a round that verifies the root alone
         self._emitted, self._copies_cost = [0] * batch, 1.0
         self._copies: Sequence[Copy] = ()
-        self._records, self._kind = records, kind
-        known = None if records is None else records.get(kind)
+        self._records, self._kind = records, (kind, depth, len(self._verify))
+        known = None if records is None else records.get(self._kind)
         if known is not None:
             self._record = copy.deepcopy(known)
             self._read_timed()
@@ -196,7 +196,7 @@ class Pace:
     def count(
         self,
         mode: str,
-        came: Sequence[Sequence[int]],
+        tokens: Sequence[Sequence[int]],
         limits: Sequence[int],
         nodes: int,
         levels: int,
@@ -206,7 +206,7 @@ class Pace:
 
         Args:
             mode: what `choose` said.
-            came: the tokens that each row emitted.
+            tokens: that each row emitted.
             limits: tokens that each could have emitted; rows with 0 took no part.
             nodes, levels: of its trees, the root a node and no level.
             seconds: spent in each phase of the call so far.
@@ -216,8 +216,8 @@ class Pace:
         if not self._chooses:
             return
         record, before = self._record, self._emitted
-        emitted = [len(tokens) for tokens in came]
-        self._emitted = [tokens + new for tokens, new in zip(before, emitted, strict=True)]
+        emitted = [len(row) for row in tokens]
+        self._emitted = [so_far + new for so_far, new in zip(before, emitted, strict=True)]
         record.left -= 1
         if record.mode == PAUSE and record.left == 0:
             self._try(self._next(1))
@@ -226,7 +226,7 @@ class Pace:
         weights = row_weights(before, limits)
         rows = 1 / (sum(weight * weight for weight in weights) or 1.0)  # as many of equal weight
         for row, weight in enumerate(weights):
-            right = _accepted(self._copies[row][0], came[row])
+            right = _accepted(self._copies[row][0], tokens[row])
             if weight and right is not None:
                 most = min(self._depth, limits[row] - 1)
                 self._learn(weight * rows, right, emitted[row] - 1, most)
@@ -348,9 +348,9 @@ class Pace:
         self._verify = self._estimate.verify * record.correction
 
 
-def _accepted(copied: Sequence[int], came: Sequence[int]) -> int | None:
-    """Number of leading copied tokens that were accepted; None if the copy matched everything that came."""
-    for place, token in enumerate(came):
+def _accepted(copied: Sequence[int], tokens: Sequence[int]) -> int | None:
+    """Number of leading copied tokens among those emitted; None if the copy matches all of them."""
+    for place, token in enumerate(tokens):
         if place == len(copied) or copied[place] != token:
             return place
     return None
