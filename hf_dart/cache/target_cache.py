@@ -42,6 +42,7 @@ class TargetCache:
 
     Attributes:
         cache: goes into the target's forward as `past_key_values`.
+        stock: transformers' cache, which all of it goes back to (`write_back`).
         entries: keys and values.
         states: running states, if the target keeps any.
         prompt_lengths: [B] entries per row after prefill, on the CPU.
@@ -56,7 +57,7 @@ class TargetCache:
         most: int | None = None,
         windows: Sequence[int | None] | None = None,
     ) -> None:
-        self._stock, self._keep_stock = prefilled, keep
+        self.stock, self._keep_stock = prefilled, keep
         self._whole, self._written_back = True, False
         # Running states alone do not tell how much text they hold: then tokens are counted from the prompt on.
         attends = any(map(keeps_entries, prefilled.layers))
@@ -76,7 +77,7 @@ class TargetCache:
 
     def _take_over(self, pads: list[int], windows: Sequence[int | None] | None) -> list[Any]:
         """Copy the prompt's entries, and return the layers that show them."""
-        stock = attention_layers(self._stock)
+        stock = attention_layers(self.stock)
         seen = [self._window(*part) for part in zip(stock, windows or [None] * len(stock), strict=True)]
         buffers: dict[int | None, LayerBuffers] = {}
         for window in dict.fromkeys(seen):
@@ -85,8 +86,8 @@ class TargetCache:
             buffers[window] = self.entries.add([spec_of(states) for states in held], window)
             for index, states in enumerate(held):
                 buffers[window].take_over(index, states, pads, self._prompt_slots)
-        layers = list(self._stock.layers)
-        for order, (place, its) in enumerate(zip(attention_places(self._stock), seen, strict=True)):
+        layers = list(self.stock.layers)
+        for order, (place, its) in enumerate(zip(attention_places(self.stock), seen, strict=True)):
             layers[place] = SlotLayer(self.entries, buffers[its], seen[:order].count(its))
         return layers
 
@@ -116,7 +117,7 @@ class TargetCache:
             memory_of: makes storage, by the name of its owner.
         """
         other = copy(self)
-        other._stock = Cache(layers=[])
+        other.stock = Cache(layers=[])
         other.entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
         layers = list(self.cache.layers)
         for order, place in enumerate(attention_places(self.cache) if other.entries.buffers else ()):
@@ -225,10 +226,10 @@ class TargetCache:
             self.truncate(self.prompt_lengths + grown)
         elif bool((self.entries.counted != self.prompt_lengths + grown).any()):
             return
-        with undone_on_failure(self._stock):
-            for place in attention_places(self._stock) if self.entries.buffers and grown else ():
-                self._append(self._stock.layers[place], self.cache.layers[place], grown)
-            for slot, state in states_of(self._stock).items():
+        with undone_on_failure(self.stock):
+            for place in attention_places(self.stock) if self.entries.buffers and grown else ():
+                self._append(self.stock.layers[place], self.cache.layers[place], grown)
+            for slot, state in states_of(self.stock).items():
                 state.copy_(self.states.committed[slot])  # in place: captured graphs may read it there
             self._written_back = True
 

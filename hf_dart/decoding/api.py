@@ -20,11 +20,11 @@ from transformers import (
     StopStringCriteria,
 )
 
-from hf_dart.decoding.admit import admit
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.noise import NoiseStream
-from hf_dart.decoding.prefill import prefill
+from hf_dart.decoding.request import admit
 from hf_dart.decoding.round import one_round
+from hf_dart.decoding.session import begin
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.models.devices import host_by_default, users_default
@@ -334,6 +334,7 @@ def speculative_generate(
             refine,
             trace,
             synced_gpus,
+            streamer,
             model_kwargs,
         )
     if streamer is not None:
@@ -343,7 +344,7 @@ def speculative_generate(
     if generation_config.do_sample:
         noise = NoiseStream(len(request.input_ids), 0, request.input_ids.device, forecast=request.in_step)
     try:
-        session, logits = prefill(request, streamer, noise)
+        session, logits = begin(request, streamer, noise)
         try:
             session.first_token(logits)
             if assistant.engine is not None and not session.rows.finished:

@@ -19,7 +19,7 @@ from transformers import (
 from transformers.generation import CandidateGenerator
 
 from hf_dart.cache.stock_layers import keeps_states, slots_of
-from hf_dart.decoding.admit import left_padding, refuse_options
+from hf_dart.decoding.request import left_padding, refuse_options
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import Proposal

@@ -29,7 +29,6 @@ class DrafterRunner:
         drafter_state: its state, and what of the text that covers.
         propose_with: how it is asked for a draft.
         depth: tokens of a draft.
-        score: what the target will do with its candidates.
         rows: the text of each row.
         aside: is entered around what the drafter does, which may draw: where tokens are drawn from the default
             generator, it moves nothing.
@@ -41,17 +40,17 @@ class DrafterRunner:
     drafter_state: DrafterState
     propose_with: ProposeFunction
     depth: int
-    score: Score
     rows: Rows
     aside: Callable[[], AbstractContextManager[None]]
     keeps: bool
     pending: list[Verified] = field(default_factory=list)
 
-    def propose(self, seen: Verified, level: str) -> Proposal | None:
+    def propose(self, seen: Verified, level: str, score: Score) -> Proposal | None:
         """The next draft; None if the round is to have none, or there is none.
 
         Args:
             seen: the positions that the last round verified.
+            score: how the tree will rank the drafter's candidates.
             level: how this round is drafted, one of `pace.MODES`.
         """
         if self.keeps:
@@ -62,7 +61,7 @@ class DrafterRunner:
         self.pending = []
         with self.aside():
             state = self.drafter_state.state
-            proposal = self.propose_with(state, features, next_tokens, counts, self.depth, self.score)
+            proposal = self.propose_with(state, features, next_tokens, counts, self.depth, score)
         if proposal is not None:
             self._hold_ended_rows(proposal)
         return proposal

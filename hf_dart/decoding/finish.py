@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
-from hf_dart.decoding.admit import FILL
+from hf_dart.decoding.request import FILL
 from hf_dart.decoding.session import Session
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.decoding.turns import leave
@@ -34,9 +34,9 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
     leave_generator(s, s.rows.steps)
     if s.request.returns_cache:
         pending = [*s.drafter_runner.pending, s.seen, *_level_rows(s, sequences)]
-        s.own_cache.write_back(s.rows.steps - 1)
+        s.cache.write_back(s.rows.steps - 1)
         runner = s.drafter_runner
-        leave(s.stock_cache, runner.drafter, runner.drafter_state, pending, s.request.first_slot, sequences.clone())
+        leave(s.cache.stock, runner.drafter, runner.drafter_state, pending, s.request.first_slot, sequences.clone())
     if not s.request.generation_config.return_dict_in_generate:
         return sequences
     return DartGenerateOutput(
@@ -44,7 +44,7 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         scores=cast(Any, s.walk.scores),
         logits=cast(Any, s.walk.logits),
         hidden_states=None if s.hidden_states is None else cast(Any, tuple(s.hidden_states.steps)),
-        past_key_values=s.stock_cache,
+        past_key_values=s.cache.stock,
         draft_stats=s.stats,
     )
 
@@ -54,18 +54,18 @@ def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
 
     Stock runs the pad tokens after a row's end through the model too; these are the positions that come out.
     """
-    prompt = s.own_cache.prompt_lengths
+    prompt = s.cache.prompt_lengths
     wanted = prompt + s.rows.steps - 1
-    too_long = s.own_cache.lengths > wanted
-    s.own_cache.truncate(wanted)  # rows with running states go back to their prompt, and on from there
-    while int((wanted - s.own_cache.lengths).max()) > 0:
-        counts = (wanted - s.own_cache.lengths).clamp(max=FILL)
+    too_long = s.cache.lengths > wanted
+    s.cache.truncate(wanted)  # rows with running states go back to their prompt, and on from there
+    while int((wanted - s.cache.lengths).max()) > 0:
+        counts = (wanted - s.cache.lengths).clamp(max=FILL)
         nodes = torch.arange(int(counts.max()) + 1)
-        starts = s.rows.prompt_length + s.own_cache.lengths - prompt
+        starts = s.rows.prompt_length + s.cache.lengths - prompt
         columns = (starts[:, None] + nodes).clamp(max=sequences.shape[1] - 1).to(sequences.device)
         tokens = sequences.gather(1, columns)
         _, features = s.verify(DraftTree.chain(tokens[:, :-1], counts.to(tokens.device)), counts.tolist())
-        s.own_cache.commit(nodes[:-1].expand(len(s.rows), -1), counts.tolist())
+        s.cache.commit(nodes[:-1].expand(len(s.rows), -1), counts.tolist())
         yield Verified(features, tokens[:, 1:], counts.masked_fill(too_long, 0))  # those were verified before
 
 
@@ -77,9 +77,9 @@ def break_off(s: Session) -> None:
     position = s.streaming.position
     leave_generator(s, position)
     if s.request.users_cache:
-        committed = int((s.own_cache.lengths - s.own_cache.prompt_lengths).min())
+        committed = int((s.cache.lengths - s.cache.prompt_lengths).min())
         with suppress(RuntimeError):  # out of memory once more: it keeps the prompt alone
-            s.own_cache.write_back(max(min(committed, position - 1), 0))
+            s.cache.write_back(max(min(committed, position - 1), 0))
 
 
 def leave_generator(s: Session, position: int) -> None:

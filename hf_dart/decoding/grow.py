@@ -11,11 +11,11 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from hf_dart.decoding.candidates import Ranker, SeenTokens
-from hf_dart.decoding.chain import ChainScores, best_chain
+from hf_dart.decoding.rank import Ranker, SeenTokens
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.trees.candidates import Candidates
+from hf_dart.trees.chain import ChainScores, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
 from hf_dart.trees.costs import RoundCost

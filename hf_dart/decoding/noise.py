@@ -11,12 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from threading import Lock
-from typing import Any, Self
+from typing import Self
 from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart.models.devices import generator_state, set_generator_state
 
@@ -132,24 +131,6 @@ class NoiseStream:
         with _lock:
             if self._leads:
                 del _leading[self._device]
-
-
-class RefusesDraws(TorchDispatchMode):
-    """Around code of the user's own while a stream of `device` leads: stock would draw its next tokens after it."""
-
-    def __init__(self, device: torch.device) -> None:
-        super().__init__()
-        self._device = device
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        seeded = torch.Tag.nondeterministic_seeded in func.tags and (kwargs or {}).get("generator") is None
-        if seeded and isinstance(result, Tensor) and result.device.type == self._device.type:
-            raise ValueError(
-                "The streamer draws from the generator that tokens are drawn from, and drafts have drawn ahead; give "
-                "it a torch.Generator of its own, or leave assistant= out."
-            )
-        return result
 
 
 @contextmanager

@@ -99,16 +99,22 @@ def all_known(processors: LogitsProcessorList) -> bool:
     return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
 
 
-def needs_stocks_steps(processors: LogitsProcessorList, criteria: Any, generation_config: Any) -> bool:
-    """Must all rows go in step, one call per position on the whole batch, because calls may do anything?
+def needs_stocks_steps(
+    processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any
+) -> bool:
+    """Whether all rows go in step, one call per position on the whole batch, because calls may do anything.
 
-    A processor or criterion that is not known may keep state from call to call, look across rows, read the
-    clock or draw from the global generator. What is collected per step is collected for ended rows too.
+    A processor or criterion that is not known may keep state from call to call, look across rows, read the clock or
+    draw from the global generator, as a streamer may. What is collected per step is collected for ended rows too.
     """
     config = generation_config
+    draws = config.do_sample and not (streamer is None or type(streamer).__module__.startswith("transformers."))
     collects = config.return_dict_in_generate and (
         config.output_scores or config.output_logits or config.output_hidden_states
     )
     return bool(
-        collects or not all_known(processors) or any(type(criterion) not in _CRITERIA for criterion in criteria)
+        collects
+        or draws
+        or not all_known(processors)
+        or any(type(criterion) not in _CRITERIA for criterion in criteria)
     )

@@ -1,20 +1,52 @@
-"""`Request`: one call of `generate` as its rounds see it."""
+"""`Request`: one call of `generate` as its rounds see it; `admit` reads its options, or refuses.
+
+What cannot be exact is refused with one sentence that names the remedy; nothing has run by then but the trial of a
+target that is new (`hf_dart.models.trial`).
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Hashable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 from transformers import LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
-from transformers.cache_utils import Cache
+from transformers.cache_utils import Cache, StaticLayer
+from transformers.generation import GenerationMode
+from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
+from transformers.integrations.fsdp import is_fsdp_managed_module
 
+from hf_dart.cache.stock_layers import attention_layers, keeps_states, slots_of
+from hf_dart.decoding.pace import Pace
+from hf_dart.decoding.processors import needs_stocks_steps
+from hf_dart.decoding.rows import length_limit
 from hf_dart.drafters.base import Drafter
-from hf_dart.models.stock_steps import cache_name
+from hf_dart.models.masks import layer_windows
+from hf_dart.models.positions import refuse_crossing
+from hf_dart.models.processes import alone, is_shared, refuse_different_calls
+from hf_dart.models.running_states.mixers import takes_levels
+from hf_dart.models.stock_steps import beside_text, cache_name
+from hf_dart.models.support import drops_out, refuse_cache, refuse_target
+from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
 
+# What asks `generate` for other modes than greedy search and sampling.
+_OTHER_MODES = (
+    "constraints",
+    "force_words_ids",
+    "penalty_alpha",
+    "dola_layers",
+    "prompt_lookup_num_tokens",
+    "assistant_early_exit",
+    "use_mtp",
+)
 _CHOOSING = ("do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+FILL = 64
+"""Tokens fed at once when rows that ended early are filled up for a cache that is handed back."""
 
 
 @dataclass(frozen=True)
@@ -89,3 +121,247 @@ class Request:
         """Does the call return what "output_scores", "output_logits" or "output_hidden_states" names?"""
         config = self.generation_config
         return bool(config.return_dict_in_generate and getattr(config, name))
+
+
+def admit(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    processors: LogitsProcessorList,
+    criteria: StoppingCriteriaList,
+    generation_config: Any,
+    drafter: Drafter[Any],
+    tree_config: TreeConfig | None,
+    refine: int | None,
+    trace: bool | None,
+    synced_gpus: bool,
+    streamer: Any,
+    model_kwargs: dict[str, Any],
+) -> Request:
+    """The call as a `Request`.
+
+    Args:
+        input_ids: [B, P] left-padded prompts.
+        tree_config, refine: replace the drafter's for this call; None leaves them.
+        synced_gpus: as stock was told.
+        streamer: of the call; None for none.
+
+    Raises:
+        TypeError: an argument is of another type.
+        ValueError: something was asked for that could not equal stock's output.
+    """
+    if not isinstance(tree_config, TreeConfig | None):
+        raise TypeError(f"tree_config= takes a TreeConfig, not {tree_config!r:.100}; give TreeConfig(nodes=8), say.")
+    if not isinstance(trace, bool | None):
+        raise TypeError(f"trace is {trace!r:.100}; give True or False.")
+    tree_config = tree_config or drafter.tree_config
+    if refine is not None:
+        tree_config = replace(tree_config, refine=refine)
+    if tree_config.refine and not drafter.refines:
+        raise ValueError(
+            f"This {type(drafter).__name__} does not refine its drafts; give refine=0, or a head that was trained "
+            "with an editor."
+        )
+    width = input_ids.shape[1]
+    max_length = length_limit(criteria, width)
+    mask, embeddings = model_kwargs.get("attention_mask"), model_kwargs.get("inputs_embeds")
+    prompt = input_ids if embeddings is None else embeddings
+    total = max(prompt.shape[1], getattr(generation_config, "_mask_length", 0) if mask is None else mask.shape[1])
+    most = total + max_length - width
+    padded = mask is not None and not bool(mask.all())
+    refuse_target(model)
+    refuse_different_calls(model, input_ids, generation_config, tree_config)
+    refuse_options(model, generation_config, input_ids, synced_gpus, model_kwargs)
+    refuse_drafter(drafter)
+    drafter.check_target(model)
+    stock = refuse_cache(model_kwargs.get(cache_name(model)))
+    pads = left_padding(mask, total, len(input_ids))
+    # Nothing of the target has run until here.
+    check_verification(model, most, max(tree_config.nodes or 0, FILL), len(input_ids), padded)
+    input_ids = input_ids.long()  # as stock's are once a token is added
+    prompt = input_ids if embeddings is None else embeddings
+    levels = any(map(keeps_states, stock.layers)) and takes_levels(model)
+    # Processes that share a target would measure different costs, and verify different trees.
+    timed = frozenset() if is_shared(model) else Pace.timed_costs(tree_config, input_ids.device.type)
+    tree_config = tree_config.for_levels(levels, input_ids.device.type)
+    if tree_config.draft_cost is None:
+        tree_config = replace(tree_config, draft_cost=drafter.draft_cost(model, tree_config.depth))
+    cached = slots_of(stock)
+    refuse_crossing(model, pads, cached, total, most)
+    refuse_cache_length(stock, layer_windows(model, stock), cached, total - prompt.shape[1], total, most - 1)
+    if drafter.engine is None and model._valid_auto_compile_criteria(model_kwargs, generation_config):
+        warnings.warn(
+            "generate would compile the target for this static cache; drafted rounds run it eagerly, unless "
+            "hf_dart.compile(model, head) was called.",
+            stacklevel=2,
+        )
+    return Request(
+        model=model,
+        drafter=drafter,
+        tree_config=tree_config,
+        processors=processors,
+        criteria=criteria,
+        generation_config=generation_config,
+        model_kwargs=model_kwargs,
+        input_ids=input_ids,
+        prompt=prompt,
+        pads=pads,
+        cached=cached,
+        total=total,
+        most=most,
+        max_length=max_length,
+        sees=bool(beside_text(model, model_kwargs)),
+        in_step=needs_stocks_steps(processors, criteria, streamer, generation_config),
+        traced=bool(trace),
+        timed=timed,
+    )
+
+
+def refuse_drafter(drafter: Drafter[Any]) -> None:
+    """Raise for drafters that would draw from the generator that tokens are drawn from.
+
+    Raises:
+        ValueError: active dropout.
+    """
+    if isinstance(drafter, nn.Module) and drops_out(drafter):
+        raise ValueError(
+            "The drafter is in train mode, where dropout moves the generator that tokens are drawn from; call its "
+            "eval() first."
+        )
+
+
+def refuse_options(
+    model: PreTrainedModel, generation_config: Any, input_ids: Tensor, synced_gpus: bool, kwargs: dict[str, Any]
+) -> None:
+    """Raise for options of `generate` whose result a drafted run could not equal.
+
+    Raises:
+        ValueError: the message names the option and what to do instead.
+    """
+    config = generation_config
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        asked_by = [name for name in _OTHER_MODES if getattr(config, name, None)] or [f"num_beams={config.num_beams}"]
+        raise ValueError(
+            f"Drafts serve greedy search and sampling, not {mode.value}; leave out {' and '.join(asked_by)}, or leave "
+            "assistant= out."
+        )
+    named = [
+        (config.use_cache is False, "use_cache=False", "use_cache=True"),
+        (bool(config.is_assistant), "is_assistant=True", "is_assistant=False"),
+        (bool(config.output_attentions), "output_attentions=True", "output_attentions=False"),
+        (isinstance(config.output_hidden_states, list), "output_hidden_states=[...]", "output_hidden_states=True"),
+        (isinstance(kwargs.get("logits_to_keep"), Tensor), "logits_to_keep=tensor(...)", "a number"),
+        (
+            synced_gpus or _is_sharded(model),
+            "synced_gpus (FSDP or ZeRO-3 generation)",
+            "a model that is whole on each process",
+        ),
+    ]
+    for refused, option, instead in named:
+        if refused:
+            raise ValueError(f"{option} cannot be drafted exactly; use {instead}, or leave assistant= out.")
+    _refuse_soft_prompts(model)
+    _refuse_shapes(input_ids, kwargs.get("inputs_embeds"), kwargs.get("attention_mask"))
+
+
+def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | None) -> None:
+    """Raise for what is no prompt, and for parts that are not of one."""
+    prompt = input_ids if embeddings is None else embeddings
+    rows, dimensions = len(input_ids), 2 if embeddings is None else 3
+    if input_ids.ndim != 2 or prompt.ndim != dimensions or len(prompt) != rows:
+        raise ValueError(
+            f"A prompt of shape {list(prompt.shape)} is no batch of {rows} rows; give input_ids [rows, tokens] or "
+            "inputs_embeds [rows, tokens, width]."
+        )
+    if 0 in prompt.shape[:2]:
+        raise ValueError("The prompt is empty; give at least one row of at least one token.")
+    if input_ids.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"Token ids cannot be {input_ids.dtype}; pass input_ids.long().")
+    if mask is not None and (mask.ndim != 2 or len(mask) != rows or mask.shape[1] < prompt.shape[1]):
+        raise ValueError(
+            f"An attention mask of shape {list(mask.shape)} does not fit a prompt of {rows} rows and "
+            f"{prompt.shape[1]} tokens; give it one entry for each, and for each that is in the cache."
+        )
+
+
+def _is_sharded(model: PreTrainedModel) -> bool:
+    """Do processes hold parts of the model, so that stock would keep them in step?"""
+    return not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
+
+
+def _refuse_soft_prompts(model: PreTrainedModel) -> None:
+    """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
+    wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
+    config = getattr(wrapper, "active_peft_config", None)
+    if config is not None and config.is_prompt_learning:
+        raise ValueError(
+            f"{type(config).__name__} puts soft prompts before the text, which no head was trained on; call generate "
+            "without assistant=."
+        )
+
+
+def refuse_cache_length(
+    cache: Cache, windows: list[int | None], cached: int, first: int, total: int, slots: int
+) -> None:
+    """Raise for a cache that does not fit the prompt, or is too short for the answer.
+
+    Args:
+        windows: how many positions each of its attention layers sees; None for all.
+        cached: slots that the cache holds.
+        first: slot of the first token (or embedding) that is passed.
+        total: slots of prompt and cached prefix.
+        slots: that the call may need.
+
+    Raises:
+        ValueError: stock would feed the prompt twice, leave a gap, or (unless every row ended early) run over the end
+            of a static cache.
+    """
+    if first > 0 == cached:
+        raise ValueError(
+            f"The attention mask has {total} entries for a prompt of {total - first} tokens and nothing is cached; "
+            "give it one for each token."
+        )
+    if cached >= total:
+        raise ValueError(
+            f"The cache holds {cached} tokens and the prompt has {total}, but the target has to run over the last one; "
+            f"crop the cache by {cached - total + 1} or add new tokens to the prompt."
+        )
+    if first not in (0, cached):
+        raise ValueError(
+            f"The cache holds {cached} tokens and input_ids begin at token {first}; pass the whole text, or all that "
+            "the cache does not hold."
+        )
+    rooms = [
+        layer.max_cache_len
+        for layer, window in zip(attention_layers(cache), windows, strict=True)
+        # One that is shorter than the window of its layer would be another window.
+        if isinstance(layer, StaticLayer) and (not layer.is_sliding or window is None or layer.max_cache_len < window)
+    ]
+    if rooms and min(rooms) < slots:
+        raise ValueError(
+            f"This StaticCache has room for {min(rooms)} tokens and this call may need {slots}; pass a longer one or a "
+            "smaller max_new_tokens."
+        )
+
+
+def left_padding(attention_mask: Tensor | None, total: int, batch_size: int) -> list[int]:
+    """Pads in front of each row.
+
+    Args:
+        attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.
+        total: slots of prompt and cached prefix.
+
+    Raises:
+        ValueError: masked slots elsewhere than in front.
+    """
+    if attention_mask is None:
+        return [0] * batch_size
+    seen = attention_mask.bool()
+    if bool((seen[:, :-1] & ~seen[:, 1:]).any()):
+        raise ValueError(
+            "The attention mask hides tokens after visible ones; pad on the left (tokenizer.padding_side='left')."
+        )
+    pads = (~seen).sum(-1).tolist()
+    if total in pads:
+        raise ValueError("A row of the batch is all padding; give every row at least one token.")
+    return pads

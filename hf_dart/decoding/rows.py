@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 import sys
-from contextlib import nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import EosTokenCriteria, MaxLengthCriteria
 
-from hf_dart.decoding.noise import RefusesDraws
 from hf_dart.drafters.proposal import Verified
 from hf_dart.models.devices import users_default
 
@@ -221,16 +219,10 @@ class Rows:
 
 
 class Streaming:
-    """Hands tokens to a streamer position by position, as far as all rows have come.
+    """Hands tokens to a streamer position by position, as far as all rows have come."""
 
-    Args:
-        drawn_ahead: noise of positions that the streamer has not seen was drawn already.
-    """
-
-    def __init__(self, streamer: Any, rows: Rows, drawn_ahead: bool = False) -> None:
+    def __init__(self, streamer: Any, rows: Rows) -> None:
         self._streamer = streamer
-        own = not type(streamer).__module__.startswith("transformers.")
-        self._guard = RefusesDraws(rows.device) if drawn_ahead and own else nullcontext()
         self._rows = rows
         self._sent = 0
         self._sending = False
@@ -243,7 +235,7 @@ class Streaming:
         for position in range(self._sent, self._rows.common):
             self._sent = position + 1
             tokens = self._rows.generated(position)
-            with self._guard, users_default():
+            with users_default():
                 self._streamer.put(tokens)
         self._sending = False
 

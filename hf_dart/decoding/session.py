@@ -1,30 +1,34 @@
-"""What one call of `generate` needs from its first round to its last: complete when it is made, by `prefill`."""
+"""What one call of `generate` needs from its first round to its last: complete when it is made, by `begin`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor
-from transformers.cache_utils import Cache
 
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.drafter_runner import DrafterRunner
+from hf_dart.decoding.feed import begun, read_prompt
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
+from hf_dart.decoding.noise import MAX_LEAD, NoiseStream, put_back
 from hf_dart.decoding.pace import CHAIN, Pace, row_weights
 from hf_dart.decoding.request import Request
 from hf_dart.decoding.rows import Rows, Streaming
 from hf_dart.decoding.stats import DraftStats
+from hf_dart.decoding.trace import Trace
+from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import Accepted, Walker
 from hf_dart.drafters.proposal import Proposal, Verified
-from hf_dart.models.features import Streams, row_axis, states_at
+from hf_dart.models.features import Streams, row_axis, states_at, streams_of
+from hf_dart.models.processes import is_shared
+from hf_dart.models.verify import Verifier
 from hf_dart.trees.copies import Copy
 from hf_dart.trees.tree import DraftTree
-
-Noise = Callable[[int, int], "Tensor | None"]
-"""Of a start and a depth: the Gumbel noise [B, depth, V] of tokens that many places after the text, if trees see it."""
 
 
 @dataclass(frozen=True)
@@ -74,11 +78,8 @@ class Session:
         grower: from a draft to a tree.
         verify: the target's forward over a tree: a `Verifier`, or a captured one in its place.
         cache: what stays of it, round by round.
-        own_cache: the call's own cache, where all of that lies when the rounds are over.
         walk: the target's own choice at every node.
         noise: that tokens are drawn with; None for greedy search.
-        noise_ahead: the same, as far as trees may see it.
-        stock_cache: stock's, filled by the prefill.
         vocab_size: V of the target's logits.
         hidden_states: where the call returns them.
         seen: the positions that the last round verified, each with the token after it.
@@ -93,14 +94,21 @@ class Session:
     grower: TreeGrower
     verify: Any
     cache: TargetCache
-    own_cache: TargetCache
     walk: Walker
     noise: NoiseStream | None
-    noise_ahead: Noise
-    stock_cache: Cache
     vocab_size: int
     hidden_states: HiddenStates | None
     seen: Verified
+
+    def noise_ahead(self, start: int, depth: int) -> Tensor | None:
+        """Gumbel noise [B, depth, V] of tokens from `start` places after the text on; None if trees may not see it."""
+        if self.noise is None or not self.request.tree_config.shared_noise:
+            return None
+        return self.noise.gumbel([emitted + start for emitted in self.rows.emitted], depth)
+
+    def score(self, level: int, logits: Tensor) -> Tensor:
+        """Log-scores [B, W, V] of the logits [B, W, V] of depth `level`, as the tree will rank them."""
+        return self.grower.score(logits, self.noise_ahead(level, 1))
 
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round. Noise that no row needs any more is dropped."""
@@ -110,7 +118,7 @@ class Session:
             slowest = rows.slowest()
             self.noise.forget_before(slowest)
             ahead = zip(limits, rows.emitted, strict=True)
-            # A row that is as far ahead as it may be, or came farther in captured rounds, goes on token by token.
+            # A row that is as far ahead as it may be goes on token by token.
             limits = [min(room, max(1, slowest + MAX_LEAD - emitted)) for room, emitted in ahead]
         return limits
 
@@ -150,3 +158,74 @@ class Session:
         self.pace.count(budget.level, came, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
+
+
+def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[Session, Tensor]:
+    """Run the prompt through the target and the drafter, and make the parts of the call.
+
+    Args:
+        request: what `admit` let in.
+        streamer: is told of every token.
+        noise: that tokens are drawn with, not begun; None for greedy search.
+
+    Returns:
+        The session, which has seen the whole prompt but for the token after it, and the target's logits [B, 1, V] for
+        that token.
+
+    Raises:
+        ValueError: as `read_prompt` does.
+    """
+    drafter, config, batch = request.drafter, request.tree_config, len(request.input_ids)
+    stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
+    rows = Rows(
+        request.input_ids,
+        request.model_kwargs.get("attention_mask"),
+        request.generation_config,
+        request.criteria,
+        request.in_step,
+    )
+    aside = partial(put_back, rows.device) if noise is not None and rows.in_step else nullcontext
+    if noise is not None:
+        noise.begin()
+    with stats.phase("prefill"):
+        with aside():
+            state = resume_state(request.stock_cache, drafter, request.input_ids, request.first_slot, request.pads)
+            state = state or begun(request, rows)
+            state.sees |= request.sees
+            ran = read_prompt(request, rows, state)
+        hidden_states = None
+        if request.collects("output_hidden_states"):
+            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width, streams_of(request.model))
+        verify = Verifier(
+            request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.shift
+        )
+        drafter.lend(state.state, verify)
+        logits = ran.outputs.logits[:, -1:].to(rows.device)
+        if noise is not None:
+            noise.vocab_size = logits.shape[-1]
+        streaming = Streaming(streamer, rows)
+        kept = {f"keep_{name}": request.collects(f"output_{name}") for name in ("scores", "logits")}
+        depth = min(config.depth or drafter.draft_length, drafter.draft_length)
+        # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
+        records = None if is_shared(request.model) else drafter.pace_records
+        pace = Pace(config, rows.device.type, batch, depth, request.timed, records, request.kind)
+        session = Session(
+            request=request,
+            rows=rows,
+            streaming=streaming,
+            stats=stats,
+            pace=pace,
+            drafter_runner=DrafterRunner(
+                drafter, state, drafter.propose_ranked, depth, rows, aside, pace.ever_drafts or request.returns_cache
+            ),
+            grower=TreeGrower(drafter, config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost),
+            verify=verify,
+            cache=ran.cache,
+            walk=Walker(request.processors, rows, streaming, noise, **kept),
+            noise=noise,
+            vocab_size=logits.shape[-1],
+            hidden_states=hidden_states,
+            # The prompt's last position waits for the token after it.
+            seen=Verified(ran.features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long)),
+        )
+    return session, logits

@@ -20,8 +20,7 @@ from hf_dart.cache import windows as buffers
 from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding import finish
-from hf_dart.decoding import prefill as prefilling
+from hf_dart.decoding import feed, finish
 from hf_dart.decoding.api import attach
 from hf_dart.models.masks import mask_kinds
 from hf_dart.models.verify import Verifier
@@ -174,7 +173,7 @@ def next_turn(target: Any, sequences: Tensor, mask: Tensor, cache: DynamicCache,
 def test_the_returned_cache_is_stocks(
     family: str, make: Callable[..., TargetCache], lengths: list[int], eos: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefilling, "TargetCache", make)
+    monkeypatch.setattr(feed, "TargetCache", make)
     monkeypatch.setattr(finish, "FILL", 3)  # rows that ended early are brought to the end in several steps
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
@@ -295,7 +294,7 @@ def test_sliding_layers_keep_their_window(family: str, lengths: list[int], monke
         made.append(TargetCache(*args, **kwargs))
         return made[-1]
 
-    monkeypatch.setattr(prefilling, "TargetCache", noted)
+    monkeypatch.setattr(feed, "TargetCache", noted)
     target = attach(tiny_target(family))
     inputs = prompts(lengths)
     options = {"do_sample": False, "max_new_tokens": 220}

@@ -11,7 +11,7 @@ from support.trees import WAYS, paths
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.candidates import SeenTokens
+from hf_dart.decoding.rank import SeenTokens
 from hf_dart.drafters.proposal import Proposal
 
 

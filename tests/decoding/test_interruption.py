@@ -30,7 +30,7 @@ from torch import Tensor
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding import prefill, session
+from hf_dart.decoding import feed, session
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +61,7 @@ def test_interrupted_anywhere_in_stocks_steps() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "part"), [(prefill, "mask_kinds"), (prefill, "Verifier"), (prefill, "Walker"), (session, "row_weights")]
+    ("where", "part"), [(feed, "mask_kinds"), (session, "Verifier"), (session, "Walker"), (session, "row_weights")]
 )
 def test_a_kept_interruption_holds_no_noise(
     pair: tuple[Any, DartHead], where: Any, part: str, monkeypatch: pytest.MonkeyPatch

@@ -11,7 +11,7 @@ from support.compare import assert_identical
 from support.tiny import prompts, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.decoding import api, prefill
+from hf_dart.decoding import api, session
 from hf_dart.decoding.api import attach
 from hf_dart.decoding.noise import MAX_LEAD, NoiseStream
 from hf_dart.decoding.rows import Rows
@@ -189,7 +189,7 @@ def test_what_is_held_stays_bounded(
                 leads.append(max(running.emitted) - running.slowest())
                 held.append((len(self._blocks), len(self._gumbels), len(self._states)))
 
-    monkeypatch.setattr(prefill, "Rows", WatchedRows)
+    monkeypatch.setattr(session, "Rows", WatchedRows)
     monkeypatch.setattr(api, "NoiseStream", WatchedStream)
     target = attach(tiny_target("llama"))
     inputs = prompts([9, 3, 7, 13])

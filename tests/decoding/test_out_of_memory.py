@@ -32,7 +32,7 @@ from transformers.cache_utils import StaticLayer
 from hf_dart import DartHead
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding import admit
+from hf_dart.decoding import request
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def out_of_memory(where: Any, name: str, call: int) -> Any:
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(where, name, fails)
-        patched.setattr(admit, "check_verification", lambda *args: None)  # it would run a patched target first
+        patched.setattr(request, "check_verification", lambda *args: None)  # it would run a patched target first
         yield
 
 

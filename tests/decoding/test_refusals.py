@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache, T5Config, T5ForConditionalGeneration
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding import admit as options
+from hf_dart.decoding import request as options
 from hf_dart.decoding.api import attach
 from hf_dart.models.trial import check_verification
 

@@ -17,9 +17,9 @@ from torch import Tensor
 from hf_dart import DartHead, TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding.api import attach
-from hf_dart.decoding.chain import ChainScores, best_chain
 from hf_dart.drafters.layers import rotation_at
 from hf_dart.drafters.proposal import Proposal
+from hf_dart.trees.chain import ChainScores, best_chain
 
 CLOSE = {"rtol": 1e-10, "atol": 1e-10}
 SHAPES = [

@@ -23,7 +23,7 @@ from support.tiny import prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 import hf_dart
 from hf_dart import LookupDrafter, TreeConfig
 from hf_dart.cache.slot_cache import SlotCache
-from hf_dart.decoding import admit
+from hf_dart.decoding import request
 from hf_dart.engine import engine as module
 from hf_dart.engine.graphs import Launch
 from hf_dart.models.attention import attends_to_trees
@@ -114,7 +114,7 @@ def test_a_target_that_asks_its_cache_for_its_length(pair: tuple[Any, Any], monk
 
     engine(target, head)
     monkeypatch.setattr(type(target), "forward", scaled)
-    monkeypatch.setattr(admit, "check_verification", lambda *args: None)  # it would refuse such a target
+    monkeypatch.setattr(request, "check_verification", lambda *args: None)  # it would refuse such a target
     with pytest.warns(UserWarning, match="computes something else on fixed shapes"):
         assert_identical(target, head, batch(1, "sdpa"), **GREEDY)
 

@@ -204,10 +204,10 @@ def test_what_is_kept_while_drafting_pauses(monkeypatch: pytest.MonkeyPatch) -> 
                 place.copy_(found)
             self._found = before
 
-    def watched(self: DrafterRunner, seen: Any, level: str) -> Any:
+    def watched(self: DrafterRunner, seen: Any, level: str, score: Any) -> Any:
         if len(self.pending) > 1 and level != PAUSE:
             taken.append(torch.cat([features[0, :1] for features, _, _ in self.pending]))
-        return propose(self, seen, level)
+        return propose(self, seen, level, score)
 
     monkeypatch.setattr(CapturedForward, "step", in_place)
     monkeypatch.setattr(DrafterRunner, "propose", watched)

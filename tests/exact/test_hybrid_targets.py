@@ -23,7 +23,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from hf_dart import LookupDrafter, TreeConfig, attach
 from hf_dart.cache.states import RunningStates, states_of
-from hf_dart.decoding import prefill
+from hf_dart.decoding import feed
 from hf_dart.drafters.dflash.drafter import DFlashDrafter
 
 pytestmark = needs_running_states
@@ -292,11 +292,11 @@ def test_a_failure_in_the_prefill_leaves_all_as_it_was(monkeypatch: pytest.Monke
     def fails(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    plain = prefill.mask_kinds
-    monkeypatch.setattr(prefill, "mask_kinds", fails)  # once stock has written to every layer
+    plain = feed.mask_kinds
+    monkeypatch.setattr(feed, "mask_kinds", fails)  # once stock has written to every layer
     with pytest.raises(KeyboardInterrupt):
         run(target, next_turn, 0, past_key_values=cache, assistant=head, max_new_tokens=5, do_sample=False)
-    monkeypatch.setattr(prefill, "mask_kinds", plain)
+    monkeypatch.setattr(feed, "mask_kinds", plain)
     assert states_of(cache).keys() == states_of(before).keys()
     for slot, state in states_of(before).items():
         assert torch.equal(states_of(cache)[slot], state)

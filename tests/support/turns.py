@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, StaticCache
 
 from hf_dart import DartHead
-from hf_dart.decoding import prefill, turns
+from hf_dart.decoding import session, turns
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.proposal import Proposal
 from support.caches import CLOSE, FP32, assert_same_cache
@@ -43,7 +43,7 @@ def taken_up(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
         answers.append(draft is not None)
         return draft
 
-    monkeypatch.setattr(prefill, "resume_state", watched)
+    monkeypatch.setattr(session, "resume_state", watched)
     return answers
 
 

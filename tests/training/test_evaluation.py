@@ -16,10 +16,10 @@ from support.tiny_training import LENGTHS, examples, tiny_head, tiny_target, tin
 from torch import Tensor
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding.chain import best_chain
 from hf_dart.training import DartTrainer, losses
 from hf_dart.training.objective.losses import NO_LABEL
 from hf_dart.training.trainers.evaluate import DraftQuality, first_prompts
+from hf_dart.trees.chain import best_chain
 
 ROWS = token_rows(LENGTHS * 4)
 

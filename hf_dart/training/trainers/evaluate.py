@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import TrainerCallback
 
-from hf_dart.decoding.chain import best_chain
 from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.training.objective.losses import NO_LABEL, coupled_chain
 from hf_dart.training.trainers.drafts import Drafts
+from hf_dart.trees.chain import best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.vocabulary import spread
 

@@ -1,40 +1,27 @@
-"""Stock prefill, read by the drafter chunk by chunk, and the session that rounds go on with (`prefill`)."""
+"""The prompt: stock's prefill, read by the drafter chunk by chunk, and the cache that takes over from it."""
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import Cache
 
 from hf_dart.cache.stock_layers import undone_on_failure
 from hf_dart.cache.target_cache import TargetCache
-from hf_dart.decoding.drafter_runner import DrafterRunner
-from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.noise import NoiseStream, put_back
-from hf_dart.decoding.pace import Pace
 from hf_dart.decoding.request import Request
-from hf_dart.decoding.rows import Rows, Streaming
-from hf_dart.decoding.session import HiddenStates, Noise, Session
-from hf_dart.decoding.stats import DraftStats
-from hf_dart.decoding.trace import Trace
-from hf_dart.decoding.turns import DrafterState, resume_state
-from hf_dart.decoding.walk import Walker
+from hf_dart.decoding.rows import Rows
+from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import Drafter
-from hf_dart.drafters.proposal import AT_ONCE, Verified, entries_of
+from hf_dart.drafters.proposal import AT_ONCE, entries_of
 from hf_dart.models.devices import users_default
 from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
 from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.models.positions import refuse_shifted
-from hf_dart.models.processes import is_shared
 from hf_dart.models.stock_steps import beside_text, cache_after, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
 from hf_dart.models.trial import refuse_what_matters
-from hf_dart.models.verify import Verifier
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512
@@ -166,101 +153,7 @@ class PrefillRecorder:
         return outputs
 
 
-def prefill(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[Session, Tensor]:
-    """Run the prompt through the target and the drafter.
-
-    Should it fail, a cache that was passed in is as it was.
-
-    Args:
-        request: what `admit` let in.
-        streamer: is told of every token.
-        noise: that tokens are drawn with, not begun; None for greedy search.
-
-    Returns:
-        The session, which has seen the whole prompt but for the token after it, and the target's logits [B, 1, V] for
-        that token.
-
-    Raises:
-        ValueError: the target turns out to keep a cache whose rounds cannot be undone.
-    """
-    config, batch = request.generation_config, len(request.input_ids)
-    stats = DraftStats(trace=Trace(request.input_ids.shape[1]) if request.traced else None)
-    rows = Rows(
-        request.input_ids, request.model_kwargs.get("attention_mask"), config, request.criteria, request.in_step
-    )
-    aside = partial(put_back, rows.device) if noise is not None and rows.in_step else nullcontext
-    if noise is not None:
-        noise.begin()
-    with stats.phase("prefill"):
-        with aside():
-            drafter_state = resume_state(
-                request.stock_cache, request.drafter, request.input_ids, request.first_slot, request.pads
-            )
-            drafter_state = drafter_state or _begun(request, rows)
-            drafter_state.sees |= request.sees
-            ran = _run(request, rows, drafter_state)
-        hidden_states = None
-        if request.collects("output_hidden_states"):
-            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width, streams_of(request.model))
-        verify = Verifier(
-            request.model, ran.cache, ran.kinds, request.drafter.feature_layers, hidden_states is not None, ran.shift
-        )
-        request.drafter.lend(drafter_state.state, verify)
-        logits = ran.outputs.logits[:, -1:].to(rows.device)
-        if noise is not None:
-            noise.vocab_size = logits.shape[-1]
-        noise_ahead = _as_trees_see(noise, rows, request)
-        streaming = Streaming(streamer, rows, drawn_ahead=bool(config.do_sample) and not rows.in_step)
-        walk = Walker(
-            request.processors,
-            rows,
-            streaming,
-            noise,
-            keep_scores=request.collects("output_scores"),
-            keep_logits=request.collects("output_logits"),
-        )
-        depth = min(request.tree_config.depth or request.drafter.draft_length, request.drafter.draft_length)
-        # What one of the processes that share a target learnt from a call that broke off in it, the others did not.
-        records = None if is_shared(request.model) else request.drafter.pace_records
-        pace = Pace(request.tree_config, rows.device.type, batch, depth, request.timed, records, request.kind)
-        grower = TreeGrower(
-            request.drafter, request.tree_config, request.processors, rows.tokens, rows.device, rows.eos, pace.cost
-        )
-        drafter_runner = DrafterRunner(
-            request.drafter,
-            drafter_state,
-            request.drafter.propose_ranked,
-            grower.depth,
-            lambda level, scores: grower.score(scores, noise_ahead(level, 1)),
-            rows,
-            aside,
-            keeps=pace.ever_drafts or request.returns_cache,
-        )
-    # The prompt's last position waits for the token after it.
-    waiting = Verified(ran.features, request.input_ids.new_zeros(batch, 1), torch.ones(batch, dtype=torch.long))
-    session = Session(
-        request=request,
-        rows=rows,
-        streaming=streaming,
-        stats=stats,
-        pace=pace,
-        drafter_runner=drafter_runner,
-        grower=grower,
-        verify=verify,
-        cache=ran.cache,
-        own_cache=ran.cache,
-        walk=walk,
-        noise=noise,
-        noise_ahead=noise_ahead,
-        stock_cache=ran.stock,
-        vocab_size=logits.shape[-1],
-        hidden_states=hidden_states,
-        seen=waiting,
-    )
-    return session, logits
-
-
-class _Prefilled(NamedTuple):
+class Prefilled(NamedTuple):
     """What comes of stock's prefill.
 
     Attributes:
@@ -268,8 +161,7 @@ class _Prefilled(NamedTuple):
         features: [B, 1, F] of the last position.
         shift: [..., B] how far positions that the target is told lie above a row's own; None if nowhere.
         kinds: of masks.
-        stock: stock's cache.
-        cache: the one that takes over from it.
+        cache: takes over from stock's.
     """
 
     outputs: Any
@@ -277,11 +169,10 @@ class _Prefilled(NamedTuple):
     features: Tensor
     shift: Tensor | None
     kinds: list[MaskKind]
-    stock: Cache
     cache: TargetCache
 
 
-def _begun(request: Request, rows: Rows) -> DrafterState:
+def begun(request: Request, rows: Rows) -> DrafterState:
     """A new state of the drafter, which has read what comes before the first position that will be run."""
     state = request.drafter.begin(len(rows), request.total + min(rows.room(0), _HEADROOM))
     # Slots before those of the prompt are not known where a cache holds what was never handed in as ids.
@@ -294,8 +185,14 @@ def _begun(request: Request, rows: Rows) -> DrafterState:
     return DrafterState(state, request.cached, request.pads)
 
 
-def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefilled:
-    """Stock's prefill, and the cache that takes over from it."""
+def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Prefilled:
+    """Run the prompt through the target, by stock's prefill, and through the drafter.
+
+    Should it fail, a cache that was passed in is as it was.
+
+    Raises:
+        ValueError: the target turns out to keep a cache whose rounds cannot be undone.
+    """
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
     if request.sees and not tail.is_floating_point():
@@ -320,15 +217,4 @@ def _run(request: Request, rows: Rows, drafter_state: DrafterState) -> _Prefille
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
         refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
-    return _Prefilled(outputs, recorder.width, last, recorder.shift, kinds, stock, cache)
-
-
-def _as_trees_see(noise: NoiseStream | None, rows: Rows, request: Request) -> Noise:
-    """The Gumbel noise [B, depth, V] of tokens from `start` places after the text on, where trees may see it."""
-
-    def ahead(start: int, depth: int) -> Tensor | None:
-        if noise is None or not request.tree_config.shared_noise:
-            return None
-        return noise.gumbel([emitted + start for emitted in rows.emitted], depth)
-
-    return ahead
+    return Prefilled(outputs, recorder.width, last, recorder.shift, kinds, cache)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_dart.decoding.topk import largest
+from hf_dart.decoding.rank import largest
 
 
 @settings(max_examples=60, deadline=None)
