@@ -9,7 +9,7 @@ them until it is written back, and are what a row goes back to that has gone too
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,39 +57,8 @@ def states_of(cache: Cache) -> dict[StateSlot, Tensor]:
     return found
 
 
-class NodeStates(Protocol):
-    """Some running states after every node of a tree."""
-
-    def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
-        """The states [B, ...] after the first `counts[b]` nodes of `path[b]` [B, A]: `before`, where those are none.
-
-        A tensor of counts [B] is not read on the host; level by level they are a list.
-        """
-
-
-class LevelStates:
-    """The states of nodes, level by level.
-
-    Args:
-        levels: of the tree.
-        states: of the nodes of each level, [M, ...] each.
-    """
-
-    def __init__(self, levels: TreeLevels, states: list[States]) -> None:
-        self._levels, self._states = levels, states
-
-    def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
-        assert isinstance(counts, list)
-        new = {slot: before[slot] for slot in self._states[0]}
-        for count in sorted(set(counts) - {0}):
-            rows = [row for row, its in enumerate(counts) if its == count]
-            places = self._levels.places[rows, path[rows, count - 1].cpu()]
-            for slot, nodes in self._states[count - 1].items():
-                accepted = nodes[places.to(nodes.device)]
-                if len(rows) < len(counts):
-                    accepted = new[slot].index_copy(0, torch.tensor(rows, device=nodes.device), accepted)
-                new[slot] = accepted
-        return new
+After = Callable[[Tensor], Tensor]
+"""One running state [B, ...] after node `nodes[b]` [B] of each row of a tree that was verified."""
 
 
 class RunningStates:
@@ -108,11 +77,11 @@ class RunningStates:
     def __init__(self, prompt: Mapping[Any, Tensor]) -> None:
         self.prompt: States = dict(prompt)
         self.committed: States = dict(prompt)
-        self._nodes: list[NodeStates] = []
+        self._nodes: dict[StateSlot, After] = {}
 
     def begin(self, tree: DraftTree) -> None:
         """A tree is about to be verified; node states of the one before are dropped."""
-        self._tree, self._nodes = tree, []
+        self._tree, self._nodes = tree, {}
         self._levels: dict[torch.device, TreeLevels] = {}
         self._paths: dict[torch.device, TreePaths] = {}
 
@@ -135,24 +104,28 @@ class RunningStates:
             self._paths[device] = TreePaths.of(self._tree, device)
         return self._paths[device]
 
-    def keep(self, nodes: NodeStates) -> None:
+    def keep(self, nodes: Mapping[StateSlot, After]) -> None:
         """Keep states of the nodes of this tree until one of them is committed."""
-        self._nodes.append(nodes)
+        self._nodes.update(nodes)
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         """Take the states after the first `counts[b]` nodes of `path[b]` [B, A]; all at once, or none."""
-        self.committed, self._nodes = self.after(path, counts), []
+        self.committed, self._nodes = self.after(path, counts), {}
 
     def after(self, path: Tensor, counts: list[int] | Tensor) -> States:
-        """The states that `commit` would take."""
-        new = dict(self.committed)
-        for nodes in self._nodes:
-            new.update(nodes.after(path, counts, self.committed))
-        return new
+        """The states that `commit` would take. A tensor of counts [B] is not read on the host."""
+        if path.shape[1] == 0:
+            return dict(self.committed)
+        number = torch.as_tensor(counts, device=path.device)
+        nodes = path.gather(1, (number - 1).clamp(min=0)[:, None])[:, 0]
+        new = {slot: after(nodes) for slot, after in self._nodes.items()}
+        return self.committed | {
+            slot: torch.where(_like(number > 0, state), state, self.committed[slot]) for slot, state in new.items()
+        }
 
     def take_in(self, states: Mapping[Any, Tensor], rows: list[int]) -> None:
         """Take `states` [R, ...] of some rows [R] from elsewhere; the others go back to the prompt."""
-        self.committed, self._nodes = {}, []
+        self.committed, self._nodes = {}, {}
         for slot, state in self.prompt.items():
             self.committed[slot] = state.index_copy(0, torch.tensor(rows, device=state.device), states[slot])
 
@@ -161,7 +134,7 @@ class RunningStates:
         self.committed = {
             slot: torch.where(_like(rows, state), self.prompt[slot], state) for slot, state in self.committed.items()
         }
-        self._nodes = []
+        self._nodes = {}
 
 
 class FixedStates(RunningStates):
@@ -194,7 +167,7 @@ class FixedStates(RunningStates):
     def accepted(self, path: Tensor, counts: Tensor) -> list[Tensor]:
         """What `take` is to be given for the first `counts` [B] nodes of `path` [B, A]; node states are dropped."""
         new = [*self.after(path, counts).values()]
-        self._nodes, self._paths = [], {}
+        self._nodes, self._paths = {}, {}
         return new
 
     def commit(self, path: Tensor, counts: list[int]) -> None:

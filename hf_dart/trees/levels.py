@@ -30,12 +30,10 @@ class TreeLevels:
 
     Attributes:
         levels: from the roots on.
-        places: [B, N] place of each node in its level.
         order: [B, N] place of each node in all levels, laid one after another; of empty nodes, that of their root.
     """
 
     levels: list[Level]
-    places: Tensor
     order: Tensor
 
     @classmethod
@@ -54,7 +52,7 @@ class TreeLevels:
             places[rows, nodes] = torch.arange(len(rows))
             order[rows, nodes] = torch.arange(before, before + len(rows))
             before += len(rows)
-        return cls(levels, places, order)
+        return cls(levels, order)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -66,4 +64,4 @@ class TreeLevels:
         if device.type == "cpu":
             return self
         moved = [Level(one.rows.to(device), one.nodes.to(device), one.parents.to(device)) for one in self.levels]
-        return TreeLevels(moved, self.places.to(device), self.order.to(device))
+        return TreeLevels(moved, self.order.to(device))

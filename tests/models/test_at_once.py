@@ -16,9 +16,9 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_next.modeling_qwen3_next import causal_conv1d_update
 
 from hf_dart import attach
-from hf_dart.cache.states import RunningStates, StatefulCache, states_of
+from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
 from hf_dart.models.running_states import families
-from hf_dart.models.running_states.at_once import StatesAtOnce, convolution, delta_rule
+from hf_dart.models.running_states.at_once import convolution, delta_rule
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.families import AtOnce
 from hf_dart.models.running_states.mixers import mixers_of
@@ -81,10 +81,12 @@ def test_the_rule_is_what_it_is_defined_as(key_heads: int, decays: str) -> None:
     wanted, states = node_by_node(text, [query, key, value, log, rate])
     got, state = delta_rule(query, key, value, log, rate, text, TreePaths.of(TREE, text.device))
     torch.testing.assert_close(got[REAL], wanted[REAL], rtol=1e-12, atol=1e-12)
-    made: Any = StatesAtOnce({"slot": state})  # type: ignore[dict-item]
+    slot = StateSlot(0, "recurrent_states", 0)
+    made = RunningStates({slot: text})
+    made.keep({slot: state})
     for first in range(7):
         counts = [min(first + row, length) if first else 0 for row, length in enumerate(LENGTHS)]
-        after = made.after(PATHS, counts, {"slot": text})["slot"]
+        after = made.after(PATHS, counts)[slot]
         for row, count in enumerate(counts):
             want = states[row, PATHS[row, count - 1]] if count else text[row]
             torch.testing.assert_close(after[row], want, rtol=1e-12, atol=1e-12)
@@ -216,7 +218,7 @@ def test_one_graph_without_a_break(family: str) -> None:
     def whole(hidden: Tensor, parents: Tensor, ancestors: Tensor, path: Tensor, counts: Tensor) -> Any:
         cache.states.begin(DraftTree(parents, parents, parents, ancestors, 5))
         outputs = mixer.form(mixer, mixer.module.forward, cache, (hidden,), {"cache_params": cache})
-        after = cache.states.after(path, counts)  # type: ignore[arg-type]
+        after = cache.states.after(path, counts)
         return outputs, [after[slot] for slot in mixer.slots]
 
     inputs = (hidden, PARENTS, TREE.ancestors, PATHS, torch.tensor([0, 3, 5]))

@@ -17,39 +17,13 @@ one triangular solve, since parents come before their children.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from transformers.activations import ACT2FN
 
-from hf_dart.cache.states import States, StateSlot
+from hf_dart.cache.states import After
 from hf_dart.trees.paths import TreePaths
-
-After = Callable[[Tensor], Tensor]
-"""A state [B, ...] after node `nodes[b]` [B] of each row."""
-
-
-@dataclass(frozen=True)
-class StatesAtOnce:
-    """States of nodes, which are computed when one is accepted."""
-
-    states: dict[StateSlot, After]
-
-    def after(self, path: Tensor, counts: list[int] | Tensor, before: States) -> States:
-        """See `hf_dart.cache.states.NodeStates`."""
-        new: States = {slot: before[slot] for slot in self.states}
-        if path.shape[1] == 0:
-            return new
-        for slot, state in self.states.items():
-            device = before[slot].device
-            number = torch.as_tensor(counts, device=device)
-            nodes = path.to(device).gather(1, (number - 1).clamp(min=0)[:, None])[:, 0]
-            accepted = (number > 0).view(-1, *[1] * (before[slot].ndim - 1))
-            new[slot] = torch.where(accepted, state(nodes), before[slot])
-        return new
 
 
 def convolution(
@@ -72,7 +46,7 @@ def convolution(
         mixed = ACT2FN[activation](mixed)
 
     def after(at: Tensor) -> Tensor:
-        return windows[torch.arange(batch, device=at.device), at, :, 1:]
+        return windows[torch.arange(batch, device=text.device), at.to(text.device), :, 1:]
 
     return mixed.view(batch, nodes, channels).to(inputs.dtype), after
 
@@ -115,7 +89,7 @@ def delta_rule(
 
     def after(at: Tensor) -> Tensor:
         with torch.autocast(text.device.type, enabled=False):
-            above = seen[torch.arange(batch, device=at.device), at]
+            above = seen[torch.arange(batch, device=text.device), at.to(text.device)]
             between = (above[:, None] & ~seen).to(dtype)  # [B, N, N], as those of the paths at this node
             decays = (between @ logs.flatten(2)).exp().view(logs.shape) * above[..., None, None]
             from_text = (above[:, None].to(dtype) @ logs.flatten(2)).exp().view(batch, *logs.shape[2:], 1)

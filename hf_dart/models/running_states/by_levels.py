@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from hf_dart.cache.states import LevelStates, StatefulCache
+from hf_dart.cache.states import After, StatefulCache, States, StateSlot
 from hf_dart.models.running_states.tree_forward import Mixer
 
 
@@ -33,7 +33,8 @@ def by_levels(
     on_host = levels(torch.device("cpu"))
     states = {slot: cache.states.committed[slot] for slot in mixer.slots}
     flat, form = tree_flatten((args, kwargs))
-    outputs, kept = [], []
+    outputs: list[Any] = []
+    kept: list[States] = []
     for depth in range(len(on_host.levels)):
         lent = cache.lend({slot: state[levels(state.device).levels[depth].parents] for slot, state in states.items()})
 
@@ -46,11 +47,20 @@ def by_levels(
             level = levels(part.device).levels[depth]
             return part[level.rows, level.nodes][:, None]
 
-        own_args, own_kwargs = tree_unflatten(map(of_level, flat), form)
+        own_args, own_kwargs = tree_unflatten([of_level(part) for part in flat], form)
         outputs.append(forward(*own_args, **own_kwargs))
         states = {slot: slot.read(lent) for slot in mixer.slots}
         kept.append(states)
-    cache.states.keep(LevelStates(on_host, kept))
+    places = [(depth, place) for depth, level in enumerate(on_host.levels) for place in range(len(level.rows))]
+
+    def state_of(slot: StateSlot) -> After:
+        def after(nodes: Tensor) -> Tensor:
+            orders = on_host.order[range(len(nodes)), nodes.cpu()].tolist()
+            return torch.stack([kept[depth][slot][place] for depth, place in (places[order] for order in orders)])
+
+        return after
+
+    cache.states.keep({slot: state_of(slot) for slot in mixer.slots})
 
     def of_nodes(*parts: Any) -> Any:
         """[B, N, ...] of what came out for each level, [M, 1, ...]."""

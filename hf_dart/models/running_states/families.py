@@ -19,8 +19,8 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 from transformers.cache_utils import Cache
 
-from hf_dart.cache.states import RunningStates, StatefulCache, StateSlot, states_of
-from hf_dart.models.running_states.at_once import After, StatesAtOnce, convolution, delta_rule
+from hf_dart.cache.states import After, RunningStates, StatefulCache, StateSlot, states_of
+from hf_dart.models.running_states.at_once import convolution, delta_rule
 from hf_dart.models.running_states.by_levels import by_levels
 from hf_dart.models.running_states.tree_forward import Form, Mixer, forward_before
 from hf_dart.models.tolerance import same
@@ -169,7 +169,7 @@ class AtOnce:
             return by_levels(mixer, forward, cache, args, kwargs)
         tree = _Tree(mixer, held)
         outputs = self.family(mixer.module, args[0] if args else kwargs["hidden_states"], tree)
-        held.keep(StatesAtOnce(tree.after))
+        held.keep(tree.after)
         return outputs
 
 
