@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
@@ -20,6 +22,27 @@ def corpus(seed: int = 0, documents: int = 9, longest: int = 60, vocabulary: int
         [min(int(random.expovariate(0.4)), vocabulary - 1) for _ in range(random.randrange(longest))]
         for _ in range(documents)
     ]
+
+
+def unpacked(table: NgramTable) -> Counter[tuple[int, ...]]:
+    """What a table counts."""
+    bits = table.spec.bits
+    found = Counter({(token,): int(count) for token, count in enumerate(table.unigrams) if count})
+    for order, keys, counts in zip(range(2, table.spec.order + 1), table.keys, table.counts, strict=True):
+        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
+            found[tuple((key >> (bits * place)) & ((1 << bits) - 1) for place in reversed(range(order)))] = count
+    return found
+
+
+def back_off(counts: Counter[tuple[int, ...]], context: Sequence[int], token: int, order: int) -> float:
+    """The paper's rule, word for word; a table that was pruned may hold an n-gram, and not its context."""
+    known = [place for place, before in enumerate(context) if not counts[(before,)]]
+    known = list(context[known[-1] + 1 :] if known else context)
+    for length in range(min(order - 1, len(known)), 0, -1):
+        front = tuple(known[len(known) - length :])
+        if counts[(*front, token)]:
+            return min(counts[(*front, token)] / max(counts[front], 1), 1.0)
+    return 0.0
 
 
 def random_table(path: Path, order: int = 3, vocabulary: int = tiny.VOCABULARY, seed: int = 0) -> NgramTable:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical, run
-from support.ngrams import random_table
+from support.ngrams import back_off, random_table, unpacked
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from support.trees import WAYS, paths
 from torch import Tensor
@@ -47,12 +47,15 @@ def test_many_at_once_give_the_probabilities_of_the_rule(tmp_path: Path, order: 
     for one in (table, pruned):
         many = one.on_host if way == "arrays" else one.on(torch.device("cpu"))
         assert many is (one.on_host if way == "arrays" else one.on(torch.device("cpu"))), "made once"
+        counts = unpacked(one)
         for width in range(order + 2):
             given = questions(VOCABULARY, width, width)
             contexts, candidates = given if way == "arrays" else tuple(map(torch.from_numpy, given))
-            assert many.probabilities(contexts, candidates).tolist() == one.probabilities(*given).tolist()
-            same = np.tile(given[1][0], (len(contexts), 1))
-            assert many.probabilities(contexts, candidates[0]).tolist() == one.probabilities(given[0], same).tolist()
+            rows = list(zip(*(part.tolist() for part in given), strict=True))
+            wanted = [[back_off(counts, context, token, order) for token in row] for context, row in rows]
+            assert many.probabilities(contexts, candidates).tolist() == wanted
+            wanted = [[back_off(counts, context, token, order) for token in rows[0][1]] for context, _ in rows]
+            assert many.probabilities(contexts, candidates[0]).tolist() == wanted
 
 
 @pytest.mark.gpu

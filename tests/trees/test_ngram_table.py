@@ -9,14 +9,14 @@ import pickle
 import re
 import resource
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import numpy as np
 import pytest
-from support.ngrams import VOCABULARY, Documents, corpus
+from support.ngrams import VOCABULARY, Documents, back_off, corpus, unpacked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -38,28 +38,6 @@ def by_hand(documents: Documents, order: int) -> Counter[tuple[int, ...]]:
         for length in range(1, order + 1)
         for start in range(len(document) - length + 1)
     )
-
-
-def unpacked(table: NgramTable) -> Counter[tuple[int, ...]]:
-    """What a table counts."""
-    bits = table.spec.bits
-    found = Counter({(token,): int(count) for token, count in enumerate(table.unigrams) if count})
-    for order, keys, counts in zip(range(2, table.spec.order + 1), table.keys, table.counts, strict=True):
-        for key, count in zip(keys.tolist(), counts.tolist(), strict=True):
-            found[tuple((key >> (bits * place)) & ((1 << bits) - 1) for place in reversed(range(order)))] = count
-    return found
-
-
-def back_off(counts: Counter[tuple[int, ...]], context: Sequence[int], token: int, order: int) -> float:
-    """The paper's rule, word for word."""
-    known = list(context)
-    while known and known[0] < 0:
-        known = known[1:]
-    for length in range(min(order - 1, len(known)), 0, -1):
-        front = tuple(known[len(known) - length :])
-        if counts[(*front, token)]:
-            return counts[(*front, token)] / counts[front]
-    return 0.0
 
 
 @pytest.fixture

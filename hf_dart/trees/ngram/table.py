@@ -169,20 +169,11 @@ class NgramTable:
                 "with `hf-dart ngram build --tokenizer` of this target."
             )
 
-    def count(self, order: int, key: int) -> int:
-        """How often the n-gram of that order and packed key (`keys`) occurs; 0 if it was not kept."""
-        if order == 1:
-            return int(self.unigrams[key])
-        keys = self.keys[order - 2]
-        place = int(keys.searchsorted(key))
-        return int(self.counts[order - 2][place]) if place < len(keys) and keys[place] == key else 0
-
     def probabilities(self, contexts: Array, candidates: Array) -> Array:
-        """What the corpus says of each candidate after each context: the rule, one n-gram at a time.
+        """Probability of each candidate after each context.
 
         As in DART's trie: count(context + candidate) / count(context) for the longest context, of 1 to order - 1
-        tokens, after which the corpus has the candidate; 0 where there is none. `on_host` and `on` look up many at once
-        by the same rule.
+        tokens, after which the corpus has the candidate; 0 where there is none.
 
         Args:
             contexts: [R, C] the tokens before, the last one last; a negative one ends the context.
@@ -191,24 +182,7 @@ class NgramTable:
         Returns:
             [R, K] float64.
         """
-        found = np.zeros(candidates.shape)
-        for row, context in enumerate(contexts.tolist()):
-            for place, token in enumerate(candidates[row].tolist()):
-                if 0 <= token < self.spec.vocab_size:
-                    found[row, place] = self._probability(context, token)
-        return found
-
-    def _probability(self, context: list[int], token: int) -> float:
-        found, packed = 0.0, 0
-        for length in range(1, min(self.spec.order - 1, len(context)) + 1):
-            if not 0 <= context[-length] < self.spec.vocab_size:
-                break
-            packed |= context[-length] << ((length - 1) * self.spec.bits)
-            # Reducing a trie may have left out a context, and not a longer one.
-            count = self.count(length + 1, (packed << self.spec.bits) | token)
-            if count:
-                found = min(count / max(self.count(length, packed), 1), 1.0)
-        return found
+        return self.on_host.probabilities(contexts, candidates)
 
     # ---- checks -------------------------------------------------------------------------------------
 
