@@ -27,7 +27,7 @@ from hf_dart.trees.copies import Copy, best_depth
 from hf_dart.trees.costs import RoundCost
 
 MODES = PAUSE, CHAIN, TREE = "pause", "chain", "tree"
-"""How a round is drafted: copied text alone; the likeliest token of each depth; a whole tree."""
+"""Ways to draft a round: copied text alone; the likeliest token of each depth; a whole tree."""
 
 _HOPE = 0.75  # prior: a draft is right up to depth k with probability _HOPE**k
 _TRIAL = 3.0  # tokens that a trial of a mode may lose before a drafter that adds nothing is known not to pay
@@ -63,7 +63,7 @@ def row_weights(emitted: Sequence[int], limits: Sequence[int]) -> list[float]:
 
 @dataclass
 class PaceRecord:
-    """What the rounds of one kind of calls have shown; relative costs are those of `RoundCost`.
+    """Measurements of the rounds of one kind of calls; costs are relative, as those of `RoundCost`.
 
     Attributes:
         mode: one of `MODES`, the best that is known to pay or being tried.
@@ -152,7 +152,7 @@ class Pace:
 
     @property
     def ever_drafts(self) -> bool:
-        """Whether any round of the call may be drafted."""
+        """True if any round of the call may be drafted."""
         return self._config.nodes != 1
 
     def cost(self, drafted: bool = True, refined: bool = True) -> RoundCost:

@@ -1,1 +1,1 @@
-"""Draft trees: what candidates are worth (`scores`), how they grow (`on_host`, `in_tensors`), copies and n-grams."""
+"""Draft trees: scores of candidates, growth (`on_host`, `in_tensors`), costs, copies of earlier text, n-grams."""

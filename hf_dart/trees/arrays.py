@@ -1,4 +1,4 @@
-"""What NumPy arrays and tensors have in common, so that one formula serves trees grown in either."""
+"""Functions of NumPy arrays and tensors alike, so that one formula serves trees grown in either."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 Array = NDArray[Any]
 
 Values = Any
-"""A NumPy array or a tensor, the same kind as whatever else a call is given."""
+"""A NumPy array or a tensor; all of one call are of one kind."""
 
 
 def namespace(values: Values) -> ModuleType:
@@ -22,7 +22,7 @@ def namespace(values: Values) -> ModuleType:
 
 
 def take(values: Values, places: Values) -> Values:
-    """Of `values` [B, n, ...], those at `places` [B, m] of each row: [B, m, ...]."""
+    """Take `values` [B, n, ...] at `places` [B, m] of each row: [B, m, ...]."""
     if isinstance(values, Tensor):
         wide = places.view(*places.shape, *(1,) * (values.ndim - 2))
         return values.gather(1, wide.expand(*places.shape, *values.shape[2:]))

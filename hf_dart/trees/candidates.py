@@ -1,4 +1,4 @@
-"""What the draft trees of one round may grow from."""
+"""`Candidates`: the tokens that the draft trees of one round may grow from."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Candidates:
     ending: Values | None = None
 
     def on_host(self) -> Candidates:
-        """The same as NumPy arrays, with scores in float64; tensors have to lie on the CPU."""
+        """Convert to NumPy arrays, with scores in float64; tensors have to lie on the CPU."""
         deepest: Any = self.deepest.tolist() if isinstance(self.deepest, Tensor) else self.deepest
         return Candidates(
             self.history.numpy(),
@@ -54,7 +54,7 @@ class Candidates:
         )
 
     def on(self, device: torch.device) -> Candidates:
-        """The same as tensors on a device, with scores in float32."""
+        """Convert to tensors on a device, with scores in float32."""
         deepest = self.deepest
         if deepest is not None and not isinstance(deepest, Tensor):
             limited = min(deepest) < max(self.tokens.shape[1], self.copied.shape[1])

@@ -1,4 +1,4 @@
-"""`TreeConfig`: how the guesses of a drafter become a tree of draft tokens."""
+"""`TreeConfig`: size, shape, scores and costs of draft trees."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _RETIRED = {"calibrate"}
 
 @dataclass(frozen=True)
 class TreeConfig:
-    """How draft distributions grow into a token tree; per call by `generate(..., tree_config=TreeConfig(...))`.
+    """Settings of draft trees; per call by `generate(..., tree_config=TreeConfig(...))`.
 
     Args:
         nodes: N, nodes per row, the root included, at most 1024; with 1 nothing is drafted. None lets the batch, the
@@ -123,14 +123,14 @@ class TreeConfig:
         return cls(nodes=depth + 1, depth=depth, top_k=1, beam=1, lookup=0)
 
     def resolve_nodes(self, batch_size: int, device_type: str) -> int:
-        """The most nodes per row in a batch of `batch_size` rows."""
+        """Most nodes per row in a batch of `batch_size` rows."""
         if self.nodes is not None:
             return self.nodes
         most = max(2, min(64, 256 // batch_size) if device_type != "cpu" else 64 // batch_size)
         return min(most, _LEVELLED[0]) if self.level_cost else most
 
     def for_levels(self, computed: bool, device_type: str) -> TreeConfig:
-        """The same for a target whose trees are computed level by level, or (not `computed` so) for any other.
+        """Settings for a target whose trees are computed level by level, or (not `computed` so) for any other.
 
         Where trees are not sized by their worth, they are kept shallow.
         """
@@ -168,7 +168,7 @@ class TreeConfig:
 
 
 def checked_tree(saved: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a [`TreeConfig`] that were saved with a drafter, without those that earlier versions had.
+    """Fields of a [`TreeConfig`] that were saved with a drafter, without those that only earlier versions had.
 
     Raises:
         ValueError: they do not make a `TreeConfig`.

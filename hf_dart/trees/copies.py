@@ -31,7 +31,7 @@ Copy = tuple[list[int], float]
 
 
 class RowLookup:
-    """What followed the longest suffix of one text that occurred before in it.
+    """Copies in one text: the tokens that followed the longest suffix that occurred before in it.
 
     Args:
         tokens: the row's token ids; the list is shared and grows from outside.
@@ -80,9 +80,9 @@ class RowLookup:
         self._indexed = max(self._indexed, len(self._tokens) - 1)
 
     def _learn(self) -> None:
-        """Compare the last suggestion with what came."""
-        came = self._tokens[self._asked_at :]
-        for copied, token in zip(self._copied, came, strict=False):
+        """Compare the last suggestion with the tokens that followed."""
+        followed = self._tokens[self._asked_at :]
+        for copied, token in zip(self._copied, followed, strict=False):
             self._seen[self._bucket] += 1
             if copied != token:
                 break
@@ -111,9 +111,12 @@ def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost
 
 
 def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
-    """What `RowLookup.suggest` found for each of B rows, as tokens [B, L] and the log-probability [B, L] of each.
+    """Copies of B rows as tokens [B, L] and the log-probability [B, L] of each.
 
     After the end of a row's copy they are -1 and -inf.
+
+    Args:
+        copies: of each row, from `RowLookup.suggest`.
     """
     longest = max(len(copied) for copied, _ in copies)
     tokens, chances = np.full((len(copies), longest), -1), np.full((len(copies), longest), -inf)
@@ -127,7 +130,7 @@ def up_to_end(copied: Tensor, chances: Tensor, ending: Tensor) -> tuple[Tensor, 
     """Copied tokens [B, L] and their log-probabilities [B, L] up to the first one in each row that ends the text.
 
     Args:
-        ending: [B, L] which do.
+        ending: [B, L] bool, tokens that end the text.
     """
     after = ending.cumsum(1) > ending.long()
     return copied.masked_fill(after, -1), chances.masked_fill(after, -inf)

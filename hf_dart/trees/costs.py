@@ -19,7 +19,7 @@ import numpy as np
 from hf_dart.trees.arrays import Array
 
 Points = tuple[tuple[float, float], ...]
-"""(size, cost), both rising; straight lines between them, and on after the last one."""
+"""Pairs (size, cost), both rising; straight lines between them, and on after the last one."""
 
 DRAFT_COST = 0.2
 """Cost of a draft where nothing is known of it, and the least that is estimated for one."""
@@ -50,7 +50,7 @@ class RoundCost:
         return self.draft + float(self.verify[nodes - 1]) + self.level * levels
 
     def of_each(self, most: int) -> Array:
-        """[`most`] costs of 1 to `most` nodes, at most N, without those of levels."""
+        """Costs [`most`] of 1 to `most` nodes, at most N, without those of levels."""
         return self.draft + self.verify[:most]
 
 

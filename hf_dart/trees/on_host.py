@@ -23,7 +23,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class _Level(NamedTuple):
-    """The nodes of one depth that were looked at: K tokens after each of W paths.
+    """Nodes of one depth that were looked at: K tokens after each of W paths.
 
     After what is drafted, one more level holds copied text: K tokens in a row after each of W paths.
     """
@@ -86,7 +86,7 @@ def grow_on_host(
 
 
 def _levels(candidates: Candidates, count: int, beam: int) -> list[_Level]:
-    """Among the nodes of these are the best `count` of each row."""
+    """Look at nodes depth by depth, among them the best `count` of each row."""
     tokens, copied, chances = candidates.tokens, candidates.copied, bounded(candidates.chances)
     (batch, drafted), longest = tokens.shape[:2], max(tokens.shape[1], copied.shape[1])
     limits = np.array([longest] * batch if candidates.deepest is None else candidates.deepest)[:, None, None]
@@ -163,7 +163,7 @@ def _best(
 
 
 def _depths(levels: list[_Level], drafted: int) -> Array:
-    """[P] depths of all nodes that were looked at."""
+    """Depths [P] of all nodes that were looked at."""
     depths = [np.full(level.scores[0].shape, depth) for depth, level in enumerate(levels, 1)]
     if len(levels) > drafted:  # in the last one, tokens follow each other
         depths[-1] = depths[-1] + np.arange(levels[-1].scores.shape[2])
@@ -196,7 +196,7 @@ def _tree(tokens: Array, parents: Array, depths: Array, scores: Array) -> DraftT
 
 
 def _ancestors(parents: Array, deepest: int) -> Array:
-    """[B, N, N] of `parents` [B, N], -1 for the root and for empty nodes; no node lies deeper than `deepest`."""
+    """Ancestors [B, N, N] by `parents` [B, N], -1 for the root and empty nodes; none lies deeper than `deepest`."""
     nodes = np.arange(parents.shape[1])
     above = np.where(parents < 0, nodes, parents)  # these stay where they are
     ancestors = np.zeros((*parents.shape, len(nodes)), dtype=bool)

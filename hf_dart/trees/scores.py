@@ -45,11 +45,11 @@ and [B, W, C], the last tokens of each path. Scores lie between `FLOOR` and -`ST
 
 
 class Formula(Protocol):
-    """How scores come about."""
+    """Formula of scores."""
 
     @property
     def context(self) -> int:
-        """How many tokens before a candidate its score depends on, beyond the drafter's part."""
+        """Number of tokens before a candidate that its score depends on, beyond the drafter's part."""
         ...
 
     def scorer(self, tokens: Values, steps: Values) -> PathScorer:
@@ -115,7 +115,7 @@ class _OneRound:
         return bounded(joined + (log_sum(steps) - log_sum(joined)))
 
     def _log_share(self, ngrams: Ngrams, depth: int, paths: Values, added: float) -> Values:
-        """w · log(q + `added`) of the candidates after each path, [B, W, K]."""
+        """Weighted log-probabilities w · log(q + `added`) [B, W, K] of the candidates after each path."""
         shares = ngrams.after(ngrams.known(paths), self._tokens[:, depth]) + added
         logs = self._weight * namespace(shares).log(shares)
         return logs.to(self._steps.dtype) if isinstance(logs, Tensor) else logs

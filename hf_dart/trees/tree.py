@@ -34,11 +34,11 @@ class DraftTree:
 
     @property
     def size(self) -> int:
-        """N."""
+        """Number of nodes per row, N."""
         return self.tokens.shape[1]
 
     def to(self, device: torch.device) -> DraftTree:
-        """The same tree on `device`."""
+        """Move the tree to `device`."""
         tensors = (self.tokens, self.parents, self.depths, self.ancestors)
         tokens, parents, depths, ancestors = (tensor.to(device) for tensor in tensors)
         # Apple GPUs have no float64.
@@ -47,7 +47,7 @@ class DraftTree:
         return DraftTree(tokens, parents, depths, ancestors, self.max_depth, scores)
 
     def padded(self, size: int) -> DraftTree:
-        """The same tree, with empty nodes up to `size`; they see themselves alone and match nothing."""
+        """Add empty nodes up to `size`; they attend to themselves alone and match nothing."""
         more = size - self.size
         if more == 0:
             return self

@@ -1,4 +1,4 @@
-"""Vocabularies: the hash of what each id stands for, and draft vocabularies that are a part of one."""
+"""Vocabularies: hashes of token-to-id maps, and draft vocabularies that are a part of one."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def hash_of_ids(ids: Mapping[str, int], rows: int | None = None) -> str:
 
 
 def columns_of(tokens: Tensor, vocabulary: Tensor, missing: int) -> Tensor:
-    """Where token ids [...] stand in a draft vocabulary [M]; `missing` for those outside."""
+    """Columns of token ids [...] in a draft vocabulary [M]; `missing` for those outside."""
     columns = torch.searchsorted(vocabulary, tokens.contiguous()).clamp(max=len(vocabulary) - 1)
     return torch.where(vocabulary[columns] == tokens, columns, missing)
 
 
 def token_ids(columns: Tensor, vocabulary: Tensor | None) -> Tensor:
-    """Columns [...] of draft logits to token ids [...]; with no draft vocabulary they are the same."""
+    """Token ids of columns [...] of draft logits; with no draft vocabulary they are the same."""
     return columns if vocabulary is None else vocabulary[columns]
 
 

@@ -1,4 +1,4 @@
-"""Copies of earlier text: the longest match is found, copies are rated as they come true, the same in both forms."""
+"""Copies of earlier text: the longest match is found, and copies are rated by how often they were accepted."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ class Ngrams:
         self._unigrams = _as(unigrams, self._float)
 
     def probabilities(self, contexts: Values, candidates: Values) -> Values:
-        """What the corpus says of each candidate after each context; as `NgramTable.probabilities` says it.
+        """Probability of each candidate after each context, by the rule of `NgramTable.probabilities`.
 
         Args:
             contexts: [..., C] the tokens before, the last one last; one that is no token ends the context.
@@ -46,7 +46,7 @@ class Ngrams:
         return self.after(self.known(contexts), self.known(candidates))
 
     def known(self, tokens: Values) -> Values:
-        """The same ids, with -1 for those that are no tokens of the table."""
+        """Replace ids that are no tokens of the table by -1."""
         return namespace(tokens).where((tokens >= 0) & (tokens < len(self._unigrams)), tokens, -1)
 
     def after(self, contexts: Values, candidates: Values) -> Values:

@@ -28,7 +28,7 @@ _LARGEST_VOCABULARY = 2**31
 
 @dataclass(frozen=True)
 class NgramSpec:
-    """What the keys of a table mean.
+    """Order and vocabulary of a table, which its keys are packed by.
 
     Args:
         order: n, the length of the longest n-grams.
@@ -127,7 +127,7 @@ class NgramTable:
 
     @property
     def sizes(self) -> list[int]:
-        """How many different n-grams of each order there are, from single tokens on."""
+        """Numbers of different n-grams of each order, from single tokens on."""
         return [int(np.count_nonzero(self.unigrams)), *map(len, self.keys)]
 
     @property
@@ -238,7 +238,7 @@ def _read_metadata(path: Path, metadata: dict[str, str]) -> tuple[NgramSpec, int
 
 
 def write_metadata(spec: NgramSpec, tokens: int, min_counts: Sequence[int]) -> dict[str, str]:
-    """What `NgramTable` reads from the head of its file."""
+    """Metadata of a table's file, which `NgramTable` reads."""
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -256,7 +256,7 @@ def _spans(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _tokens_below(keys: Array, order: int, spec: NgramSpec) -> bool:
-    """Does every token of the keys lie in 0..V-1?"""
+    """Whether every token of the keys lies in 0..V-1."""
     # The first token has all higher bits, so that the sign and what lies beyond the key are looked at too.
     first = keys >> ((order - 1) * spec.bits)
     if not bool(((first >= 0) & (first < spec.vocab_size)).all()):
