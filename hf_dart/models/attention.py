@@ -53,14 +53,9 @@ class TreeAttention:
         """Whether trees are verified by another attention than the target's own."""
         return self.name != self.own
 
-    @property
-    def packs(self) -> bool:
-        """Whether trees are attended to by `packed_attention`."""
-        return self.name == "sdpa"
-
     def packed(self) -> AbstractContextManager[None]:
         """A context in which targets attend in this thread as trees are verified, by `packed_attention` for SDPA."""
-        return _in_place_of(self.own, self.name) if self.differs or self.packs else nullcontext()
+        return nullcontext() if self.name == self.own == "eager" else _in_place_of(self.own, self.name)
 
 
 def _has_sdpa(target: PreTrainedModel) -> bool:
@@ -74,11 +69,6 @@ def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
     """A context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
     attention = TreeAttention(model)
     return attention.packed() if attention.differs else nullcontext()
-
-
-def attends_to_trees() -> bool:
-    """Whether this thread is inside of `TreeAttention.packed`, and attends otherwise than its models' configs say."""
-    return _here.get() is not None
 
 
 def registered(interface: Any, name: str) -> Any:

@@ -14,6 +14,7 @@ from weakref import ref
 
 import pytest
 import torch
+from support.attention_kernels import attends_to_trees
 from support.cases import batch
 from support.compare import assert_identical, run
 from support.engines import engine as uncaptured
@@ -26,7 +27,6 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.decoding import request
 from hf_dart.engine import engine as module
 from hf_dart.engine.graphs import Launch
-from hf_dart.models.attention import attends_to_trees
 from hf_dart.models.devices import matmul_precision
 from hf_dart.models.trial import check_verification
 

@@ -21,6 +21,7 @@ from support.attention_kernels import (
     HUB,
     OWN,
     Calls,
+    attends_to_trees,
     flash_kernels,
     flex_kernel,
     own_kernel,
@@ -43,7 +44,7 @@ from transformers import AttentionInterface, DynamicCache, StaticCache
 from hf_dart import TreeConfig, attach
 from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
 from hf_dart.models import packed as packed_module
-from hf_dart.models.attention import TreeAttention, attends_to_trees, attention_of
+from hf_dart.models.attention import TreeAttention, attention_of
 from hf_dart.models.trial import forget
 
 EXACT = tally("float64, kernels of the user's")

@@ -18,10 +18,17 @@ from transformers import modeling_flash_attention_utils as flash
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 
+from hf_dart.models import attention
+
 FLASH = "flash_attention_2"
 HUB = "kernels-community/flash-attn3"
 OWN = "a_kernel_of_the_users"
 FLEX = "flex_attention"
+
+
+def attends_to_trees() -> bool:
+    """Whether this thread is inside of `TreeAttention.packed`, and attends otherwise than its models' configs say."""
+    return attention._here.get() is not None
 
 
 @dataclass
@@ -134,7 +141,7 @@ def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iter
         change: of what comes out.
     """
 
-    def attention(
+    def attend(
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -162,7 +169,7 @@ def own_kernel(change: Callable[[Tensor], Tensor] = lambda mixed: mixed) -> Iter
         patch.dict(AttentionInterface._global_mapping),
         patch.dict(AttentionMaskInterface._global_mapping),
     ):
-        AttentionInterface.register(OWN, attention)
+        AttentionInterface.register(OWN, attend)
         AttentionMaskInterface.register(OWN, flash_attention_mask)
         yield calls
 
@@ -174,7 +181,7 @@ def flex_kernel() -> Iterator[Calls]:
     transformers compiles it, and refuses sinks on a CPU; the correction for them is the one that it applies elsewhere.
     """
 
-    def attention(
+    def attend(
         module: Any,
         query: Tensor,
         key: Tensor,
@@ -202,7 +209,7 @@ def flex_kernel() -> Iterator[Calls]:
 
     calls = Calls()
     with (
-        patch.dict(AttentionInterface._global_mapping, {"flex_attention": attention}),
+        patch.dict(AttentionInterface._global_mapping, {FLEX: attend}),
         patch.object(masking_utils, "create_block_mask", uncompiled),
         patch.object(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True),  # nor traced, for every length again
     ):
