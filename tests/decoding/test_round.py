@@ -1,0 +1,68 @@
+"""One round of the packaged pair, traced: the files that it enters are those that CONTRIBUTING.md lists."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+
+import hf_dart
+from hf_dart import TreeConfig
+from hf_dart.bench.pair import load_pair
+from hf_dart.decoding import api
+from hf_dart.decoding.session import Session
+
+LIBRARY = Path(hf_dart.__file__).parent
+LIST = Path(__file__).parents[2] / "CONTRIBUTING.md"
+MOST = 36
+"""Files that a round enters; it goes down when one is merged into another, and is to come to 22."""
+
+
+@pytest.fixture
+def entered(monkeypatch: pytest.MonkeyPatch) -> list[set[str]]:
+    """Of each round that is run while the test does, the files of the library whose functions it calls."""
+    rounds: list[set[str]] = []
+    one_round = api.one_round
+
+    def traced(session: Session) -> None:
+        found: set[str] = set()
+        rounds.append(found)
+
+        def called(frame: FrameType, event: str, argument: Any) -> None:
+            path = Path(frame.f_code.co_filename)
+            if event == "call" and path.is_relative_to(LIBRARY):
+                found.add(path.relative_to(LIBRARY).as_posix())
+
+        before = sys.getprofile()
+        sys.setprofile(called)
+        try:
+            one_round(session)
+        finally:
+            sys.setprofile(before)
+
+    monkeypatch.setattr(api, "one_round", traced)
+    return rounds
+
+
+def test_the_files_of_a_round(entered: list[set[str]]) -> None:
+    """Sampled, on a CPU, in the middle of a call: the links of the numbered list in "Where to start reading"."""
+    pair = load_pair()
+    ids = pair.tokenizer("def read(path):\n", return_tensors="pt")["input_ids"]
+    options = {"do_sample": True, "top_k": 0, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=16)}
+    torch.manual_seed(0)
+    pair.model.generate(ids, attention_mask=torch.ones_like(ids), assistant=pair.head, **options)
+    assert pair.head.last_stats.accepted > 0
+    steady = entered[len(entered) // 2]
+    part = LIST.read_text(encoding="utf8").split("### Where to start reading\n")[1].split("\n### ")[0]
+    steps = re.search(r"^1\. .*?(?=\n\n)", part, re.DOTALL | re.MULTILINE)
+    assert steps is not None
+    listed = re.findall(r"\]\(hf_dart/([\w/]+\.py)\)", steps[0])
+    assert len(listed) == len(set(listed))
+    print(f"A round enters {len(steady)} files of hf_dart.")
+    assert sorted(listed) == sorted(steady)
+    assert len(steady) <= MOST
