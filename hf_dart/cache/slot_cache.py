@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from hf_dart.cache.slots import SlotSpec, SlotStore, spec_of
-from hf_dart.cache.windows import LayerBuffers
+from hf_dart.cache.slots import LayerBuffers, SlotSpec, SlotStore, spec_of
 
 
 class SlotLayer(CacheLayerMixin):

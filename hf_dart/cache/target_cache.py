@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer, DynamicSlidingWindowLayer
 
 from hf_dart.cache.slot_cache import SlotCache, SlotLayer
-from hf_dart.cache.slots import spec_of
+from hf_dart.cache.slots import LayerBuffers, outgrows, spec_of
 from hf_dart.cache.states import FixedStates, RunningStates, StatefulCache, states_of
 from hf_dart.cache.stock_layers import (
     attention_layers,
@@ -24,7 +24,6 @@ from hf_dart.cache.stock_layers import (
     keeps_states,
     undone_on_failure,
 )
-from hf_dart.cache.windows import LayerBuffers, outgrows
 
 
 class TargetCache:

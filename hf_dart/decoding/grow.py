@@ -14,14 +14,13 @@ from transformers import LogitsProcessorList
 from hf_dart.decoding.rank import Ranker, SeenTokens
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.chain import ChainScores, best_chain
 from hf_dart.trees.config import TreeConfig
 from hf_dart.trees.copies import Copy, RowLookup, best_depth, padded, up_to_end, with_copies
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
-from hf_dart.trees.scores import DraftScores
+from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
 
 

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_dart.trees.arrays import take
-from hf_dart.trees.candidates import Candidates
-from hf_dart.trees.scores import bounded
+from hf_dart.trees.scores import Candidates, bounded
 from hf_dart.trees.tree import DraftTree
 
 

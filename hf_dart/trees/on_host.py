@@ -16,9 +16,8 @@ import numpy as np
 import torch
 
 from hf_dart.trees.arrays import Array, take
-from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.costs import RoundCost
-from hf_dart.trees.scores import bounded
+from hf_dart.trees.scores import Candidates, bounded
 from hf_dart.trees.tree import DraftTree
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import DynamicCache
 from transformers.generation import BaseStreamer
 
-from hf_dart.cache import windows as buffers
+from hf_dart.cache import slots as buffers
 from hf_dart.cache.slots import SlotStore
 from hf_dart.cache.stock_layers import attention_layers, window_of
 from hf_dart.cache.target_cache import TargetCache

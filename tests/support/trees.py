@@ -12,9 +12,8 @@ from hf_dart import TreeConfig
 from hf_dart.decoding import walk
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.processors import scores_alone
-from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import with_copies
-from hf_dart.trees.scores import DraftScores, Formula
+from hf_dart.trees.scores import Candidates, DraftScores, Formula
 from hf_dart.trees.tree import DraftTree
 
 DrafterScores = DraftScores(TreeConfig())

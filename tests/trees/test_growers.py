@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from support.trees import candidates_of, paths, random_draft
 from torch import Tensor
 
-from hf_dart.trees.candidates import Candidates
 from hf_dart.trees.copies import up_to_end
 from hf_dart.trees.costs import RoundCost
 from hf_dart.trees.in_tensors import grow_in_tensors
 from hf_dart.trees.on_host import grow_on_host
+from hf_dart.trees.scores import Candidates
 from hf_dart.trees.tree import DraftTree
 
 Path = tuple[int, ...]
