@@ -54,14 +54,9 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
 
 
 def takes_levels(model: PreTrainedModel) -> bool:
-    """Whether a mixer takes trees level by level, so that each level has a cost."""
-    return by_levels in tree_forms(model)
-
-
-def tree_forms(model: PreTrainedModel) -> list[Form]:
-    """The form in which each mixer takes trees, `by_levels` or in one call; empty without running states."""
+    """Whether a mixer takes trees level by level, so that each level has a cost; never without running states."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
-    return [mixer.form for mixer in mixers_of(model)] if any(map(keeps_states, layers)) else []
+    return any(map(keeps_states, layers)) and any(mixer.form is by_levels for mixer in mixers_of(model))
 
 
 def _names_of(model: PreTrainedModel) -> _Found:
