@@ -1,1 +1,1 @@
-"""What the target keeps of the text while trees are verified: slots, windows, and what is handed back."""
+"""The target's cache while trees are verified: slots, windows, running states, and the cache that is handed back."""

@@ -45,7 +45,7 @@ class SlotLayer(CacheLayerMixin):
         return self.buffers.shown_to(2 * self.index + 1, self.owner.start)
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        """Do nothing: `update` makes buffers where there are none."""
+        """Leave the layer without buffers: `update` makes them."""
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         owner = self.owner
@@ -148,7 +148,7 @@ class SlotCache:
 
     @property
     def ragged(self) -> bool:
-        """Whether new entries of one row may be fewer than those of another."""
+        """True if one row may take fewer new entries than another."""
         return self.fixed or len(self.lengths) > 1
 
     @property
@@ -162,7 +162,7 @@ class SlotCache:
         return int(self.counted.max())
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Whether all buffers take values of that kind."""
+        """Return True if all buffers take values of that device and dtype."""
         return all(buffers.store.writable(device, dtype) for buffers in self.buffers)
 
     # ---- writing ------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ SPARE = 256
 
 
 def outgrows(window: int, most: int | None) -> bool:
-    """Whether a text of `most` positions would outgrow a windowed buffer."""
+    """Return True if a text of `most` positions would outgrow a windowed buffer."""
     return most is None or most > window + SLACK + SPARE
 
 
@@ -65,7 +65,7 @@ class SlotStore:
 
     @property
     def specs(self) -> list[SlotSpec]:
-        """Of all buffers."""
+        """Specs of all buffers."""
         return [spec for spec, _ in self._place]
 
     def _store(self, storage: dict[SlotSpec, Tensor]) -> None:
@@ -101,7 +101,10 @@ class SlotStore:
         self._store({spec: self._allocate(spec, len(storage)) for spec, storage in self._storage.items()})
 
     def writable(self, device: torch.device, dtype: torch.dtype) -> bool:
-        """Do the buffers take values of that kind? Those made in inference mode take none outside it."""
+        """Return True if the buffers take values of that device and dtype.
+
+        Buffers made in inference mode take none outside it.
+        """
         return all(
             (spec.device, spec.dtype) == (device, dtype)
             and (torch.is_inference_mode_enabled() or not storage.is_inference())
@@ -238,5 +241,5 @@ class LayerBuffers:
 
 
 def _unseen(lengths: Tensor, window: int | None, slack: int) -> int:
-    """How many positions no row will see again, with some `slack`."""
+    """Return the number of first positions that no row will attend to again, less some `slack`."""
     return 0 if window is None else max(int(lengths.min()) - window - slack, 0)

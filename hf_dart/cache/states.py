@@ -165,7 +165,7 @@ class FixedStates(RunningStates):
             state.copy_(like.committed[slot][list(rows)])
 
     def accepted(self, path: Tensor, counts: Tensor) -> list[Tensor]:
-        """What `take` is to be given for the first `counts` [B] nodes of `path` [B, A]; node states are dropped."""
+        """Return the argument of `take` for the first `counts` [B] nodes of `path` [B, A], and drop node states."""
         new = [*self.after(path, counts).values()]
         self._nodes, self._paths = {}, {}
         return new

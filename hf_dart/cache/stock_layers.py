@@ -48,12 +48,12 @@ SIMPLE_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSli
 
 
 def keeps_states(layer: Any) -> bool:
-    """Does a layer keep running states: of linear attention, Mamba, short convolutions?"""
+    """Return True if a layer keeps running states, as linear attention, Mamba and short convolutions do."""
     return isinstance(layer, LinearAttentionLayer)
 
 
 def keeps_entries(layer: Any) -> bool:
-    """Is it a layer that keeps keys and values?"""
+    """Return True if a layer keeps keys and values."""
     return isinstance(layer, CacheLayerMixin)
 
 
@@ -72,7 +72,7 @@ def attention_layers(cache: Cache) -> list[Any]:
 
 
 def slots_of(cache: Cache) -> int:
-    """How many slots the attention layers of a cache hold; of running states alone nobody can tell: 0."""
+    """Return the number of slots that a cache's attention layers hold; 0 if it has running states alone."""
     return int(cache.get_seq_length()) if any(map(keeps_entries, cache.layers)) or not cache.layers else 0
 
 
@@ -84,7 +84,7 @@ def take_states(layer: Any, source: Any) -> None:
 
 
 def window_of(layer: Any) -> int | None:
-    """How many positions the queries of a dynamic layer see, their own included; None if all."""
+    """Return the number of positions that a dynamic layer's queries attend to, their own included; None if all."""
     return getattr(layer, "sliding_window", None)
 
 
@@ -111,7 +111,7 @@ def undone_on_failure(cache: Cache) -> Iterator[None]:
 
 
 def _undo(layer: Any) -> Callable[[], None]:
-    """What puts one layer back to its present state."""
+    """Return a function that puts one layer back to its present state."""
     before = dict(vars(layer))
     cut = {}
     states = [(its, dict(its)) for its in before.values() if isinstance(its, dict)]

@@ -140,7 +140,7 @@ class UndraftedError(Exception):
 
 @contextmanager
 def _refusals(optional: bool) -> Iterator[None]:
-    """What is refused inside becomes an [`UndraftedError`] if drafts are optional."""
+    """Turn a refusal (`ValueError`) raised inside into an [`UndraftedError`] if drafts are optional."""
     try:
         yield
     except ValueError as refusal:

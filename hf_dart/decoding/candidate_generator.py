@@ -70,7 +70,7 @@ class DartCandidateGenerator(CandidateGenerator):
 
     @staticmethod
     def stock_loop(drafter: Drafter[Any], streamer: Any = None) -> Callable[..., Any]:
-        """What `custom_generate=` takes: the stock loop with this drafter's candidates.
+        """Return a callable for `custom_generate=`: the stock loop with this drafter's candidates.
 
         Nothing is put on the model, so that calls in several threads do not meet.
 
@@ -130,7 +130,7 @@ class DartCandidateGenerator(CandidateGenerator):
         return (ids, None) if proposal is None else self._draw(ids, proposal, outputs.logits.shape[-1])
 
     def _room(self, ids: Tensor) -> int:
-        """How many tokens may be drafted after `ids` [1, T]."""
+        """Return the number of tokens that may be drafted after `ids` [1, T]."""
         room = self._max_length - ids.shape[1] - 1  # the target adds one of its own
         position = ids.shape[1] - 1 - self._pads
         if position <= self._last_position:

@@ -154,7 +154,7 @@ class PrefillRecorder:
 
 
 class Prefilled(NamedTuple):
-    """What comes of stock's prefill.
+    """Result of stock's prefill.
 
     Attributes:
         outputs: of the last chunk, which had `width` positions.

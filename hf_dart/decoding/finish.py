@@ -1,4 +1,4 @@
-"""What a call leaves: its output, the cache and the generator as stock leaves them, and a state to go on with."""
+"""The end of a call: its output, the cache and the generator as stock leaves them, and a state to go on with."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class DartGenerateOutput(GenerateDecoderOnlyOutput):
 
 
 def result(s: Session) -> Tensor | DartGenerateOutput:
-    """What `generate` returns once all rows have ended; a cache that outlives the call is laid in stock's slots."""
+    """Return the output of `generate` once all rows have ended; a cache that outlives the call gets stock's slots."""
     sequences = s.rows.sequences()
     if s.stats.trace is not None:
         s.stats.trace.end(s.rows.steps)

@@ -1,4 +1,4 @@
-"""From a proposal to the trees of one round: rank tokens, add copies of earlier text, score neighbours, grow."""
+"""Trees of one round from a proposal: rank tokens, add copies of earlier text, score neighbours, grow."""
 
 from __future__ import annotations
 
@@ -149,19 +149,19 @@ class TreeGrower:
         return torch.tensor([text[-1] for text in self._texts], device=device)
 
     def copies(self, deepest: list[int]) -> list[Copy]:
-        """What may be copied in each row after its last committed token."""
+        """Return the earlier text of each row that may be copied after its last committed token."""
         longest = min(self._config.lookup, max(deepest) + 1)
         return [lookup.suggest(longest) for lookup in self._lookups]
 
     def _may_pay(self, copies: list[Copy], weights: list[float] | None) -> bool:
-        """Could verifying these copies alone pay? A bound: no tree need be grown to see that nothing was found."""
+        """Return False if verifying these copies alone cannot pay: an upper bound, for which no tree is grown."""
         longest = max(len(tokens) for tokens, _ in copies)
         if not longest or self._config.nodes is not None:
             return longest > 0
         return best_depth(copies, weights or [1.0] * len(copies), self._cost(False))[0] > 0
 
     def _ending(self, tokens: Tensor, ended: list[bool] | None) -> Tensor:
-        """Which tokens [B, ...] end the text of their row."""
+        """Return a mask [B, ...] of the tokens that end the text of their row."""
         ending = torch.isin(tokens, self._ends.to(tokens.device))
         if ended is not None:
             ending[torch.tensor(ended, device=ending.device)] = False
@@ -176,7 +176,7 @@ class TreeGrower:
         deepest: list[int],
         ended: list[bool] | None,
     ) -> Candidates:
-        """These, after as many of the last committed tokens as scores depend on; -1 stands before a text."""
+        """Build the `Candidates` of a round; their history is the last tokens that scores depend on, padded with -1."""
         length = max(self._formula.context, 1)
         history = torch.tensor([[-1] * (length - len(text)) + text[-length:] for text in self._texts])
         ending = self._ending(tokens, ended) if len(self._ends) else None

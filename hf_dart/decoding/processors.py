@@ -1,4 +1,4 @@
-"""What is known of stock's logits processors and stopping criteria, and so how a walk may call them."""
+"""Known logits processors and stopping criteria of stock, and so the ways in which a walk may call them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ _CRITERIA = (MaxLengthCriteria, EosTokenCriteria, StopStringCriteria)
 
 
 def scores_alone(processors: LogitsProcessorList) -> bool:
-    """Do they read scores alone, so that one call can do all nodes of a tree?"""
+    """Return True if all processors read scores alone, so that one call can process all nodes of a tree."""
     return all(type(processor) in _SCORES_ALONE for processor in processors)
 
 
@@ -95,14 +95,14 @@ def _of_row(processor: Any, row: int) -> Any:
 
 
 def all_known(processors: LogitsProcessorList) -> bool:
-    """Are they all stock's own?"""
+    """Return True if all processors are stock's own."""
     return all(type(processor) in (*_ROW_FREE, *_ROW_BOUND) for processor in processors)
 
 
 def needs_stocks_steps(
     processors: LogitsProcessorList, criteria: Any, streamer: Any, generation_config: Any
 ) -> bool:
-    """Whether all rows go in step, one call per position on the whole batch, because calls may do anything.
+    """Return True if all rows must go in step, one call per position on the whole batch, as calls may do anything.
 
     A processor or criterion that is not known may keep state from call to call, look across rows, read the clock or
     draw from the global generator, as a streamer may. What is collected per step is collected for ended rows too.

@@ -1,4 +1,4 @@
-"""Which tokens a draft puts forward: the drafter's distributions, seen as the target will see its own.
+"""Candidate tokens of a draft: the drafter's distributions, processed as the target's will be.
 
 Nothing here can change the output; it only decides what is worth verifying. So the target's processors are
 imitated where that is cheap (temperature, repetition penalty, nucleus), and not run.
@@ -51,7 +51,7 @@ class Ranker:
 
     @property
     def needs_history(self) -> bool:
-        """Does the ranking depend on the tokens so far?"""
+        """True if the ranking depends on the tokens so far."""
         return self._penalty != 1.0
 
     def __call__(
@@ -126,7 +126,7 @@ class Ranker:
 
 
 class SeenTokens:
-    """Which tokens occur in each row's text, kept up as the texts grow.
+    """Set of the tokens that occur in each row's text, kept up as the texts grow.
 
     Args:
         texts: per row its token ids so far; the lists are shared and grow from outside.
@@ -171,10 +171,10 @@ def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
 
 
 def ranked(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """As `largest`, by what is quickest on the device: on a CPU `torch.topk` is, which has equal scores in any order.
+    """Return the `k` largest scores and their tokens, like `largest`, but by `torch.topk` on a CPU, where it is faster.
 
-    Of 8 x 152,000 scores, one thread takes 1.5 ms for it, and 3.1 ms for `largest`. On a GPU, `torch.topk` makes
-    several passes over all scores.
+    Ties may then come in any order. Of 8 x 152,000 scores, one thread takes 1.5 ms for `torch.topk` and 3.1 ms for
+    `largest`; on a GPU, `torch.topk` makes several passes over all scores.
     """
     return largest(scores, k) if scores.is_cuda else scores.topk(k)
 

@@ -103,22 +103,22 @@ class Request:
 
     @property
     def users_cache(self) -> bool:
-        """Did the user pass the cache in?"""
+        """True if the user passed the cache in."""
         return bool(getattr(self.stock_cache, "_is_user_defined", False))
 
     @property
     def kind(self) -> Hashable:
-        """What calls have in common whose drafts are about as often right, as far as their arguments tell."""
+        """Key of the calls whose drafts are accepted about as often, as far as their arguments tell."""
         config = self.generation_config
         return self.tree_config, len(self.input_ids), *(getattr(config, name) for name in _CHOOSING)
 
     @property
     def returns_cache(self) -> bool:
-        """Will anybody look at the cache after the call?"""
+        """True if the cache is read after the call."""
         return bool(self.generation_config.return_dict_in_generate) or self.users_cache
 
     def collects(self, name: str) -> bool:
-        """Does the call return what "output_scores", "output_logits" or "output_hidden_states" names?"""
+        """Return True if the call returns what "output_scores", "output_logits" or "output_hidden_states" names."""
         config = self.generation_config
         return bool(config.return_dict_in_generate and getattr(config, name))
 
@@ -285,7 +285,7 @@ def _refuse_shapes(input_ids: Tensor, embeddings: Tensor | None, mask: Tensor | 
 
 
 def _is_sharded(model: PreTrainedModel) -> bool:
-    """Do processes hold parts of the model, so that stock would keep them in step?"""
+    """Return True if processes hold parts of the model, so that stock would keep them in step."""
     return not alone() and (is_deepspeed_zero3_enabled() or is_fsdp_managed_module(model))
 
 

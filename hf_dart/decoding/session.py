@@ -1,4 +1,4 @@
-"""What one call of `generate` needs from its first round to its last: complete when it is made, by `begin`."""
+"""State of one call of `generate` from its first round to its last: complete when it is made, by `begin`."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from hf_dart.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class Budget:
-    """What the coming round may do.
+    """Limits of the coming round.
 
     Attributes:
         limits: tokens that each row may emit; 0 if it has ended or is too far ahead.
@@ -123,7 +123,7 @@ class Session:
         return limits
 
     def budget(self) -> Budget:
-        """What the coming round may do, and whether it is worth a draft."""
+        """Return the limits of the coming round, and whether it is worth a draft."""
         limits = self.limits()
         deepest = [min(limit - 1, room) for limit, room in zip(limits, self.verify.depth_room(), strict=True)]
         weights, copies = row_weights(self.rows.emitted, limits), self.grower.copies(deepest)

@@ -1,4 +1,4 @@
-"""What one call did: rounds, tokens, τ, acceptance, and where the time went."""
+"""Statistics of one call: rounds, tokens, τ, acceptance, and seconds per phase."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PHASES = ("prefill", "draft", "grow", "verify", "walk", "commit")
 
 @dataclass
 class DraftStats:
-    """What the drafts of one `generate` call did, counted over all its rows: rounds, tokens, acceptance, time.
+    """Statistics of one `generate` call, counted over all its rows: rounds, tokens, acceptance, time.
 
     Attributes:
         rounds: target forwards that verified a tree (the prefill is not one).

@@ -1,4 +1,4 @@
-"""What one call did, round by round; kept only where `generate(..., trace=True)` asks for it."""
+"""Record of one call, round by round; kept only where `generate(..., trace=True)` asks for it."""
 
 from __future__ import annotations
 

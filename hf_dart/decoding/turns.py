@@ -42,7 +42,7 @@ class DrafterState:
 
 @dataclass
 class _StateLeft:
-    """What a call left with a cache."""
+    """Drafter state that a call left with a cache."""
 
     drafter: ref[Drafter[Any]]
     state: DrafterState

@@ -1,4 +1,4 @@
-"""From verified logits to tokens: the target's own choice at every node that its text passes through."""
+"""Walk from verified logits to tokens: the target's own choice at every node that its text passes through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_dart.trees.tree import DraftTree
 
 @dataclass(frozen=True)
 class Accepted:
-    """What a walk took from each row's tree.
+    """Nodes that a walk accepted of each row's tree.
 
     Attributes:
         path: [B, A] nodes from the root on, on the CPU; entries after a row's count mean nothing.
@@ -163,7 +163,7 @@ class Walker:
 
 
 def chooses_everywhere(processors: LogitsProcessorList, device: torch.device) -> bool:
-    """Is a token chosen at all nodes at once, instead of at those alone that the text passes?
+    """Return True if a token is chosen at every node in one call, rather than only along the accepted path.
 
     On an accelerator that saves reading back every token before the next one is chosen. On a CPU nothing is saved: for
     the packaged pair it took 2.5 to 7.7 times as long at batch 1 and 1.2 to 6.8 times at batch 4 (medians over rounds,
@@ -185,7 +185,7 @@ def drawn(races: Tensor) -> Tensor:
 
 
 def _children(tree: DraftTree) -> list[dict[tuple[int, int], int]]:
-    """Of each row, the node that follows on a (node, token)."""
+    """Return a map per row from (node, token) to the child node that holds the token."""
     return [
         {
             (parent, token): child

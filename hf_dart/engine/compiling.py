@@ -14,7 +14,7 @@ Part = TypeVar("Part")
 
 @dataclass(frozen=True)
 class EngineConfig:
-    """How parts of a round are compiled and captured.
+    """Options for compiling and capturing parts of a round.
 
     Args:
         backend: of `torch.compile`; None compiles nothing, which starts at once. On a GPU each part is one CUDA graph

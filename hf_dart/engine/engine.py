@@ -203,9 +203,10 @@ def why_not(session: Session) -> str | None:
 
 
 def signature(session: Session) -> tuple[Any, ...]:
-    """What differs when graphs no longer compute what the models would: weights elsewhere, other adapters or code.
+    """Return a key that changes when graphs no longer compute what the models would: weights, adapters or code differ.
 
-    What a drafter has made of its weights and of those that it borrows differs when they are written to, too.
+    Drafters may keep results computed from their weights and from those that they borrow, so that writing to these
+    changes the key too.
     """
     target, drafter = session.request.model, session.request.drafter
     parts: list[Any] = [identity(target), *_precision()]
@@ -227,7 +228,7 @@ def signature(session: Session) -> tuple[Any, ...]:
 
 
 def _shapes(session: Session) -> tuple[Any, ...]:
-    """What tiers of one target and drafter differ by, besides rows, length and nodes."""
+    """Return a key of the shapes, besides rows, length and nodes, by which tiers of one target and drafter differ."""
     cache, shift, features = session.cache, session.verify.shift, session.seen.features
     positions = () if shift is None else (*shift.shape[:-1], shift.dtype)
     states = {} if cache.states is None else cache.states.committed
@@ -236,7 +237,7 @@ def _shapes(session: Session) -> tuple[Any, ...]:
 
 
 def _precision() -> list[Any]:
-    """How PyTorch was told to compute, which a captured kernel does for good."""
+    """Return PyTorch's settings of precision and kernels, which a captured kernel keeps for good."""
     matmul, backends = torch.backends.cuda.matmul, torch.backends.cuda
     reduced = (matmul.allow_bf16_reduced_precision_reduction, matmul.allow_fp16_reduced_precision_reduction)
     kernels = (backends.flash_sdp_enabled(), backends.mem_efficient_sdp_enabled(), backends.math_sdp_enabled())
@@ -244,8 +245,7 @@ def _precision() -> list[Any]:
 
 
 def _hooked(target: PreTrainedModel) -> bool:
-    """Whether the target has hooks of the user's; those of transformers, once installed, stay and are idle in a round.
-    """
+    """Return True if the target has hooks of the user's; transformers' own stay installed and are idle in a round."""
     return any(
         not str(getattr(hook, "__module__", "")).startswith("transformers.")
         for part in target.modules()

@@ -27,7 +27,7 @@ class Pool(NamedTuple):
 
 
 class Capture(NamedTuple):
-    """What rounds are made with.
+    """Settings and memory with which rounds are captured.
 
     Attributes:
         config: by which they are compiled.
@@ -78,7 +78,7 @@ class Launch:
             step()
 
     def __call__(self) -> None:
-        """Do it once more; on a GPU the host does not wait."""
+        """Run the captured part once more; on a GPU the host does not wait."""
         self._launch()
 
 
@@ -105,7 +105,7 @@ class NoHost(TorchDispatchMode):
         return found
 
     def _inside(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """What an operation made of others returns, while those are looked at, too; NotImplemented of one that is not.
+        """Run a composite operation, looking at its parts too, and return its result; NotImplemented if it has none.
 
         Of custom ones nothing is known by name, and what they call comes here before PyTorch has taken it apart.
         """

@@ -42,7 +42,7 @@ class CapturedForward:
         self.launch = Launch(partial(self.step, run), device, capture.pool, partial(self.step, verifier.forward))
 
     def step(self, run: Run) -> None:
-        """Do what a launch does, by `run`: the forward over the buffers."""
+        """Run the forward over the buffers by `run`, as a launch does."""
         with torch.inference_mode(False), torch.no_grad(), self.verifier.takes_trees():
             self._found = run(self._tree, self._roots)
 
@@ -95,7 +95,7 @@ class CapturedDraft:
         return found.logits, found.hidden
 
     def step(self, run: Run) -> None:
-        """Do what a launch does, by `run`: the pass over the buffers."""
+        """Run the drafting pass over the buffers by `run`, as a launch does."""
         with torch.inference_mode(False), torch.no_grad():
             self._found = run()
 

@@ -26,7 +26,7 @@ _TRIES = 3
 
 
 class Tier:
-    """What rounds of a call run on in the place of its own caches, made for calls like that of `session`.
+    """Buffers and graphs on which a call's rounds run in place of its own caches, made for calls like `session`'s.
 
     Rounds are those of every call: the session's forward of the target, its cache and, of drafters that run on fixed
     shapes, the draft are replaced while it runs here (`taken_by`).
@@ -115,7 +115,7 @@ class Tier:
             self._draft(self._draft_cache, runner.depth, session.seen.features)
 
     def difference(self, session: Session) -> float:
-        """How far logits are from the session's own forward's, as a share of the largest; 0 where that is rounding.
+        """Return the difference of logits to the session's own forward, relative to the largest; 0 if it is rounding.
 
         Args:
             session: that is loaded.

@@ -37,7 +37,7 @@ _ARCHITECTURES = {
 
 
 def _architecture(content: dict[str, Any]) -> str | None:
-    """Which relative a config.json in z-lab's format describes."""
+    """Return the variant that a config.json in z-lab's format describes; None if it describes none."""
     architectures = content.get("architectures")
     if not isinstance(architectures, list) or len(architectures) != 1 or not isinstance(architectures[0], str):
         return None
@@ -50,7 +50,7 @@ def _is_xpress(content: dict[str, Any]) -> bool:
 
 
 def dflash_format(content: dict[str, Any]) -> str | None:
-    """What a config.json describes, if it is that of a DFlash drafter or a relative, of whatever version."""
+    """Return a description of a config.json's drafter if it is a DFlash drafter or a variant, of whatever version."""
     if _is_xpress(content):
         return "an XPress drafter"
     kind = content.get("speculators_model_type")
@@ -138,7 +138,7 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
 
 
 def _relative(kind: str, at: Mapping[str, Fields], backbone: Qwen3Config) -> dict[str, Any]:
-    """What a relative has beside DFlash; what the others have must not be said of it.
+    """Read the fields that only DFlash2 or DSpark have; fields of the other variants are rejected.
 
     Args:
         kind: "dflash", "dflash2" or "dspark".
@@ -241,7 +241,7 @@ def _read_assistant(fields: Fields) -> dict[str, Any]:
 def _common(
     block: Fields, mask: Fields, taps: Fields, backbone: Qwen3Config, target_layers: int | None, least: int = 2
 ) -> dict[str, Any]:
-    """What both formats say; they count the outputs of layers from 0, `hidden_states` has the embeddings in front."""
+    """Read the fields of both formats, which count layers' outputs from 0 (`hidden_states` begins with embeddings)."""
     if "target_layer_ids" not in taps and target_layers is not None:
         ids = _default_taps(target_layers, backbone.num_hidden_layers)
     else:

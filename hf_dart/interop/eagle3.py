@@ -69,7 +69,7 @@ _IGNORED = re.compile(r"verifier_(norm|lm_head)\.weight|(.*\.)?rotary_emb\.inv_f
 
 
 def eagle3_format(content: Mapping[str, Any]) -> str | None:
-    """What a config.json describes, such as "an EAGLE-3 head in the original format"; None if it is neither format."""
+    """Return a description such as "an EAGLE-3 head in the original format"; None if a config is of neither format."""
     kind = content.get("speculators_model_type")
     if isinstance(kind, str) and kind in _SPECULATORS:
         return f"{'a' if kind == 'peagle' else 'an'} {_SPECULATORS[kind]} head in the format of speculators"
@@ -80,7 +80,7 @@ def eagle3_format(content: Mapping[str, Any]) -> str | None:
 
 
 def eagle1_format(content: Mapping[str, Any], names: Callable[[], Collection[str]]) -> str | None:
-    """What a config.json and the names of the tensors beside it describe, if it is an EAGLE-1 or EAGLE-2 head.
+    """Return a description if a config.json and the names of its tensors are those of an EAGLE-1 or EAGLE-2 head.
 
     Args:
         content: of the config.json.
@@ -95,7 +95,7 @@ def eagle1_format(content: Mapping[str, Any], names: Callable[[], Collection[str
 
 
 def is_peagle(content: Mapping[str, Any]) -> bool:
-    """Does `eagle3_format` describe a P-EAGLE head?"""
+    """Return True if `eagle3_format` describes a P-EAGLE head."""
     return content.get("speculators_model_type") == "peagle"
 
 
@@ -122,7 +122,7 @@ class Published:
     mask: str = "mask_hidden"
 
     def name(self, ours: str) -> str:
-        """What the weight `ours` of a network with `layers.N` is called in the file."""
+        """Return the name in the file of the weight `ours` of a network with `layers.N`."""
         if self.legacy_norms and (norm := re.fullmatch(r"fusion_norm\.(\d+)\.weight", ours)):
             return f"{_AUX_NORMS[int(norm[1])]}.weight"
         if ours in _PARTS or ours == "mask_slot.weight":
@@ -139,7 +139,7 @@ class Published:
 def read_published(
     content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
 ) -> Published:
-    """What a config.json and the shapes of its tensors say.
+    """Read a head's config.json and the shapes of its tensors.
 
     Args:
         content: of the config.json, of which `eagle3_format` is not None, or `eagle1_format`.
@@ -351,7 +351,7 @@ def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) ->
 
 
 def _head_dim(layer: Fields, query: tuple[int, ...] | None, heads: int, path: str) -> int:
-    """By the shape of the queries' projection, as some configs leave it out or say another one."""
+    """Return the head dimension by the shape of the queries' projection, as some configs lack it or give another."""
     layer.given("head_dim")
     rows = query[0] if query else 0
     if not query or rows % heads or rows // heads % 2:
@@ -368,7 +368,7 @@ def _flag(fields: Fields, nested: Fields, name: str) -> bool:
 
 
 def _refuse_nested(nested: Fields) -> None:
-    """What `eagle_config` may say: that the head is an EAGLE-3 head."""
+    """Refuse an `eagle_config` of anything but an EAGLE-3 head."""
     nested.choice("use_aux_hidden_state", (True,), True)
     nested.choice("use_input_layernorm_in_first_layer", (True,), True)
     nested.choice("use_last_layernorm", (True,), True)

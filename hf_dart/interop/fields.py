@@ -29,7 +29,7 @@ class Fields:
         return self.given(name) is not None
 
     def given(self, name: str) -> Any:
-        """What stands there; None where nothing does."""
+        """Return the value of a field; None if it is missing."""
         self._asked.add(name)
         return self._content.get(name)
 
@@ -87,7 +87,7 @@ class Fields:
             )
 
     def wrong(self, name: str, value: Any, wanted: str) -> ValueError:
-        """What to raise where a field holds `value` and has to be `wanted`."""
+        """Return the error to raise where a field holds `value` and has to be `wanted`."""
         if value is None:
             return ValueError(f"The config.json of this {self.kind} lacks {name}; it has to be {wanted}.")
         shown = json.dumps(value)[:80]
@@ -99,7 +99,7 @@ class Fields:
 
 
 def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
-    """Which of two places a field stands at; both is fine while they agree.
+    """Return the one of two places that has a field; it may be in both if they agree.
 
     Raises:
         ValueError: they do not.

@@ -1,4 +1,4 @@
-"""What PEFT is told of an adapter's adapter_config.json: numbers and names of plain LoRA, and sizes its weights have.
+"""A safe `LoraConfig` from an adapter's adapter_config.json: numbers and names of plain LoRA, and its weights' sizes.
 
 PEFT's own configs ask for more: modules to import, packages, patterns to run, memory, other weights under the adapter.
 """
@@ -72,7 +72,7 @@ _PLAIN: dict[str, Callable[[Any], bool]] = {
 
 
 def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: dict[str, Tensor]) -> LoraConfig:
-    """What PEFT is told of an adapter: fields that are only numbers and names, and sizes that its weights have.
+    """Build the config of an adapter for PEFT: fields that are only numbers and names, and sizes that its weights have.
 
     Raises:
         ValueError: a field asks for more: other code, packages, patterns or memory.
@@ -110,7 +110,7 @@ def lora_of(head: PreTrainedModel, path: str, content: dict[str, Any], state: di
 
 
 def _linears(head: PreTrainedModel) -> dict[str, int]:
-    """What LoRA can stand on, and how wide its input is."""
+    """Return the linear modules that LoRA can be put on, with the width of their input."""
     bare = ((path, getattr(part, "base_layer", part)) for path, part in head.named_modules())
     return {path: part.in_features for path, part in bare if isinstance(part, nn.Linear) and ".base_layer" not in path}
 

@@ -47,7 +47,7 @@ _RENAMED = {
 
 
 def module_count(content: dict[str, Any]) -> int:
-    """How many modules a config.json says that its checkpoint has."""
+    """Return the number of modules that a config.json says its checkpoint has."""
     parts = [content, content.get("text_config")]
     found = [part.get(name) for part in parts if isinstance(part, dict) for name in FIELDS]
     return max((count for count in found if type(count) is int), default=0)
@@ -59,7 +59,7 @@ def is_speculators(content: dict[str, Any]) -> bool:
 
 
 def has_unnamed_modules(names: Collection[str]) -> bool:
-    """Do the names of a checkpoint's tensors tell of modules as MiMo-V2 has them?"""
+    """Return True if a checkpoint's tensors are named like MiMo-V2's modules."""
     return any(_MIMO_V2.search(name) for name in names)
 
 

@@ -21,7 +21,7 @@ _IGNORED = frozenset(("embed_tokens.weight", "hf_dart.norm.weight"))
 
 
 def original_format(content: dict[str, Any]) -> str | None:
-    """What a config.json describes, if it is that of a head in the format of DART's code."""
+    """Return a description of a config.json's head if it is in the format of DART's code."""
     ours = content.get("model_type") == "llama" and "draft_length" in content
     return "a DART head in the format of DART's code" if ours else None
 
@@ -29,9 +29,9 @@ def original_format(content: dict[str, Any]) -> str | None:
 def read_original(
     content: dict[str, Any], shapes: Mapping[str, tuple[int, ...]], num_layers: int, path: str
 ) -> Published:
-    """What the config.json of such a head says, as fields of a `DartConfig`.
+    """Read the config.json of such a head into fields of a `DartConfig`.
 
-    What DART's code does not read, whatever it is, has no effect there, and none here.
+    Fields that DART's code does not read have no effect there, and none here.
 
     Args:
         content: of its config.json.

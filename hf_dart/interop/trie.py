@@ -136,7 +136,7 @@ def _longer(file: BinaryIO, content: memoryview, wanted: int, trie: Path) -> mem
 
 
 class _Known:
-    """What is known of nodes so far, in files: who lists them as children, their n-grams, their depth."""
+    """Facts known of nodes so far, in files: their parents, their n-grams, their depth."""
 
     def __init__(self, folder: Path, nodes: int, spec: NgramSpec, trie: Path) -> None:
         def array(name: str, dtype: str) -> Array:

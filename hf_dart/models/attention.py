@@ -50,7 +50,7 @@ class TreeAttention:
 
     @property
     def differs(self) -> bool:
-        """Whether trees are verified by another attention than the target's own."""
+        """True if trees are verified by another attention than the target's own."""
         return self.name != self.own
 
     def packed(self) -> AbstractContextManager[None]:
@@ -59,7 +59,7 @@ class TreeAttention:
 
 
 def _has_sdpa(target: PreTrainedModel) -> bool:
-    """Whether all classes that the text goes through declare it."""
+    """Return True if all classes that the text goes through declare support for SDPA."""
     text = target.config.get_text_config(decoder=True)
     models = [part for part in parts_of(target) if isinstance(part, PreTrainedModel) and part.config is text]
     return all(model._supports_sdpa for model in models or [target])

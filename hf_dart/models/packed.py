@@ -88,7 +88,7 @@ def masked_attention(
 
 
 def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether the kernel can take them. Under autocast their types may differ, which PyTorch's own function sees to."""
+    """Return True if the kernel can take these tensors. Dtypes may differ under autocast, left to PyTorch."""
     fits = 8 if query.dtype in _NARROW else 4
     return (
         query.dtype in (*_NARROW, torch.float32)
@@ -101,7 +101,7 @@ def _is_for_efficient(query: Tensor, key: Tensor, value: Tensor) -> bool:
 
 @torch.compiler.assume_constant_result
 def _efficient_allowed() -> bool:
-    """Whether the user has left it on. Captured rounds are made again after a change."""
+    """Return True if the user has left the kernel enabled. Captured rounds are made again after a change."""
     return torch.backends.cuda.mem_efficient_sdp_enabled()
 
 

@@ -36,7 +36,7 @@ class _MovingRotary:
 
 
 def rotary_moves(target: PreTrainedModel) -> bool:
-    """Whether the rotary frequencies are chosen again in each forward."""
+    """Return True if the rotary frequencies are chosen again in each forward."""
     return _MovingRotary.of(target) is not None
 
 
@@ -87,7 +87,7 @@ def refuse_crossing(target: PreTrainedModel, pads: list[int], cached: int, total
 
 
 def _starts_anew(target: PreTrainedModel, rotary: _MovingRotary) -> bool:
-    """Whether stock throws its cache away there (Phi-3)."""
+    """Return True if stock drops its cache where the rotary frequencies change (Phi-3)."""
     return not rotary.grows and hasattr(target.config, "original_max_position_embeddings")
 
 
@@ -114,7 +114,7 @@ def refuse_shifted(target: PreTrainedModel, shift: Tensor | None, most: int) -> 
 
 
 def forgets_text(target: PreTrainedModel) -> bool:
-    """Whether stock goes on with the last token alone where it drops the cache (Phi-3, transformers 5.18 and older)."""
+    """Return True if stock goes on from the last token alone once it drops its cache (Phi-3, transformers <= 5.18)."""
     switch = getattr(target.config, "original_max_position_embeddings", None)
     if switch is None:
         return False

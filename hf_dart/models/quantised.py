@@ -57,7 +57,7 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
 
 
 def _coarse(part: nn.Module, x: Tensor) -> bool:
-    """Whether f(x + y) + f(x - y) = 2 f(x) holds less well for a linear module than in the dtype of its inputs."""
+    """Return True if f(x + y) + f(x - y) = 2 f(x) fails for a linear module by more than its input dtype's rounding."""
     y = x.roll(1, dims=-1)  # both are of so few bits that sums of them are exact
     middle, above, below = (_run(part, one) for one in (x, x + y, x - y))
     if middle is None or above is None or below is None:

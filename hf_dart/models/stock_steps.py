@@ -46,7 +46,7 @@ def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
 
 
 def takes_positions(target: PreTrainedModel) -> bool:
-    """Whether the target can be told positions; otherwise it counts them itself."""
+    """Return True if the target takes `position_ids`; otherwise it counts positions itself."""
     # Of the class: what a user put in place of an instance's `forward` may not name all that it hands on.
     parameters = inspect.signature(type(target).forward).parameters
     return "position_ids" in parameters or any(one.kind is one.VAR_KEYWORD for one in parameters.values())

@@ -25,7 +25,7 @@ def vocabulary_hash(tokenizer: Any, rows: int | None = None) -> str:
 
 
 def same_vocabulary(known: str, tokenizer: Any, rows: int) -> bool:
-    """Whether `known` is the hash of this tokenizer, with or without tokens beyond the `rows` of an embedding table."""
+    """Return True if `known` is this tokenizer's hash, with or without tokens beyond an embedding table's `rows`."""
     return known in (vocabulary_hash(tokenizer, rows), vocabulary_hash(tokenizer))
 
 

@@ -44,7 +44,7 @@ def difference(one: Tensor, other: Tensor) -> float:
 
 
 def same(one: Tensor, other: Tensor, dtype: torch.dtype | None = None, noise: float = 0.0) -> bool:
-    """Whether two results differ by no more than rounding; NaN is never the same.
+    """Return True if two results differ by no more than rounding; NaN is never the same.
 
     Args:
         dtype: in which they are computed, where that is coarser than what `one` shows.

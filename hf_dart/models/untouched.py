@@ -47,7 +47,7 @@ def as_before(model: nn.Module) -> Iterator[None]:
 
 
 def _replaced(now: Any, before: dict[str, Any]) -> bool:
-    """Whether there are other weights. Offloaded ones lie on "meta" between forwards, each time in another tensor."""
+    """Return True if weights were replaced. Offloaded ones are on "meta" between forwards, each time a new tensor."""
     return now.keys() != before.keys() or any(
         now[name] is not weight and not (weight is not None and weight.is_meta) for name, weight in before.items()
     )

@@ -75,7 +75,7 @@ class Verifier:
         self._no_masks = dict.fromkeys(kind.name for kind in kinds) | self._maskless if len(kinds) > 1 else None
 
     def depth_room(self) -> list[int]:
-        """How many positions after each row's root the target's position table still holds, as far as trees may go."""
+        """Return how many more positions the target's table holds after each row's root, as far as trees need them."""
         lengths = self.cache.entries.counted
         if self.shift is None and self.cache.longest + MAX_NODES <= self._last_position:
             return [MAX_NODES] * len(lengths)
@@ -107,7 +107,7 @@ class Verifier:
         return roots
 
     def _runs_plainly(self) -> bool:
-        """Do roots see what stock's attention would see by itself, with `_plain_masks`?"""
+        """Return True if roots attend to what stock's attention would by itself, with `_plain_masks`."""
         if not self._skips_masks:
             return False
         if any(kind.window is not None and self.cache.longest >= kind.window for kind in self.kinds):
@@ -116,11 +116,11 @@ class Verifier:
         return (takes_padding and not self.mixers) or self._sees_all()
 
     def _sees_all(self) -> bool:
-        """Does a root see every entry that the cache shows, so that stock's attention would run without a mask?"""
+        """Return True if roots attend to every entry of the cache, where stock's attention would run without a mask."""
         return all(bool((self.cache.past_positions(kind.layer) >= 0).all()) for kind in self.kinds)
 
     def _plain_masks(self) -> Any:
-        """What stock masks a step with: [B, S + 1] for targets that are told of padding so; or nothing."""
+        """Return the mask of stock's step, [B, S + 1], for targets that take padding masks; else no masks."""
         if not self.attention.differs or self.mixers or self._sees_all():
             return self._no_masks
         past = self.cache.past_positions(self.kinds[0].layer)

@@ -26,7 +26,7 @@ class TreePaths:
 
     @classmethod
     def of(cls, tree: DraftTree, device: torch.device) -> TreePaths:
-        """Those of a tree, on `device`."""
+        """Return the paths of a tree, on `device`."""
         return cls(tree.parents.to(device), tree.ancestors.to(device))
 
     @property

@@ -256,7 +256,7 @@ def _spans(length: int) -> Iterator[tuple[int, int]]:
 
 
 def _tokens_below(keys: Array, order: int, spec: NgramSpec) -> bool:
-    """Whether every token of the keys lies in 0..V-1."""
+    """Return True if every token of the keys is in 0..V-1."""
     # The first token has all higher bits, so that the sign and what lies beyond the key are looked at too.
     first = keys >> ((order - 1) * spec.bits)
     if not bool(((first >= 0) & (first < spec.vocab_size)).all()):
