@@ -21,7 +21,6 @@ class LoraArguments:
         default=None, metadata={"help": f"modules that it stands on; default: {' '.join(LAYERS)}, and fc"}
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "of what goes into LoRA"})
-    lora_name: str = field(default="default", metadata={"help": "of the adapter"})
     copy_layer: str | None = field(
         default=None,
         metadata={"help": "a new head's layers are frozen copies of the target's from this one on, or its 'last'"},
@@ -54,13 +53,11 @@ def apply_lora(head: TrainedDrafter, arguments: LoraArguments) -> TrainedDrafter
             f"lora_rank is {arguments.lora_rank}, lora_alpha {alpha} and lora_dropout {arguments.lora_dropout}; give a "
             "rank of 1 or more, a finite alpha above 0 and a dropout in [0, 1)."
         )
-    head.add_adapter(
-        LoraConfig(
-            r=arguments.lora_rank,
-            lora_alpha=alpha,
-            lora_dropout=arguments.lora_dropout,
-            target_modules=arguments.lora_targets,
-        ),
-        arguments.lora_name,
+    lora = LoraConfig(
+        r=arguments.lora_rank,
+        lora_alpha=alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=arguments.lora_targets,
     )
+    head.add_adapter(lora, "default")
     return head

@@ -19,6 +19,14 @@ from hf_dart.training.options import option
 
 _BESIDE = ("prompt_tokens", "tools")  # fields that say more about a document
 _COMPLETION = "completion"  # the field of what follows that called "prompt"
+# Kinds of documents (`Encoder.kind`) and the fields that hold them, in the order in which they are looked for.
+_FIELDS = [
+    ("input_ids", "input_ids"),
+    ("messages", "messages"),
+    ("messages", "conversations"),
+    (_COMPLETION, _COMPLETION),
+    ("text", "text"),
+]
 # Fields of datasets that hold more than text, their plural left out.
 _NO_TEXT = {"image", "video", "audio", "pixel_value", "input_feature"}
 _BATCH = 1000  # documents that are packed together: all that a stream holds of them at a time
@@ -100,25 +108,23 @@ def load_rows(
     _check_tokenizer(tokenizer, config)
     if arguments.max_length <= draft_length:
         raise ValueError(f"max_length is {arguments.max_length}; a draft of {draft_length} tokens needs longer rows.")
-    train, held_out = [], []
-    encoders = []
+    train, held_out, encoders = [], [], []
     # Shares are one per name.
     alone = arguments.shares is not None
     for names in [[name] for name in arguments.train_data] if alone else group_files(arguments.train_data):
         documents, encoder = open_encoded(arguments, names, "train", tokenizer, draft_length)
         encoders.append(encoder)
-        if arguments.eval_documents:
-            if not arguments.streaming and len(documents) <= arguments.eval_documents:
+        if count := arguments.eval_documents:
+            if not arguments.streaming and len(documents) <= count:
                 raise ValueError(
-                    f"{encoder.source} has {len(documents)} documents; with eval_documents="
-                    f"{arguments.eval_documents} none is left to train on."
+                    f"{encoder.source} has {len(documents)} documents; with eval_documents={count} none is left to "
+                    "train on."
                 )
-            held_out.append(_rows(arguments, documents.take(arguments.eval_documents), encoder))
-            documents = documents.skip(arguments.eval_documents)
+            held_out.append(_rows(arguments, documents.take(count), encoder))
+            documents = documents.skip(count)
         train.append(_rows(arguments, documents, encoder, endless=arguments.streaming))
     for names in group_files(arguments.eval_data):
-        documents, encoder = open_encoded(arguments, names, "validation", tokenizer, draft_length)
-        held_out.append(_rows(arguments, documents, encoder))
+        held_out.append(_rows(arguments, *open_encoded(arguments, names, "validation", tokenizer, draft_length)))
     _keep_template(config, encoders)
     if arguments.shares is not None and len(train) > 1:
         total = sum(arguments.shares)
@@ -234,12 +240,10 @@ def open_encoded(
 
 def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_length: int) -> tuple[Any, Encoder]:
     """Choose the field of an open source to read, and the encoder of it, as `open_encoded` does."""
-    kind, field_name = find_field(source, arguments.text_field, arguments.messages_field)
-    beside: tuple[str, ...] = _BESIDE
-    if kind == _COMPLETION:
-        beside = ("prompt", *_BESIDE)
-        if isinstance(next(iter(source.documents))[field_name], list):
-            kind = "messages"
+    kind, field_name = _field(arguments, source)
+    beside = ("prompt", *_BESIDE) if kind == _COMPLETION else _BESIDE
+    if kind == _COMPLETION and isinstance(next(iter(source.documents))[field_name], list):
+        kind = "messages"
     chat = None
     if kind == "messages":
         chat = ChatFormat(tokenizer, read_template(arguments.chat_template), arguments.enable_thinking)
@@ -256,23 +260,21 @@ def encoded(arguments: DataArguments, source: Source, tokenizer: Any, draft_leng
     )
 
 
-def find_field(source: Source, text_field: str | None = None, messages_field: str | None = None) -> tuple[str, str]:
+def _field(arguments: DataArguments, source: Source) -> tuple[str, str]:
     """Find the field of a source to read: its kind (`Encoder.kind`) and its name.
 
     Raises:
         ValueError: it has none of them.
     """
-    choices = [("input_ids", "input_ids"), ("messages", "messages"), ("messages", "conversations")]
-    choices += [(_COMPLETION, _COMPLETION), ("text", "text")]
-    given = [("messages", messages_field), ("text", text_field)]
-    asked = [(kind, name) for kind, name in given if name is not None]
-    for kind, name in asked or choices:
+    given = {"messages": arguments.messages_field, "text": arguments.text_field}
+    asked = [(kind, name) for kind, name in given.items() if name is not None] or _FIELDS
+    for kind, name in asked:
         if name in source.columns and (kind != _COMPLETION or "prompt" in source.columns):
             return kind, name
-    wanted = " nor ".join(repr(name) + " (with 'prompt')" * (kind == _COMPLETION) for kind, name in asked or choices)
     raise ValueError(
-        f"{source.name} has no field {wanted}, only {', '.join(map(repr, source.columns))}; name the one that holds "
-        "the text with text_field, or the conversation with messages_field."
+        f"{source.name} has no field {' nor '.join(repr(name) for _, name in asked)}, only "
+        f"{', '.join(map(repr, source.columns))}; name the one that holds the text with text_field, or the "
+        "conversation with messages_field."
     )
 
 
