@@ -54,7 +54,7 @@ def mixers_of(model: PreTrainedModel) -> list[Mixer]:
 
 
 def takes_levels(model: PreTrainedModel) -> bool:
-    """Return True if a mixer processes trees level by level, so that levels have a cost; else, or without any, False."""
+    """Return True if a mixer of running states processes trees level by level, so that each level has a cost."""
     layers = DynamicCache(config=model.config.get_text_config(decoder=True)).layers
     return any(map(keeps_states, layers)) and any(mixer.form is by_levels for mixer in mixers_of(model))
 
