@@ -11,7 +11,9 @@ from support.trees import WAYS, paths
 from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
 from hf_dart import TreeConfig
+from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.rank import SeenTokens
+from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.proposal import Proposal
 
 
@@ -91,3 +93,23 @@ def test_a_chain_is_the_likeliest_token_of_each_depth(way: str) -> None:
     assert tree.size == 5
     for row, deepest in enumerate((4, 2)):
         assert paths(tree, row) == {tuple(best[row][:depth]) for depth in range(1, deepest + 1)}
+
+
+@pytest.mark.parametrize("nodes", [None, 6])
+def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bound refuses no tree that growth would find worth it."""
+    grown: list[bool] = []
+    for seed in range(40):
+        generator = torch.Generator().manual_seed(seed)
+        texts = [torch.randint(3, (14,), generator=generator).tolist() for _ in range(1 + seed % 3)]
+        config = TreeConfig(nodes=nodes, node_cost=0.05 + 0.1 * (seed % 4), lookup=8)
+        trees: list[torch.Tensor] = []
+        for bounded in (True, False):
+            grower = TreeGrower(LookupDrafter(config), config, [], texts, torch.device("cpu"))  # type: ignore[arg-type]
+            if not bounded:
+                monkeypatch.setattr(grower, "_may_pay", lambda *_: True)
+            trees.append(grower(None, None, [6] * len(texts)).tokens)
+        assert torch.equal(*trees)
+        grown.append(trees[0].shape[1] > 1)
+    assert any(grown)
+    assert not all(grown)

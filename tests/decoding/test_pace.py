@@ -14,15 +14,11 @@ import numpy as np
 import pytest
 import torch
 from support.compare import assert_identical
-from support.tiny import prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import prompts, tiny_head, tiny_target
 
 from hf_dart import TreeConfig
-from hf_dart.decoding.drafter_runner import joined
-from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.pace import Pace, PaceRecord, row_weights
-from hf_dart.drafters.cost import _CALL
 from hf_dart.drafters.lookup import LookupDrafter
-from hf_dart.drafters.proposal import Verified
 from hf_dart.trees.copies import Copy
 
 DEPTH = 4
@@ -194,27 +190,6 @@ def test_drafts_that_the_slowest_row_has_nothing_of_do_not_pay() -> None:
         assert level == "tree", "each is ahead in its turn"
 
 
-def test_what_a_draft_is_taken_to_cost() -> None:
-    """By weights and by their number: a head beside which the target is small is charged for it."""
-    target = tiny_target("llama")
-    small, large = tiny_head(target), tiny_head(target, num_layers=5)
-    assert 0.2 < small.draft_cost(target) < large.draft_cost(target)
-    lm_head, embeddings = target.get_output_embeddings().weight, target.get_input_embeddings().weight
-    own, read = ([weight.numel() for weight in model.parameters()] for model in (small, target))
-    looked_up = 0 if lm_head is embeddings else embeddings.numel()
-    ratio = (sum(own) + lm_head.numel() + _CALL * (len(own) + 1)) / (sum(read) - looked_up + _CALL * len(read))
-    assert small.draft_cost(target) == pytest.approx(0.1 + ratio)
-    alone = tiny_head(target, own_lm_head=True)
-    assert alone.lm_head_weights == 0
-    few = tiny_head(target, draft_vocab_size=12)
-    assert few.draft_cost(target) < small.draft_cost(target)
-    step = tiny_eagle_drafter(target)
-    assert step.draft_cost(target, 4) - 0.1 == pytest.approx(4 * (step.draft_cost(target, 1) - 0.1))
-    several = tiny_diffusion_drafter(target)
-    assert [several.passes(depth) for depth in (1, 3, 5)] == [3, 3, 3]
-    assert LookupDrafter().tree_config.draft_cost == 0
-
-
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.name.startswith("hf_dart")]
 
@@ -318,26 +293,6 @@ def test_kinds_of_calls() -> None:
     assert tries(**sampled) == 0, "the call before has just tried"
     assert tries(**sampled, temperature=0.5) > 0
     assert tries(do_sample=False) > 0
-
-
-def test_positions_that_waited_are_taken_in_as_they_came() -> None:
-    """Those of several rounds, of which each row has some, none or all; features and tokens stay together."""
-    rounds = [[2, 0, 3], [1, 1, 1], [0, 2, 1]]
-    came: list[list[int]] = [[], [], []]
-    chunks, number = [], 0
-    for counts in rounds:
-        tokens = torch.full((3, 3), -1)
-        for row, count in enumerate(counts):
-            for place in range(count):
-                number += 1
-                tokens[row, place] = number
-                came[row].append(number)
-        chunks.append(Verified(tokens[..., None] * torch.tensor([1.0, 0.5]), tokens, torch.tensor(counts)))
-    features, tokens, counts = joined(chunks)
-    assert counts.tolist() == [len(row) for row in came]
-    for row, wanted in enumerate(came):
-        assert tokens[row, : len(wanted)].tolist() == wanted
-        assert features[row, : len(wanted), 1].tolist() == [0.5 * token for token in wanted]
 
 
 @pytest.mark.parametrize("options", [{"do_sample": False}, {"do_sample": True, "top_k": 0}], ids=["greedy", "sampled"])
@@ -541,23 +496,3 @@ def test_a_slow_drafter_pauses_unless_its_cost_is_given(monkeypatch: pytest.Monk
         assert torch.equal(target.generate(**inputs, **options, assistant=head, tree_config=tree), stock)
         paused[cost] = head.last_stats.paused_rounds
     assert paused[0.0] == 0 < paused[None]
-
-
-@pytest.mark.parametrize("nodes", [None, 6])
-def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bound refuses no tree that growth would find worth it."""
-    grown: list[bool] = []
-    for seed in range(40):
-        generator = torch.Generator().manual_seed(seed)
-        texts = [torch.randint(3, (14,), generator=generator).tolist() for _ in range(1 + seed % 3)]
-        config = TreeConfig(nodes=nodes, node_cost=0.05 + 0.1 * (seed % 4), lookup=8)
-        trees: list[torch.Tensor] = []
-        for bounded in (True, False):
-            grower = TreeGrower(LookupDrafter(config), config, [], texts, torch.device("cpu"))  # type: ignore[arg-type]
-            if not bounded:
-                monkeypatch.setattr(grower, "_may_pay", lambda *_: True)
-            trees.append(grower(None, None, [6] * len(texts)).tokens)
-        assert torch.equal(*trees)
-        grown.append(trees[0].shape[1] > 1)
-    assert any(grown)
-    assert not all(grown)

@@ -24,6 +24,16 @@ def corpus(seed: int = 0, documents: int = 9, longest: int = 60, vocabulary: int
     ]
 
 
+def by_hand(documents: Documents, order: int) -> Counter[tuple[int, ...]]:
+    """Counts of all n-grams up to `order`."""
+    return Counter(
+        tuple(document[start : start + length])
+        for document in documents
+        for length in range(1, order + 1)
+        for start in range(len(document) - length + 1)
+    )
+
+
 def unpacked(table: NgramTable) -> Counter[tuple[int, ...]]:
     """What a table counts."""
     bits = table.spec.bits
