@@ -47,30 +47,6 @@ def test_the_tables_are_those_of_the_json(compare: ModuleType, file: Path, tmp_p
         assert all(one["same"] == 1 for one in others)
 
 
-def test_tables_stand_between_the_marks(compare: ModuleType, tmp_path: Path) -> None:
-    row = {"method": "stock", "tau": (1.0, 0.0), "ratio": (1.0, 0.0), "draft_ms": 0.0, "round_ms": 7.25, "same": 1.0}
-    ours = {**row, "method": "ours", "tau": (1.5, 0.25), "ratio": (1.25, 0.125), "draft_ms": 2.0}
-    report = {
-        "command": "python compare.py",
-        "versions": {"torch": "2"},
-        "hardware": "none",
-        "settings": {"prompts": 2, "new_tokens": 8, "repeats": 1, "threads": 1},
-        "parameters": {"ours": 1_640_000},
-        "results": [{"mode": "greedy", "methods": [row, ours]}],
-    }
-    card = tmp_path / "README.md"
-    compare.write_tables(report, card)
-    card.write_text(f"Above.\n{card.read_text(encoding='utf8')}\nBelow.\n", encoding="utf8")
-    compare.write_tables({**report, "hardware": "some"}, card)
-    text = card.read_text(encoding="utf8")
-    assert text.startswith("Above.\n")
-    assert text.endswith("\nBelow.\n")
-    assert "none, 1 threads" not in text
-    assert "| stock | 1.00 |  | 7.25 | 1 |  |" in text
-    assert "| ours | 1.50 ± 0.25 | 2.00 | 7.25 | **1.25** ± 0.12 | 100% |" in text
-    assert "ours 1.64 M." in text
-
-
 def test_a_jackknifed_mean_has_the_error_of_a_mean(compare: ModuleType) -> None:
     values = [3.0, 1.0, 4.0, 1.0, 5.0]
 
