@@ -1,4 +1,4 @@
-"""Opens what can be trained on, as `datasets`: local files and datasets of the Hub."""
+"""Sources of documents, opened as `datasets`: local files and datasets of the Hub."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ Document = tuple[np.ndarray, np.ndarray]
 
 @dataclass(frozen=True)
 class Packer:
-    """Packs documents into rows.
+    """Packer of documents into rows.
 
     A document longer than a row is cut; pieces that no draft can be trained in are left out. Where a document begins
     with the tokenizer's first token, so does each of its pieces: targets write badly without it.

@@ -23,7 +23,7 @@ _CERTAIN = 1e4
 
 
 class DartTrainer(DrafterTrainer[DartHead]):
-    """Trains a [`DartHead`] to draft for its target.
+    """Trainer of a [`DartHead`], which learns to draft for its target.
 
     Args:
         head: as `DartHead.from_target(target)` or `from_pretrained(..., target=target)` gives it.
@@ -118,7 +118,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
 
 
 def _choose_trained(head: DartHead, args: DartTrainingArguments) -> None:
-    """Freezes the parts that the losses do not reach.
+    """Freeze the parts that the losses do not reach.
 
     Raises:
         ValueError: the part that is to be trained is missing, or could not be trained or saved.

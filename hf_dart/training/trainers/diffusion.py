@@ -67,7 +67,7 @@ class DiffusionTrainingArguments(DrafterTrainingArguments):
 
 
 class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
-    """Trains a [`DiffusionDrafter`] to draft for its target.
+    """Trainer of a [`DiffusionDrafter`], which learns to draft for its target.
 
     Evaluations draft in one step: their blocks are all masked.
 

@@ -29,7 +29,7 @@ class EagleTrainingArguments(DrafterTrainingArguments):
 
 
 class EagleTrainer(DrafterTrainer[EagleDrafter]):
-    """Trains an [`EagleDrafter`]: the blocks, losses and data of a DART head, d - 1 passes of its layer per block.
+    """Trainer of an [`EagleDrafter`]: the blocks, losses and data of a DART head, d - 1 passes of its layer per block.
 
     Args:
         drafter: as `EagleDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.

@@ -48,7 +48,7 @@ class EditTrainingArguments(DartTrainingArguments):
 
 
 class EditTrainer(DartTrainer):
-    """Trains a [`DartHead`] together with its editor, or the editor alone.
+    """Trainer of a [`DartHead`] together with its editor, or of the editor alone.
 
     Metrics of an evaluation also have `tau_edited`, that of greedy drafts after the edit pass.
 

@@ -159,7 +159,7 @@ def first_prompts(rows: Iterable[dict[str, Tensor]], count: int, length: int) ->
 
 
 class DecodingCallback(TrainerCallback):
-    """Decodes a few prompts greedily after every evaluation, with the drafter as it is then.
+    """Callback that decodes a few prompts greedily after every evaluation, with the drafter as it is then.
 
     Logs `eval_tau_decoded`, which `metric_for_best_model="tau_decoded"` can choose checkpoints by. For early
     stopping by it, add this callback before `EarlyStoppingCallback`.

@@ -31,7 +31,7 @@ class UnoArguments(DrafterArguments):
 
 
 class UnoTrainer(DrafterTrainer[UnoDrafter]):
-    """Trains a [`UnoDrafter`]: the target reads a text once, without the LoRA; then all blocks are run over that.
+    """Trainer of a [`UnoDrafter`]: the target reads a text once, without the LoRA; then all blocks are run over that.
 
     Args:
         drafter: as `UnoDrafter.from_target(target)` or `from_pretrained(..., target=target)` gives it.
