@@ -227,7 +227,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         """Take in all but the last positions of a long text, whose masks would be large; returns those."""
         if seen.next_tokens.shape[1] <= AT_ONCE:
             return seen
-        ahead, last = seen.split()
+        ahead, last = seen.split(AT_ONCE)
         self.extend(state, *ahead)
         return last
 

@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
+from support.cases import batch
 from support.compare import assert_identical
 from support.diffusion import one_pass
 from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_head, tiny_target
 from torch import Tensor
+from transformers import DynamicCache
 
-from hf_dart import DartHead, DiffusionDrafter, load_drafter
+from hf_dart import DartHead, DiffusionDrafter, TreeConfig, load_drafter
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.diffusion.configuration import DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK
@@ -155,6 +157,32 @@ def test_prompts_without_ids(target: Any) -> None:
         assert torch.equal(drafter.embed(embeddings), drafter.embed(tokens if shared else torch.full((1, 4), MASK)))
         inputs = {"inputs_embeds": embeddings, "attention_mask": torch.ones(1, 4, dtype=torch.long)}
         assert_identical(target, drafter, inputs, **SAMPLED)
+
+
+@pytest.mark.parametrize(("steps", "unmasking"), [(1, "confidence"), (2, "left_to_right"), (5, "confidence")])
+def test_every_number_of_steps(target: Any, steps: int, unmasking: str) -> None:
+    drafter = tiny_diffusion_drafter(target, denoise_steps=steps, unmasking=unmasking, share_embeddings=False)
+    for size, tree in ((1, TreeConfig(nodes=20, depth=3)), (4, TreeConfig.chain(5))):
+        for mode in (GREEDY, SAMPLED):
+            assert_identical(target, drafter, batch(size, "sdpa"), **mode, tree_config=tree)
+
+
+def test_steps_and_order_may_change_between_turns(target: Any) -> None:
+    """What one turn leaves to the next knows nothing of them."""
+    drafter = tiny_diffusion_drafter(attach(target))
+    for mode in (GREEDY, SAMPLED):
+        past, text = DynamicCache(), prompts([9, 3])
+        for steps, unmasking in ((1, "confidence"), (4, "left_to_right"), (2, "confidence")):
+            drafter.denoise_steps, drafter.unmasking = steps, unmasking
+            torch.manual_seed(steps)
+            stock = target.generate(**text, **mode)
+            torch.manual_seed(steps)
+            ours = target.generate(**text, **mode, assistant=drafter, past_key_values=past)
+            assert torch.equal(ours, stock)
+            ids = torch.cat([stock, torch.full((2, 2), 5)], dim=1)
+            mask = torch.ones_like(ids)
+            mask[:, : text["attention_mask"].shape[1]] = text["attention_mask"]
+            text = {"input_ids": ids, "attention_mask": mask}
 
 
 # ---- files and fit ------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from support import tiny_training
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, tally
 from support.tiny import prompts, tiny_eagle_drafter, tiny_target
 
@@ -22,21 +22,10 @@ from hf_dart.training import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.objective.blocks import build_blocks
 
 EXACT = tally("float64, EAGLE heads")
-LAST = pytest.param("several EOS", marks=pytest.mark.matrix)
-
-
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, EagleDrafter]:
     target = tiny_target("llama")
     return target, tiny_eagle_drafter(target)
-
-
-@pytest.mark.parametrize("mode", ["greedy", "top-p, penalty", pytest.param("T=1", marks=pytest.mark.matrix), LAST])
-def test_modes(mode: str) -> None:
-    target = tiny_target("gemma3", "sdpa")
-    drafter = tiny_eagle_drafter(target)
-    for size in (1, 4):
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **MODES[mode])
 
 
 TREES = [(1, 4, TreeConfig.chain(5)), (2, 1, TreeConfig(nodes=20, depth=3)), (50, 1, TreeConfig(nodes=4, depth=1))]

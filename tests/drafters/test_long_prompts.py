@@ -14,8 +14,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_dart import LanguageModelDrafter, MtpDrafter
-from hf_dart.decoding import proposal
-from hf_dart.drafters import base
+from hf_dart.drafters import base, proposal
 from hf_dart.drafters.proposal import Verified
 
 PARTS = 8  # entries of one

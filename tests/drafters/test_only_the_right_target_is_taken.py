@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import pickle
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,10 @@ import torch
 from support.compare import assert_identical
 from support.letters import letters
 from support.sentences import one_sentence
-from support.tiny import VOCABULARY, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
+from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding.api import attach
 from hf_dart.drafters import compatibility
 from hf_dart.models.tokenizers import vocabulary_hash
 
@@ -28,29 +26,6 @@ GREEDY = {"do_sample": False, "max_new_tokens": 16}
 @pytest.fixture
 def target() -> Any:
     return tiny_target("qwen3")
-
-
-@pytest.mark.parametrize(
-    ("changed", "word"),
-    [
-        ({"hidden_size": 64}, "hidden size"),
-        ({"num_hidden_layers": 3}, "number of layers"),
-        ({"vocab_size": 64}, "64"),
-    ],
-)
-def test_a_head_of_another_target_is_refused(target: Any, tmp_path: Path, changed: dict[str, int], word: str) -> None:
-    tiny_head(target).save_pretrained(tmp_path)
-    other = tiny_target("qwen3", **changed)
-    with pytest.raises(ValueError, match=word) as error:
-        DartHead.from_pretrained(str(tmp_path), target=other)
-    one_sentence(error)
-    own = tiny_head(other)
-    attach(target)
-    with pytest.raises(ValueError, match=word):
-        target.generate(**prompts([7]), **GREEDY, assistant=own)
-    # Both are as good as before.
-    assert_identical(other, own, prompts([7]), **GREEDY)
-    assert_identical(target, DartHead.from_pretrained(str(tmp_path), target=target), prompts([7]), **GREEDY)
 
 
 def test_tokenizers_are_compared(target: Any, tmp_path: Path) -> None:
@@ -222,16 +197,3 @@ def test_a_target_whose_folder_is_gone(tmp_path: Path, monkeypatch: pytest.Monke
         with monkeypatch.context() as elsewhere:
             elsewhere.setattr(target.config, "name_or_path", name.replace("target", "gone"))
             assert_identical(target, tiny_head(target), prompts([7]), **GREEDY)
-
-
-@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter])
-def test_pickled_drafters(target: Any, make: Any) -> None:
-    """They keep no target's weights, and are bound again."""
-    drafter = make(target)
-    stored = pickle.dumps(drafter)
-    assert len(stored) < len(pickle.dumps(target)) + len(pickle.dumps(drafter.state_dict()))
-    again = pickle.loads(stored)
-    with pytest.raises(ValueError, match=r"has no target: .* call its bind\(model\)"):
-        target.generate(**prompts([7]), **GREEDY, assistant=again)
-    assert_identical(target, again.bind(target), prompts([7]), **GREEDY)
-    assert_identical(target, drafter, prompts([7]), **GREEDY)

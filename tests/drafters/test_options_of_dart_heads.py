@@ -19,7 +19,7 @@ from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_head, tiny_target
 from transformers import DynamicCache
 
-from hf_dart import DartCandidateGenerator, DartConfig, DartHead, TreeConfig
+from hf_dart import DartCandidateGenerator, DartConfig, DartHead
 from hf_dart.decoding.api import attach
 from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.proposal import Proposal
@@ -93,12 +93,6 @@ def test_the_output_is_stocks(target: Any, option: str, size: int) -> None:
     inputs = prompts([9, 3, 7, 13][:size])
     for mode in ("greedy", "top-p, penalty") if size == 1 else ("T=1", "several EOS"):
         assert_identical(target, head, inputs, **MODES[mode], max_new_tokens=20, into=EXACT)
-
-
-def test_chains_are_stocks(target: Any) -> None:
-    head = head_with(target, "injected, bidirectional")
-    chain = TreeConfig.chain(3)
-    assert_identical(target, head, prompts([9, 3]), **MODES["T=1"], tree_config=chain, max_new_tokens=20)
 
 
 @pytest.mark.parametrize("option", ["injected, bidirectional", "peagle", "some tokens"])

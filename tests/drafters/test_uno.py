@@ -14,13 +14,12 @@ from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file, save_file
 from support import tiny_training
 from support.attacks import changed, damaged, seeds, survives
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, run, tally
 from support.interruptions import interrupt
 from support.letters import letters
 from support.sentences import one_sentence
 from support.tiny import VOCABULARY, prompts, tiny_target, tiny_uno_drafter
-from support.turns import assert_turns_are_stocks
 from transformers import DynamicCache
 
 import hf_dart
@@ -29,9 +28,6 @@ from hf_dart.cli import main
 from hf_dart.training import UnoTrainer
 
 EXACT = tally("float64, self-drafting LoRA")
-SOME = [*[*MODES][::2], *(pytest.param(mode, marks=pytest.mark.matrix) for mode in [*MODES][1::2])]
-LATER = ("mistral", "qwen3_moe", "deepseek_v3", "deepseek_v32", "qwen3_next")
-MATRIX = [pytest.param(name, marks=pytest.mark.matrix) for name in LATER]
 TREES = [(4, TreeConfig.chain(5)), (1, TreeConfig(nodes=20, depth=3)), (2, TreeConfig())]
 
 
@@ -39,16 +35,6 @@ TREES = [(4, TreeConfig.chain(5)), (1, TreeConfig(nodes=20, depth=3)), (2, TreeC
 def llama() -> tuple[Any, UnoDrafter]:
     target = tiny_target("llama")
     return target, tiny_uno_drafter(target)
-
-
-@pytest.mark.parametrize("mode", SOME)
-@pytest.mark.parametrize("family", ["gemma3", *MATRIX])
-def test_modes(family: str, mode: str) -> None:
-    target = tiny_target(family)
-    drafter = tiny_uno_drafter(target)
-    for size in (1, 4):
-        options = {**MODES[mode], "tree_config": TreeConfig(nodes=20)}
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **options)
 
 
 @pytest.mark.parametrize(("size", "tree"), TREES)
@@ -59,11 +45,6 @@ def test_every_tree(llama: tuple[Any, UnoDrafter], size: int, tree: TreeConfig) 
         assert stats is not None
         if tree.nodes is not None:  # the first token of each draft is the target's own
             assert all(min(counts) != 1 for counts in stats.committed[:-1])
-
-
-def test_turns_over_one_cache() -> None:
-    assert_turns_are_stocks("llama", "dynamic", [9, 3, 7], "sampled", tiny_uno_drafter)
-    assert_turns_are_stocks("gemma3", "static", [9, 3, 7], "eos", tiny_uno_drafter)
 
 
 # ---- what is drafted ----------------------------------------------------------------------------------------
@@ -171,18 +152,6 @@ def test_interrupted_anywhere(sampled: bool) -> None:
     """Also in the middle of a draft, of which the target's cache shows nothing."""
     reached = interrupt("llama", "dynamic", [9, 3], sampled, 8, 3, tiny_uno_drafter, replayed=False)
     assert max(reached) > 3
-
-
-def test_copies_and_other_targets(llama: tuple[Any, UnoDrafter]) -> None:
-    target, drafter = llama
-    other = copy.deepcopy(drafter)
-    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), other.parameters(), strict=True))
-    assert other.twin is not drafter.twin
-    assert_identical(target, other, prompts([9, 3]), **GREEDY, tree_config=TreeConfig(nodes=8), into=EXACT)
-    again = copy.deepcopy(target)
-    other.bind(again)
-    assert all(torch.equal(a, b) for a, b in zip(drafter.parameters(), other.parameters(), strict=True))
-    assert_identical(attach(again), other, prompts([9, 3]), **GREEDY, tree_config=TreeConfig(nodes=8), into=EXACT)
 
 
 # ---- training and files -------------------------------------------------------------------------------------

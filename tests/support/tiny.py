@@ -6,6 +6,7 @@ attention decides what comes next.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -84,6 +85,16 @@ def tiny_uno_drafter(target: Any, **config: Any) -> UnoDrafter:
         for weight in drafter.lora.parameters():
             weight.copy_(0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
     return drafter
+
+
+def nearly(target: Any, noise: float = 0.02, seed: int = 0) -> Any:
+    """A copy of a model whose weights are a little off."""
+    other = copy.deepcopy(target)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.add_(noise * weight.std() * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
+    return other
 
 
 def prompts(lengths: list[int], seed: int = 0, vocabulary: int = VOCABULARY) -> dict[str, Tensor]:

@@ -99,17 +99,17 @@ class FirstDraft(Exception):
 
 def first_draft(target: Any, head: DartHead, inputs: dict[str, Tensor], cache: Any) -> Tensor:
     """What the head drafts first, [B, d, V]."""
-    propose = head.propose
+    propose = head.propose_ranked
 
     def tell(*args: Any, **kwargs: Any) -> Proposal:
         raise FirstDraft(propose(*args, **kwargs).logits)
 
-    head.propose = tell  # type: ignore[method-assign]
+    head.propose_ranked = tell  # type: ignore[method-assign]
     try:
         with pytest.raises(FirstDraft) as told:
             run(target, inputs, 1, past_key_values=cache, assistant=head, **MODES["greedy"])
     finally:
-        del head.propose
+        del head.propose_ranked
     return told.value.args[0]
 
 

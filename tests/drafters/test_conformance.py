@@ -1,0 +1,263 @@
+"""What every kind of drafter promises: stock's text in whatever call, files that load again, its own target alone.
+
+In float64 without tolerance. What a kind drafts is compared with a reference in a file of its own.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import pytest
+import torch
+from support.cases import FAMILIES, GREEDY, MODES, SAMPLED, batch
+from support.compare import Tally, assert_identical, run, tally
+from support.guests import dflash_drafter
+from support.interruptions import interrupt
+from support.modules import with_module
+from support.options import FAMILIES as OPTIONS_FAMILIES
+from support.options import assert_pairs_are_stocks
+from support.options import clock as clock
+from support.sentences import one_sentence
+from support.tiny import (
+    nearly,
+    prompts,
+    tiny_diffusion_drafter,
+    tiny_eagle_drafter,
+    tiny_head,
+    tiny_target,
+    tiny_uno_drafter,
+)
+from support.turns import CASES, RAGGED, assert_drafts_as_if_it_had_read_all, assert_turns_are_stocks
+from support.turns import taken_up as taken_up
+from surveys import matrix
+
+from hf_dart import DartCandidateGenerator, LanguageModelDrafter, MtpDrafter, TreeConfig, attach, load_drafter
+
+
+def tiny_dflash_drafter(target: Any) -> Any:
+    with TemporaryDirectory() as folder:
+        return dflash_drafter(Path(folder), target)
+
+
+MAKERS: dict[str, Callable[[Any], Any]] = {
+    "dart": tiny_head,
+    "eagle": tiny_eagle_drafter,
+    "diffusion": tiny_diffusion_drafter,
+    "dflash": tiny_dflash_drafter,
+    "uno": tiny_uno_drafter,
+    "language model": lambda target: LanguageModelDrafter(nearly(target), target),
+    "mtp": MtpDrafter.from_target,
+}
+SAVED = ["dart", "eagle", "diffusion", "dflash", "uno"]
+OF_ANY_TARGET = [kind for kind in MAKERS if kind != "mtp"]
+IN_FAMILIES = [
+    *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
+    *(("uno", family, "sdpa") for family in ("deepseek_v32", "qwen3_next")),
+    *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
+]
+TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}") for kind in MAKERS}
+TREES = [
+    (4, TreeConfig.chain(5)), (1, TreeConfig(nodes=20, depth=3)), (1, TreeConfig(nodes=4, depth=1)), (2, TreeConfig()),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[Any, Any]]:
+    """A target, and the drafter of a kind for it."""
+    made: dict[str, tuple[Any, Any]] = {}
+
+    def of(kind: str) -> tuple[Any, Any]:
+        if kind not in made:
+            target = tiny_target("llama")
+            if kind == "mtp":
+                target = with_module("glm4_moe", tmp_path_factory.mktemp(kind), torch.float64)[0]
+            made[kind] = target, MAKERS[kind](target)
+        return made[kind]
+
+    return of
+
+
+# ---- the text is stock's -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("kind", OF_ANY_TARGET)
+def test_modes(kind: str, mode: str) -> None:
+    compare_with_stock("gemma3", "sdpa", kind, [mode])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("kind", "family", "attention"), IN_FAMILIES)
+def test_families(kind: str, family: str, attention: str) -> None:
+    compare_with_stock(family, attention, kind, list(MODES))
+
+
+def compare_with_stock(family: str, attention: str, kind: str, modes: list[str]) -> None:
+    target = tiny_target(family, attention)
+    drafter = MAKERS[kind](target)
+    for size in (1, 4):
+        for mode in modes:
+            options = {**MODES[mode], "max_new_tokens": 24, "tree_config": TreeConfig(nodes=20)}
+            assert_identical(target, drafter, batch(size, attention), into=TALLIES[kind], **options)
+
+
+@pytest.mark.parametrize(("size", "tree"), TREES)
+@pytest.mark.parametrize("kind", MAKERS)
+def test_trees(pairs: Any, kind: str, size: int, tree: TreeConfig) -> None:
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(*pairs(kind), batch(size, "sdpa"), **mode, tree_config=tree, into=TALLIES[kind])
+
+
+@pytest.mark.parametrize(("family", "cache", "mode"), [("gemma3", "dynamic", "greedy"), ("llama", "static", "eos")])
+@pytest.mark.parametrize("kind", OF_ANY_TARGET)
+def test_turns(kind: str, family: str, cache: str, mode: str) -> None:
+    assert_turns_are_stocks(family, cache, RAGGED, mode, MAKERS[kind])
+
+
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
+@pytest.mark.parametrize("kind", ["diffusion", "dflash"])  # heads in decoding/test_turns.py; others round to float32
+def test_the_next_turn_drafts_as_if_it_had_read_all(
+    pairs: Any, kind: str, lengths: list[int], taken_up: list[bool]
+) -> None:
+    assert_drafts_as_if_it_had_read_all(*pairs(kind), "dynamic", lengths, "sampled", taken_up)
+
+
+def test_interrupted_anywhere() -> None:
+    reached = interrupt("gemma3", "dynamic", RAGGED, True, cases=4, seed=1, make=tiny_diffusion_drafter)
+    assert len(set(reached)) > 2
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_odd_prompts(pairs: Any, kind: str) -> None:
+    """Chunks, hidden states that the user asks for, and prompts of embeddings."""
+    target, drafter = pairs(kind)
+    inputs = prompts([9, 3, 7, 13])
+    asked = {"return_dict_in_generate": True, "output_hidden_states": True}
+    for options in ({"prefill_chunk_size": 4}, asked):
+        assert_identical(target, drafter, inputs, **SAMPLED, **options)
+    embeddings = target.get_input_embeddings()(inputs["input_ids"]).detach()
+    assert_identical(target, drafter, {**inputs, "inputs_embeds": embeddings, "input_ids": None}, **GREEDY)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MAKERS if kind != "uno"])  # whose cache that loop does not lend
+def test_stocks_assisted_loop(pairs: Any, kind: str) -> None:
+    target, drafter = pairs(kind)
+    loop = DartCandidateGenerator.stock_loop(drafter)
+    ours = run(target, prompts([7]), 0, **GREEDY, custom_generate=loop).sequences
+    assert torch.equal(ours, run(target, prompts([7]), 0, **GREEDY).sequences)
+
+
+# ---- files and targets -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_save_and_load(pairs: Any, tmp_path: Path, kind: str) -> None:
+    target = pairs(kind)[0]
+    drafter = MAKERS[kind](target)
+    before = torch.get_rng_state()
+    drafter.save_pretrained(tmp_path)
+    loaded = load_drafter(str(tmp_path), target=target)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert type(loaded) is type(drafter)
+    state = loaded.state_dict()
+    assert state.keys() == drafter.state_dict().keys()
+    assert all(torch.equal(value, state[name]) for name, value in drafter.state_dict().items())
+    runs = []
+    for each in (drafter, loaded):
+        assert_identical(target, each, prompts([7, 4]), **SAMPLED, tree_config=TreeConfig(nodes=8))
+        runs.append(each.last_stats.to_dict() | {"seconds": None})
+    assert runs[0] == runs[1]
+
+
+OTHERS = [({"hidden_size": 64}, "hidden size"), ({"num_hidden_layers": 3}, "layers"), ({"vocab_size": 64}, "64")]
+
+
+@pytest.mark.parametrize(
+    ("kind", "changed", "word"),
+    [(kind, *other) for kind in ("dart", "eagle", "uno") for other in OTHERS] + [("diffusion", *OTHERS[-1])],
+)
+def test_another_target_is_refused(
+    pairs: Any, tmp_path: Path, kind: str, changed: dict[str, int], word: str
+) -> None:
+    """A diffusion drafter reads no hidden states: any target of its vocabulary will do."""
+    target, drafter = pairs(kind)
+    drafter.save_pretrained(tmp_path)
+    other = tiny_target("llama", **changed)
+    with pytest.raises(ValueError, match=word) as error:
+        load_drafter(str(tmp_path), target=other)
+    one_sentence(error)
+    own = MAKERS[kind](other)
+    with pytest.raises(ValueError, match=word):
+        attach(target).generate(**prompts([7]), **GREEDY, assistant=own)
+    # Both are as good as before.
+    assert_identical(other, own, prompts([7]), **GREEDY)
+    assert_identical(target, load_drafter(str(tmp_path), target=target), prompts([7]), **GREEDY)
+
+
+@pytest.mark.parametrize("kind", SAVED)
+def test_copies_draft_for_the_same_target(pairs: Any, kind: str) -> None:
+    target, drafter = pairs(kind)
+    other = copy.deepcopy(drafter)
+    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
+    assert_identical(target, other, prompts([9, 3]), **GREEDY, tree_config=TreeConfig(nodes=8))
+    again = copy.deepcopy(target)
+    assert_identical(attach(again), other.bind(again), prompts([9, 3]), **GREEDY, tree_config=TreeConfig(nodes=8))
+    assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["dart", "eagle", "diffusion", "dflash"])
+def test_pickles_hold_no_target(kind: str) -> None:
+    """They are bound again."""
+    target = tiny_target("qwen3")
+    drafter = MAKERS[kind](target)
+    stored = pickle.dumps(drafter)
+    assert len(stored) < len(pickle.dumps(target)) + len(pickle.dumps(drafter.state_dict()))
+    again = pickle.loads(stored)
+    with pytest.raises(ValueError, match=r"has no target: .* call its bind\(model\)"):
+        attach(target).generate(**prompts([7]), **GREEDY, assistant=again)
+    assert_identical(target, again.bind(target), prompts([7]), **GREEDY)
+    assert_identical(target, drafter, prompts([7]), **GREEDY)
+
+
+# ---- the matrices ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "cache", "lengths", "mode"), CASES)
+@pytest.mark.parametrize("kind", ["diffusion"])
+def test_turns_of_every_cache_kind(kind: str, family: str, cache: str, lengths: list[int], mode: str) -> None:
+    assert_turns_are_stocks(family, cache, lengths, mode, MAKERS[kind])
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize(("family", "column"), matrix.CELLS, ids=str)
+def test_cells(family: str, column: Any) -> None:
+    assert matrix.run_cell(family, column, make=tiny_diffusion_drafter).total.mean_tau > 1.3
+
+
+@pytest.mark.matrix
+@pytest.mark.filterwarnings("ignore:Passing `")
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("family", OPTIONS_FAMILIES)
+def test_options_in_pairs_everywhere(family: str, seed: int, clock: Callable[[], None]) -> None:
+    assert_pairs_are_stocks(family, seed, clock, TALLIES["diffusion"], tiny_diffusion_drafter)
+
+
+@pytest.mark.matrix
+@pytest.mark.parametrize("sampled", [True, False])
+@pytest.mark.parametrize("lengths", [[7], RAGGED])
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_interrupted_anywhere_often(family: str, lengths: list[int], sampled: bool) -> None:
+    interrupt(family, "dynamic", lengths, sampled, cases=40, seed=2, make=tiny_diffusion_drafter)
+
+
+@pytest.mark.parametrize("kind", MAKERS)
+def test_the_runs_accepted_drafts(kind: str) -> None:
+    if not TALLIES[kind].taus:
+        pytest.skip("none of the runs that this test adds up was selected")
+    assert TALLIES[kind].mean_tau > 1.2
