@@ -96,36 +96,39 @@ def test_figures_of_other_text() -> None:
     assert figures["tau_sampled"] == pytest.approx(1 + float(sampled))
 
 
+PROMPT = torch.tensor([[7, 11, 13, 17]])
+
+
+def rounds_of(target: Any, head: DartHead, tree: TreeConfig, **options: Any) -> tuple[Tensor, list[tuple[int, int]]]:
+    """Text [1, T] that was decoded, and of each round its anchor and how many tokens it committed, where drafts fit."""
+    fields = {"do_sample": False, "max_new_tokens": 60, "eos_token_id": None, **options}
+    mask = torch.ones_like(PROMPT)
+    decoded = target.generate(PROMPT, attention_mask=mask, assistant=head, tree_config=tree, **fields)
+    committed = [tokens for (tokens,) in head.last_stats.committed][:-1]
+    anchors = itertools.accumulate(committed, initial=PROMPT.shape[1] - 1)
+    rounds = zip(anchors, committed, strict=False)
+    return decoded, [(at, count) for at, count in rounds if at + head.draft_length + 1 < decoded.shape[1]]
+
+
+@torch.no_grad()
+def offline(trainer: DartTrainer, decoded: Tensor, *anchors: int) -> dict[str, float]:
+    """The figures of the blocks at these anchors."""
+    trainer._quality = DraftQuality(trainer.drafter.draft_length)
+    documents = torch.zeros_like(decoded)
+    batch = {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])}
+    trainer.compute_loss(trainer.drafter, batch)
+    return trainer._quality.metrics()
+
+
 @pytest.mark.parametrize("block_attention", ["causal", "bidirectional"])
 def test_offline_lengths_are_those_of_decoding(block_attention: str, tmp_path: Path) -> None:
     """On greedy text of the target: from the anchor of every round, as many tokens as that round committed."""
     target, head = trained(block_attention)
-    prompt = torch.tensor([[7, 11, 13, 17]])
-    decoded = target.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        assistant=head,
-        tree_config=TreeConfig.chain(head.draft_length),
-        do_sample=False,
-        max_new_tokens=60,
-        eos_token_id=None,
-    )
+    decoded, rounds = rounds_of(target, head, TreeConfig.chain(head.draft_length))
+    assert max(committed for _, committed in rounds) > 1
     trainer = tiny_trainer(tmp_path, head, target, ROWS)
-    begin = prompt.shape[1] - 1
-    rounds = [committed for (committed,) in head.last_stats.committed]
-    assert max(rounds) > 1
-    for committed in rounds[:-1]:
-        if begin + head.draft_length + 1 < decoded.shape[1]:
-            inputs = {
-                "input_ids": decoded,
-                "documents": torch.zeros_like(decoded),
-                "anchors": torch.tensor([[begin]]),
-            }
-            trainer._quality = DraftQuality(head.draft_length)
-            with torch.no_grad():
-                trainer.compute_loss(head, inputs)
-            assert trainer._quality.metrics()["tau"] == committed
-        begin += committed
+    for anchor, committed in rounds:
+        assert offline(trainer, decoded, anchor)["tau"] == committed
 
 
 @torch.no_grad()
@@ -134,69 +137,35 @@ def test_a_selector_chooses_the_chain(tmp_path: Path) -> None:
     target, head = trained()
     head.add_selector(8)
     torch.nn.init.normal_(head.selector.context.weight, std=3.0, generator=torch.Generator().manual_seed(7))
-    prompt = torch.tensor([[7, 11, 13, 17]])
-    decoded = target.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        assistant=head,
-        tree_config=TreeConfig(nodes=2, depth=1, lookup=0),
-        do_sample=False,
-        max_new_tokens=60,
-        eos_token_id=None,
-    )
+    decoded, rounds = rounds_of(target, head, TreeConfig(nodes=2, depth=1, lookup=0))
     trainer = tiny_trainer(tmp_path, head, target, ROWS)
     features, logits = trainer.teach(decoded, torch.zeros_like(decoded))
-    begin, alone, firsts = prompt.shape[1] - 1, 0, []
-    for (committed,) in head.last_stats.committed[:-1]:
-        if begin + head.draft_length + 1 < decoded.shape[1]:
-            trainer._quality = DraftQuality(head.draft_length)
-            batch = {"input_ids": decoded, "documents": torch.zeros_like(decoded), "anchors": torch.tensor([[begin]])}
-            trainer.compute_loss(head, batch)
-            assert trainer._quality.metrics()["acceptance_1"] == committed - 1
-            firsts.append(committed - 1)
-            state = head.begin(1, decoded.shape[1])
-            known = slice(begin + 1)
-            proposal = head.propose(
-                state, features[:, known], decoded[:, 1 : begin + 2], torch.tensor([begin + 1]), None
-            )
-            scores, candidates = proposal.logits.log_softmax(-1).topk(head.tree_config.top_k)
-            chain = best_chain(candidates, head.transitions(proposal, decoded[:, begin + 1], candidates, scores))
-            right = (chain == logits[:, begin + 1 : begin + 1 + head.draft_length].argmax(-1)).cummin(-1).values
-            assert trainer._quality.metrics()["tau"] == 1 + int(right.sum())
-            alone += int((proposal.logits.argmax(-1) != chain).any())
-        begin += committed
-    assert 0 < sum(firsts) < len(firsts)
+    alone = 0
+    for anchor, committed in rounds:
+        figures = offline(trainer, decoded, anchor)
+        assert figures["acceptance_1"] == committed - 1
+        state, known = head.begin(1, decoded.shape[1]), features[:, : anchor + 1]
+        proposal = head.propose(state, known, decoded[:, 1 : anchor + 2], torch.tensor([anchor + 1]), None)
+        scores, candidates = proposal.logits.log_softmax(-1).topk(head.tree_config.top_k)
+        chain = best_chain(candidates, head.transitions(proposal, decoded[:, anchor + 1], candidates, scores))
+        right = (chain == logits[:, anchor + 1 : anchor + 1 + head.draft_length].argmax(-1)).cummin(-1).values
+        assert figures["tau"] == 1 + int(right.sum())
+        alone += int((proposal.logits.argmax(-1) != chain).any())
+    assert 0 < sum(committed - 1 for _, committed in rounds) < len(rounds)
     assert alone > 0  # the selector did choose
 
 
 def test_sampled_lengths_are_those_of_decoding_on_average(tmp_path: Path) -> None:
     """On sampled text, from where the rounds began: the sum of what each could expect is what they committed."""
     target, head = trained()
-    prompt = torch.tensor([[7, 11, 13, 17]])
     torch.manual_seed(1)
-    decoded = target.generate(
-        prompt,
-        attention_mask=torch.ones_like(prompt),
-        assistant=head,
-        tree_config=TreeConfig.chain(head.draft_length),
-        do_sample=True,
-        top_k=0,
-        max_new_tokens=400,
-        eos_token_id=None,
-    )
-    committed = [tokens for (tokens,) in head.last_stats.committed]
-    begins = list(itertools.accumulate(committed, initial=prompt.shape[1] - 1))
-    anchors = [begin for begin in begins if begin + head.draft_length + 1 < decoded.shape[1]]
-    trainer = tiny_trainer(tmp_path, head, target, ROWS)
-    trainer._quality = DraftQuality(head.draft_length)
-    documents = torch.zeros_like(decoded)
-    with torch.no_grad():
-        trainer.compute_loss(head, {"input_ids": decoded, "documents": documents, "anchors": torch.tensor([anchors])})
-    lengths = torch.tensor(committed[: len(anchors)]).double()
-    error = float(lengths.std()) / len(anchors) ** 0.5
-    expected = trainer._quality.metrics()["tau_sampled"]
+    sampled: dict[str, Any] = {"do_sample": True, "top_k": 0, "max_new_tokens": 400}
+    decoded, rounds = rounds_of(target, head, TreeConfig.chain(head.draft_length), **sampled)
+    anchors, committed = zip(*rounds, strict=True)
+    expected = offline(tiny_trainer(tmp_path, head, target, ROWS), decoded, *anchors)["tau_sampled"]
+    lengths = torch.tensor(committed).double()
     assert lengths.mean() > 1.3
-    assert abs(float(lengths.mean()) - expected) < 3 * error
+    assert abs(float(lengths.mean()) - expected) < 3 * float(lengths.std()) / len(anchors) ** 0.5
 
 
 def test_evaluation_says_how_good_the_drafts_are(tmp_path: Path) -> None:
