@@ -57,14 +57,14 @@ ROOMS = {
         "decoding/test_interruption.py",
     ],
     "models/verify.py": [
-        "exact/test_odd_but_legal_calls.py",
+        "exact/test_options.py",
         "exact/test_exact.py",
         "cache/test_tree_caches.py",
         "models/test_trial.py",
     ],
     "decoding/noise.py": [
         "decoding/test_noise.py",
-        "exact/test_odd_but_legal_calls.py",
+        "exact/test_options.py",
         "decoding/test_interruption.py",
     ],
     "cache/ragged.py": _CACHES,
@@ -73,7 +73,7 @@ ROOMS = {
     "cache/slots.py": [
         "cache/test_tree_caches.py",
         "decoding/test_turns.py",
-        "exact/test_odd_but_legal_calls.py",
+        "exact/test_options.py",
         "engine/test_engine_reuse.py",
     ],
     "engine/fixed_round.py": _ENGINE,

@@ -8,11 +8,11 @@ import pytest
 import torch
 from support.tiny import tiny_head, tiny_target
 from support.trees import WAYS, paths
-from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
+from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 from hf_dart import TreeConfig
 from hf_dart.decoding.grow import TreeGrower
-from hf_dart.decoding.rank import SeenTokens
+from hf_dart.decoding.rank import Ranker, SeenTokens
 from hf_dart.drafters.lookup import LookupDrafter
 from hf_dart.drafters.proposal import Proposal
 
@@ -113,3 +113,11 @@ def test_copies_that_cannot_pay_grow_nothing(nodes: int | None, monkeypatch: pyt
         grown.append(trees[0].shape[1] > 1)
     assert any(grown)
     assert not all(grown)
+
+
+def test_top_k_alone_keeps_its_tokens() -> None:
+    """However sure the draft is of one token, the noise may choose another of the k."""
+    logits = torch.tensor([[[1000.0, 0.0, -1.0, -2.0]]])
+    tokens, scores = Ranker(LogitsProcessorList([TopKLogitsWarper(3)]), 4)(logits, torch.zeros(1, 1, 4), None)
+    assert tokens[0, 0, :3].tolist() == [0, 1, 2]
+    assert torch.isfinite(scores[0, 0]).tolist() == [True, True, True, False]

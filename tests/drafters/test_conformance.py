@@ -19,9 +19,6 @@ from support.compare import Tally, assert_identical, run, tally
 from support.guests import dflash_drafter
 from support.interruptions import interrupt
 from support.modules import with_module
-from support.options import FAMILIES as OPTIONS_FAMILIES
-from support.options import assert_pairs_are_stocks
-from support.options import clock as clock
 from support.sentences import one_sentence
 from support.tiny import (
     nearly,
@@ -238,14 +235,6 @@ def test_turns_of_every_cache_kind(kind: str, family: str, cache: str, lengths: 
 @pytest.mark.parametrize(("family", "column"), matrix.CELLS, ids=str)
 def test_cells(family: str, column: Any) -> None:
     assert matrix.run_cell(family, column, make=tiny_diffusion_drafter).total.mean_tau > 1.3
-
-
-@pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore:Passing `")
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("family", OPTIONS_FAMILIES)
-def test_options_in_pairs_everywhere(family: str, seed: int, clock: Callable[[], None]) -> None:
-    assert_pairs_are_stocks(family, seed, clock, TALLIES["diffusion"], tiny_diffusion_drafter)
 
 
 @pytest.mark.matrix

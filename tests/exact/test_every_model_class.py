@@ -36,16 +36,16 @@ def test_a_sample() -> None:
     assert kinds["exact"] > len(SAMPLE) // 2, kinds
 
 
-_OTHERWISE = "computes something else for a token tree than for plain text"
+_OTHERWISE = "computes something else for a token tree than stock does token by token"
 
 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("BltForCausalLM", "keeps its past in a cache of its own"),
+        ("BltForCausalLM", "keeps its past in a EncoderDecoderCache that holds neither"),
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
         ("MiniMaxForCausalLM", "cannot run plain text over a DynamicCache"),
-        ("RwkvForCausalLM", "keeps neither keys and values nor running states in a cache"),
+        ("RwkvForCausalLM", "keeps its past in a DynamicCache that holds neither keys and values nor running states"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
         pytest.param("Inkling2ForCausalLM", _OTHERWISE, marks=needs_running_states),
         pytest.param("Glm5NextForConditionalGeneration", _OTHERWISE, marks=needs_running_states),

@@ -1,61 +1,189 @@
-"""Options of `generate`, one and many at a time: what stock returns, and the generator where stock leaves it.
+"""Calls of `generate` against stock's: a table of cases, every two levels together, and options one by one.
 
-All in float64 without tolerance for tokens and generator; scores, logits and hidden states to rounding.
+All in float64 without tolerance for tokens and generator; scores, logits, hidden states and caches to rounding.
 """
 
 from __future__ import annotations
 
+import copy
 import math
-from collections.abc import Callable
+from itertools import combinations
+from random import Random
 from typing import Any
 
 import pytest
 import torch
-from support.compare import tally
-from support.options import FACTORS, FAMILIES, TOKENS, assert_pairs_are_stocks, check, replay
-from support.options import clock as clock
-from support.outcome import assert_close, call, identical, same
-from support.pairwise import pairwise
+from support import drawn
+from support.called import Tallies, failures_of
+from support.cases import replay
+from support.outcome import call, identical, same
 from support.tiny import (
     PAD,
     VOCABULARY,
+    ReplayDrafter,
     prompts,
     tiny_diffusion_drafter,
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
 )
-from support.users import TOKENIZER, Criterion, Processor
+from support.trees import choose_everywhere, let_trees_grow_in_tensors
 from torch import Tensor
 from transformers import (
     DynamicCache,
     MaxLengthCriteria,
     RepetitionPenaltyLogitsProcessor,
+    StoppingCriteriaList,
     SynthIDTextWatermarkingConfig,
+    WatermarkingConfig,
 )
 
-from hf_dart import TreeConfig
+from hf_dart import TreeConfig, attach
+from hf_dart.decoding import prefill
+from hf_dart.drafters.proposal import Proposal
 
-EXACT = tally("float64, options in pairs")
+TOKENS = 20
+NEW = {"max_new_tokens": TOKENS}
+TOLD = {"return_dict_in_generate": True}
+
+# ---- every two levels together ----------------------------------------------------------------------------
+
+# Per factor: level -> options of `generate`.
+OPTIONS: dict[str, dict[str, dict[str, Any]]] = {
+    "sampler": {
+        "greedy": {"do_sample": False},
+        "T=1": {"do_sample": True, "top_k": 0},
+        "T=.7, top-k": {"do_sample": True, "temperature": 0.7, "top_k": 12},
+        "top-p": {"do_sample": True, "top_k": 0, "top_p": 0.8},
+        "min-p": {"do_sample": True, "top_k": 0, "min_p": 0.05},
+        "typical": {"do_sample": True, "top_k": 0, "typical_p": 0.8},
+        "epsilon": {"do_sample": True, "top_k": 0, "epsilon_cutoff": 0.02},
+        "eta": {"do_sample": True, "top_k": 0, "eta_cutoff": 0.02},
+        "top-h": {"do_sample": True, "top_k": 0, "top_h": 0.5},
+    },
+    "history": {
+        "none": {},
+        "penalty": {"repetition_penalty": 1.3},
+        "n-grams": {"no_repeat_ngram_size": 2},
+        "prompt": {"encoder_repetition_penalty": 1.3, "encoder_no_repeat_ngram_size": 2},
+        "watermark": {"watermarking_config": WatermarkingConfig(bias=1.5, seeding_scheme="lefthash")},
+        "watermark with state": {"watermarking_config": SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3)},
+        "guided": {"guidance_scale": 1.5},
+    },
+    "bans": {
+        "none": {},
+        "bad words": {"bad_words_ids": [[3], [4, 5], [6, 7, 8]]},
+        "suppressed": {"suppress_tokens": [2, 3, 4], "begin_suppress_tokens": [5, 6]},
+        "bias": {"sequence_bias": {(5,): 2.0, (7, 9): -3.0}},
+        "cleaned": {"renormalize_logits": True, "remove_invalid_values": True},
+    },
+    "length": {
+        "new tokens": NEW,
+        "in all": {"max_length": 31},
+        "at least": {**NEW, "min_new_tokens": 12},
+        "at least in all": {"max_length": 31, "min_length": 19},
+        "forced": {**NEW, "forced_eos_token_id": 12, "forced_bos_token_id": 9},
+        "decay": {**NEW, "exponential_decay_length_penalty": (4, 1.2), "eos_token_id": 11},
+    },
+    "output": {
+        "ids": {},
+        "dict": TOLD,
+        "scores": {**TOLD, "output_scores": True},
+        "logits": {**TOLD, "output_logits": True},
+        "hidden states": {**TOLD, "output_hidden_states": True},
+        "asked in vain": {"output_scores": True, "output_hidden_states": True},
+    },
+}
+# Per factor: level -> fields of a case, as `support.drawn` draws them; options are added to those above.
+CALLS: dict[str, dict[str, dict[str, Any]]] = {
+    "target": {name: {"target": name} for name in ("llama", "gemma3", "deepseek_v3", "gpt2")},
+    "end": {
+        "none": {},
+        "EOS": {"options": {"eos_token_id": 11}},
+        "several EOS": {"options": {"eos_token_id": [3, 11, 19, 27]}},
+        "strings": {"options": {"stop_strings": ["xy", "aB", "q", "Tz"]}},
+        "time": {"options": {"max_time": 9.5}},
+        **{kind: {"criteria": [kind]} for kind in ("ends rows", "one row ends all", "keeps count", "draws")},
+    },
+    "user": {
+        "none": {},
+        "allowed tokens": {"allowed tokens": True},
+        **{
+            kind: {"processors": [kind]}
+            for kind in ("reads ids", "keeps count", "looks across rows", "draws", "in place")
+        },
+    },
+    "rows": {
+        "1": {"lengths": [7]},
+        "4": {"lengths": [9, 3, 7, 12]},
+        "3 of each": {"lengths": [5, 8], "options": {"num_return_sequences": 3}},
+        "one token": {"lengths": [1, 1]},
+    },
+    "prompt": {
+        **{kind: {"prompt": kind} for kind in ("ids", "embeddings", "both", "int32")},
+        "chunks": {"options": {"prefill_chunk_size": 3}},
+    },
+    "cache": {
+        "none": {},
+        "static": {"cache": "static"},
+        "bare": {"cache": "bare"},
+        "turns": {"cache": "dynamic", "turns": 2},
+    },
+    "streamer": {"none": {}, "one": {"streamer": "records"}},
+    "drafter": {kind: {"drafter": kind} for kind in ("head", "replay", "eagle", "diffusion", "lookup")},
+    "executor": {"called": {}, "captured": {"captured": True}},
+}
+FACTORS = {name: list(levels) for name, levels in {**OPTIONS, **CALLS}.items()}
 
 
-# ---- every two options together ---------------------------------------------------------------------------
+def case_of(levels: dict[str, str], seed: int) -> dict[str, Any]:
+    """A case of `support.drawn` by the level of each factor."""
+    case = {
+        **drawn.PLAIN, "seed": seed, "weights": seed % 2, "misses": [0.1, 0.0, 0.5, 0.2] * 3,
+        "options": {"pad_token_id": PAD},
+    }  # fmt: skip
+    for factor, level in levels.items():
+        fields = {"options": OPTIONS[factor][level]} if factor in OPTIONS else CALLS[factor][level]
+        case |= fields | {"options": {**case["options"], **copy.deepcopy(fields.get("options", {}))}}
+    return case | {"drafted turns": [True] * case["turns"]}
 
-CASES = pairwise({factor: list(levels) for factor, levels in FACTORS.items()})
+
+def pairwise(factors: dict[str, list[str]], seed: int = 0) -> list[dict[str, str]]:
+    """Few cases (factor -> level) that hold every pair of levels of two factors at least once; the same every time."""
+    random = Random(seed)
+
+    def pairs(case: dict[str, str]) -> list[tuple[tuple[str, str], tuple[str, str]]]:
+        return [((one, case[one]), (two, case[two])) for one, two in combinations(factors, 2)]
+
+    missing = {
+        ((one, level), (two, other))
+        for one, two in combinations(factors, 2)
+        for level in factors[one]
+        for other in factors[two]
+    }
+    cases = []
+    while missing:
+        # Built around a pair that is still missing, so that every case adds one; of some tries, the best.
+        wanted = min(missing)
+        tries = [
+            {**{name: random.choice(levels) for name, levels in factors.items()}, **dict(wanted)} for _ in range(24)
+        ]
+        best = max(tries, key=lambda case: len(missing.intersection(pairs(case))))
+        missing.difference_update(pairs(best))
+        cases.append(best)
+    return cases
 
 
-@pytest.mark.filterwarnings("ignore:Passing `")  # what stock says about processors and embeddings
-@pytest.mark.parametrize("case", CASES, ids=lambda case: ", ".join(case.values()))
-def test_options_in_pairs(case: dict[str, str], llama: tuple[Any, Any], clock: Callable[[], None]) -> None:
-    check(case, *llama, 0, clock, EXACT)
-
-
-@pytest.mark.matrix
-@pytest.mark.filterwarnings("ignore:Passing `")
-@pytest.mark.parametrize("seed", range(8))
-@pytest.mark.parametrize("family", FAMILIES)
-def test_options_in_pairs_everywhere(family: str, seed: int, clock: Callable[[], None]) -> None:
-    assert_pairs_are_stocks(family, seed, clock, EXACT)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.matrix) for seed in range(1, 9))])
+def test_every_two_levels(seed: int) -> None:
+    """Of all options, prompts, caches, drafters and executors; most of them are what stock itself runs."""
+    cases = [(", ".join(levels.values()), case_of(levels, seed)) for levels in pairwise(FACTORS, seed)]
+    tallies = Tallies()
+    failures = failures_of(cases, tallies)
+    assert not failures, "\n".join([*failures, str(tallies)])
+    assert tallies.kinds["same"] > 0.8 * len(cases), tallies
+    assert tallies.kinds["captured"] > 0.1 * len(cases), tallies
+    assert sum(tau > 1.3 for tau in tallies.taus) > len(cases) / 4, tallies
 
 
 @pytest.fixture(scope="module")
@@ -68,108 +196,56 @@ def llama() -> tuple[Any, Any]:
 
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": TOKENS, "pad_token_id": PAD}
 GREEDY = {"do_sample": False, "max_new_tokens": TOKENS, "pad_token_id": PAD}
+RAGGED = [9, 3, 7, 12]
 
 
-@pytest.mark.parametrize("kind", ["keeps count", "draws"])
-@pytest.mark.parametrize("size", [1, 4])
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
-def test_a_users_own_calls_are_stocks_calls(llama: tuple[Any, Any], mode: dict[str, Any], size: int, kind: str) -> None:
-    """The same ids, scores and order, also for rows that have ended beside others."""
-    target, head = llama
-    inputs = prompts([9, 3, 7, 12][:size])
-    wanted = {"eos_token_id": [3, 11, 19], "return_dict_in_generate": True, "output_scores": True}
-    steps = 0
-    for seed in range(4):
-        runs = []
-        for drafting in ({}, {"assistant": head}):
-            processor, criterion = Processor(kind), Criterion(kind)
-            own = {"logits_processor": [processor], "stopping_criteria": [criterion]}
-            done = call(target, seed, **inputs, **mode, **own, **wanted, **drafting)
-            runs.append((done, processor.calls, criterion.calls))
-        (stock, *theirs), (ours, *made) = runs
-        same(ours, stock)
-        for asked, told in zip(made, theirs, strict=True):
-            assert_close(tuple(asked), tuple(told), 1e-5)
-        steps += len(processor.calls)
-    assert steps > 16
-
-
+@pytest.mark.usefixtures("executor")
 def test_ended_rows_do_not_hold_up_the_others(llama: tuple[Any, Any]) -> None:
     """Stock fills them up; so does the draft, and a round is as long as that of the rows still running."""
     target, _ = llama
-    inputs = prompts([9, 3, 7, 12])
+    inputs = prompts(RAGGED)
     options = {**SAMPLED, "max_new_tokens": 60, "eos_token_id": [3], "return_dict_in_generate": True}
-    case = dict.fromkeys(FACTORS, "")
     seed = next(
         seed
         for seed in range(50)
         if 3 > sum(3 in row for row in call(target, seed, **inputs, **options).sequences[:, 12:30].tolist()) > 0
     )
-    drafter = replay(case, inputs, call(target, seed, **inputs, **options).sequences)
-    drafter.misses.zero_()
+    drafter = replay(target, inputs, misses=[0.0] * 4, seed=seed, **options)
     # It does not know of the end.
     written = drafter.sequences[:, 12:]
     written[(written == 3).cumsum(1) - (written == 3).long() > 0] = 7
     identical(target, drafter, inputs, seed, output_scores=True, **options)
-    assert drafter.last_stats is not None
     assert drafter.last_stats.tau > 5
 
 
-@pytest.mark.parametrize("length", [3, 9, 13, 40])
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_length_criterion_of_the_users_own(llama: tuple[Any, Any], size: int, length: int) -> None:
-    """It takes the place of stock's, be it longer or shorter."""
-    target, head = llama
-    inputs = prompts([9, 3, 7, 12][:size])
-    for mode in (GREEDY, SAMPLED):
-        stock = identical(target, head, inputs, stopping_criteria=[MaxLengthCriteria(length)], **mode)
-        width = inputs["input_ids"].shape[1]
-        assert stock.sequences.shape[1] == max(length, width + 1)
+class Later(MaxLengthCriteria):
+    """Ends five tokens after its length, which is no one else's."""
+
+    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
+        return torch.full((len(input_ids),), input_ids.shape[1] >= self.max_length + 5)
 
 
-@pytest.mark.parametrize("size", [1, 4])
+@pytest.mark.usefixtures("executor")
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"guidance_scale": 1.5},
-        {"guidance_scale": 2.0, "negative_prompt_ids": prompts([4, 2, 3, 4])["input_ids"]},
-    ],
-    ids=["guided", "negative prompt"],
+    ("criterion", "ends"),
+    [(MaxLengthCriteria(3), 10), (MaxLengthCriteria(40), 40), (Later(8), 13), (Later(20), 22)],
+    ids=["before the prompt's end", "after max_length", "derived", "derived, after max_length"],
 )
-def test_guidance(llama: tuple[Any, Any], size: int, options: dict[str, Any]) -> None:
-    """The processor runs the model itself, with a cache of its own."""
-    target, head = llama
-    options = {name: value[:size] if isinstance(value, Tensor) else value for name, value in options.items()}
-    for mode in (GREEDY, SAMPLED):
-        identical(target, head, prompts([7] * size), **options, **mode)
+def test_a_length_criterion_of_the_users_own(llama: tuple[Any, Any], criterion: Any, ends: int) -> None:
+    """Stock's kind takes the place of stock's, be it longer or shorter; one that derives from it does not."""
+    for lengths in ([9], RAGGED):
+        for mode in (GREEDY, SAMPLED):
+            options = {**mode, "max_new_tokens": None, "max_length": 22, "stopping_criteria": [criterion]}
+            stock = identical(*llama, prompts([min(length, 9) for length in lengths]), **options)
+            assert stock.sequences.shape[1] == ends
 
 
-@pytest.mark.parametrize("size", [1, 4])
-def test_watermark_with_state(llama: tuple[Any, Any], size: int) -> None:
-    target, head = llama
-    config = SynthIDTextWatermarkingConfig(keys=[3, 5, 7, 11], ngram_len=3)
-    for seed in range(2):
-        identical(target, head, prompts([7] * size), seed, watermarking_config=config, **SAMPLED)
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, "gemma3n"])
-@pytest.mark.parametrize("lengths", [[9], [9, 3, 7, 12], [2, 2]], ids=["1", "4", "2 of 2"])
-def test_hidden_states(family: str, lengths: list[int]) -> None:
-    """Also where there are as many rows and positions as streams."""
-    target = tiny_target(family)
-    head = tiny_head(target)
-    asked = {"return_dict_in_generate": True, "output_hidden_states": True, "eos_token_id": [3, 11, 19]}
-    for mode in (GREEDY, SAMPLED):
-        stock = identical(target, head, prompts(lengths), **asked, **mode)
-        assert len(stock.output.hidden_states[0]) == target.config.num_hidden_layers + 1
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("lengths", [[9], [1], [9, 3, 7, 12]], ids=str)
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize(("family", "lengths"), [("llama", RAGGED), ("gemma3", [1])])
 def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
+    """The head drafts from them what it drafts from the ids."""
     target = tiny_target(family)
-    head = tiny_head(target)
-    ids = prompts(lengths)
+    head, ids = tiny_head(target), prompts(lengths)
     inputs = {
         "inputs_embeds": target.get_input_embeddings()(ids["input_ids"]).detach(),
         "attention_mask": ids["attention_mask"],
@@ -178,7 +254,6 @@ def test_embeddings_for_a_prompt(family: str, lengths: list[int]) -> None:
     for mode in (GREEDY, SAMPLED):
         stock = identical(target, head, inputs, **mode)
         assert stock.sequences.shape[1] == TOKENS
-        # The head drafts from them what it drafts from the ids.
         told = head.last_stats.committed
         by_ids = identical(target, head, ids, **mode)
         assert torch.equal(by_ids.sequences[:, max(lengths) :], stock.sequences)
@@ -205,55 +280,20 @@ def test_embeddings_and_a_cache(llama: tuple[Any, Any]) -> None:
         same(turns[1], turns[0])
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3"])
-def test_prefill_in_chunks(family: str) -> None:
-    target = tiny_target(family)
-    head = tiny_head(target)
-    for lengths in ([23], [23, 5, 12, 17]):
-        for chunk in (1, 7, 40):
-            identical(target, head, prompts(lengths), prefill_chunk_size=chunk, **SAMPLED)
-
-
-@pytest.mark.parametrize("size", [1, 4])
-def test_stop_strings(llama: tuple[Any, Any], size: int) -> None:
-    target, head = llama
-    inputs = prompts([9, 3, 7, 12][:size])
-    for mode in (GREEDY, SAMPLED):
-        text = call(target, 0, **inputs, **mode).sequences[0, inputs["input_ids"].shape[1] :]
-        stops = [TOKENIZER.decode(text[8:10]), "xyz"]
-        stock = identical(target, head, inputs, stop_strings=stops, tokenizer=TOKENIZER, **mode)
-        if size == 1:
-            assert stock.sequences.shape[1] < 9 + TOKENS, "the string was to end the text early"
-
-
-@pytest.mark.parametrize("length", [12.0, 12.5, float("inf"), 2**63])
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("length", [12.0, 12.5, float("inf"), 2**63, 10**12])
 def test_lengths_that_are_no_small_whole_numbers(llama: tuple[Any, Any], length: float) -> None:
-    target, head = llama
-    inputs = prompts([9, 4])
+    """No room is taken for tokens that never come."""
     for mode in (GREEDY, SAMPLED):
         eos = list(range(VOCABULARY // 2)) if length > 100 else None
-        stock = identical(target, head, inputs, **{**mode, "max_new_tokens": length, "eos_token_id": eos})
+        stock = identical(*llama, prompts([9, 4]), **{**mode, "max_new_tokens": length, "eos_token_id": eos})
         assert length > 100 or stock.sequences.shape[1] == 9 + math.ceil(length)
 
 
-def test_autocast() -> None:
-    """What drafters keep is of their own dtype, whatever their projections come out in."""
-    target = tiny_target("llama", dtype=torch.float32)
-    for make in (tiny_head, tiny_eagle_drafter, tiny_diffusion_drafter):
-        drafter = make(target)
-        for lengths in ([7], [7, 4]):
-            with torch.autocast("cpu", dtype=torch.bfloat16):
-                output = target.generate(**prompts(lengths), **GREEDY, assistant=drafter)
-            assert output.shape == (len(lengths), 7 + TOKENS)
-
-
-@pytest.mark.parametrize("mode", [GREEDY, SAMPLED], ids=["greedy", "T=1"])
-def test_ids_of_another_width(llama: tuple[Any, Any], mode: dict[str, Any]) -> None:
-    target, head = llama
-    inputs = prompts([9, 4])
-    stock = identical(target, head, {**inputs, "input_ids": inputs["input_ids"].int()}, **mode)
-    assert stock.sequences.dtype == torch.int64
-    identical(target, head, {**inputs, "labels": inputs["input_ids"]}, **mode)  # stock drops them
+@pytest.mark.usefixtures("executor")
+@pytest.mark.parametrize("options", [{}, {"repetition_penalty": 1.3}], ids=["plain", "penalty"])
+def test_a_pad_that_is_no_token(llama: tuple[Any, Any], options: dict[str, float]) -> None:
+    identical(*llama, prompts([7, 7]), **{**GREEDY, "pad_token_id": -1, "eos_token_id": None}, **options)
 
 
 @pytest.mark.parametrize("known", [None, 2], ids=["stock's", "a prompt that does not count"])
@@ -268,14 +308,138 @@ def test_a_penalty_sees_one_row(llama: tuple[Any, Any], known: int | None, monke
         return plain(self, ids, scores)
 
     monkeypatch.setattr(RepetitionPenaltyLogitsProcessor, "__call__", call)
-    inputs = prompts([9, 3, 7, 12])
     penalty = (
         {"repetition_penalty": 1.3}
         if known is None
         else {"logits_processor": [RepetitionPenaltyLogitsProcessor(1.3, prompt_ignore_length=known)]}
     )
     for mode in (GREEDY, SAMPLED):
-        identical(target, head, inputs, **penalty, **mode)
+        identical(target, head, prompts(RAGGED), **penalty, **mode)
         seen.clear()
-        target.generate(**inputs, **penalty, **mode, assistant=head)
+        target.generate(**prompts(RAGGED), **penalty, **mode, assistant=head)
         assert set(seen) == {1}
+
+
+@pytest.mark.parametrize("first", [[3], [0, 3]], ids=["one row", "one of two"])
+def test_positions_of_the_users_own(llama: tuple[Any, Any], first: list[int]) -> None:
+    """Stock counts on from where they end."""
+    inputs = prompts([7] * len(first))
+    given = {**inputs, "position_ids": torch.arange(7) * 2 + torch.tensor(first)[:, None]}
+    stock = identical(*llama, given, **GREEDY)
+    assert not torch.equal(stock.sequences, call(llama[0], 0, **inputs, **GREEDY).sequences)
+
+
+class SecondBest(ReplayDrafter):
+    """Ranks the target's first token after a wrong one, by far."""
+
+    def propose(self, *args: Any, **kwargs: Any) -> Proposal:
+        proposal = super().propose(*args, **kwargs)
+        right = proposal.logits.argmax(-1, keepdim=True)
+        logits = torch.zeros_like(proposal.logits).scatter_(2, right, 6.0)
+        logits[:, :1].scatter_(2, (right[:, :1] + 1) % self.vocabulary, 12.0)
+        return Proposal(logits, proposal.hidden)
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1e-5])
+def test_low_temperatures_on_the_tensor_path(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Growth and walk as on an accelerator, where sums of scores reach many thousands."""
+    let_trees_grow_in_tensors(monkeypatch)
+    choose_everywhere(monkeypatch)
+    target = attach(tiny_target("llama"))
+    options = {"do_sample": True, "top_k": 0, "temperature": temperature, "max_new_tokens": 40}
+    for seed in range(2):
+        stock = call(target, seed, **prompts([9]), **options).sequences
+        drafter = SecondBest(stock, [0], VOCABULARY, misses=[0.0], seed=seed)
+        drafter.tree_config = TreeConfig(nodes=64, top_k=2, lookup=0)
+        identical(target, drafter, prompts([9]), seed, **options)
+        assert drafter.last_stats.tau > 3
+
+
+# ---- the ends of tables -----------------------------------------------------------------------------------
+
+
+def test_a_batch_up_to_where_rotary_tables_change() -> None:
+    """The last token of a text is not run through the model: one more than the table was trained for fits."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    target = tiny_target("llama", rope_parameters=rope, max_position_embeddings=32)
+    head = tiny_head(target)
+    identical(target, head, prompts([9, 4]), do_sample=False, max_length=33)
+    with pytest.raises(ValueError, match="set max_length to 33 or less"):
+        target.generate(**prompts([9, 4]), do_sample=False, max_length=34, assistant=head)
+    criteria = StoppingCriteriaList([MaxLengthCriteria(60)])  # refusals look at what the call may really reach
+    with pytest.raises(ValueError, match="rotary"):
+        target.generate(**prompts([9, 4]), max_new_tokens=5, stopping_criteria=criteria, assistant=head)
+
+
+def test_drafts_go_on_behind_a_table_that_has_no_hard_end() -> None:
+    """Rotary positions run on; only no tree crosses the place where a table might end."""
+    target = attach(tiny_target("llama", max_position_embeddings=24))
+    options = {"do_sample": False, "max_new_tokens": 60}
+    drafter = replay(target, prompts([9]), misses=[0.0], **options)
+    identical(target, drafter, prompts([9]), **options)
+    assert drafter.last_stats.tau > 5
+
+
+# ---- what drafters read -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [tiny_head, tiny_diffusion_drafter])
+def test_padding_in_front_of_one_row_costs_no_drafts(make: Any) -> None:
+    model = tiny_target("llama")
+    drafter = make(model)
+    ids = prompts([9])["input_ids"]
+    accepted = []
+    for given in (ids, torch.nn.functional.pad(ids, (5, 0))):
+        mask = (torch.arange(given.shape[1]) >= given.shape[1] - 9).long()[None]
+        model.generate(given, attention_mask=mask, assistant=drafter, do_sample=False, max_new_tokens=32)
+        accepted.append(drafter.last_stats.accepted_per_depth)
+    assert sum(accepted[0]) > 0
+    assert accepted[1] == accepted[0]
+
+
+def test_inference_mode_leaves_nothing_behind() -> None:
+    """Neither tensors that no gradient goes through, nor refusals of weights that were made in it."""
+    fields: dict[str, Any] = {"selector_rank": 4, "draft_vocabulary": range(0, VOCABULARY, 2)}
+    with torch.inference_mode():
+        target = tiny_target("llama")
+        identical(target, tiny_head(target, **fields), prompts([7]), **GREEDY)
+    target = tiny_target("llama")
+    head = tiny_head(target, **fields)
+    with torch.inference_mode():
+        target.generate(**prompts([7]), **GREEDY, assistant=head)
+    hidden = torch.randn(1, head.config.hidden_size, dtype=torch.float64, requires_grad=True)
+    head.logits(hidden).sum().backward()
+    assert hidden.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("make", "fields"),
+    [
+        (tiny_head, {}),
+        (tiny_head, {"inject_features": True, "block_attention": "bidirectional"}),
+        (tiny_eagle_drafter, {}),
+        (tiny_diffusion_drafter, {}),
+    ],
+    ids=["head", "bidirectional", "eagle", "diffusion"],
+)
+def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that masks of a long one are not quadratic; what the drafter holds is the same."""
+    drafter, inputs = make(tiny_target("llama"), **fields), prompts([23, 9, 16])
+    prompt, pads = inputs["input_ids"], (inputs["attention_mask"] == 0).sum(1).tolist()
+    features = torch.randn(3, 23, 32 * len(drafter.feature_layers), dtype=torch.float64)
+    widths: list[int] = []
+    extend = type(drafter).extend
+    monkeypatch.setattr(
+        type(drafter), "extend", lambda self, *given: (widths.append(given[2].shape[1]), extend(self, *given))
+    )
+    states = [drafter.begin(3, 40) for _ in range(2)]
+    for size, state in zip((2048, 5), states, strict=True):
+        monkeypatch.setattr(prefill, "AT_ONCE", size)
+        with torch.no_grad():
+            prefill.PromptFeed(drafter, state, prompt, pads)(features)
+    assert widths == [22, 5, 5, 5, 5, 2]
+    assert torch.equal(*(state.lengths for state in states))
+    for index in range(len(states[0].store.specs)):
+        for row, length in enumerate(states[0].counted.tolist()):
+            left, right = (state.store.buffer(index)[row, :, :length] for state in states)
+            torch.testing.assert_close(left, right, rtol=1e-9, atol=1e-9)

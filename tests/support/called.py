@@ -1,25 +1,42 @@
-"""A drawn case as a call of `generate`: its arguments, where it happens, and all that it leaves."""
+"""A case as calls of `generate`, stock's and ours: arguments, surroundings, and all that they leave, compared."""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from transformers import EosTokenCriteria, GenerationConfig, MaxLengthCriteria, TopPLogitsWarper
+from transformers import (
+    DynamicCache,
+    EosTokenCriteria,
+    GenerationConfig,
+    MaxLengthCriteria,
+    StaticCache,
+    TopPLogitsWarper,
+)
 from transformers.generation import stopping_criteria as criteria_module
 from transformers.generation.streamers import BaseStreamer
 
-from support.outcome import Outcome
-from support.tiny import prompts
-from support.users import TOKENIZER, Clock, Criterion, Processor, allowed
+from hf_dart.drafters.base import Drafter
+from support import drawn
+from support.caches import CLOSE, assert_same_cache
+from support.compare import tally
+from support.engines import Everywhere
+from support.outcome import Outcome, configs_put_back, same, snapshot
+from support.tiny import VOCABULARY, ReplayDrafter, prompts
+from support.users import TOKENIZER, Clock, Criterion, OwnError, Processor, allowed
 
+DRAWN = tally("float64, whatever is drawn")
+# Experts are weighed in fp32, and mixed layers of theirs round to it.
+_IN_FP32 = {"rtol": 1e-4, "atol": 1e-4}
 _softmax = torch.nn.functional.softmax
 
 
@@ -157,3 +174,187 @@ def call(
     # Stock's first call shows ids in the dtype that they were passed in.
     calls = [(one[0].long() if isinstance(one[0], Tensor) else one[0], *one[1:]) for part in told for one in part.calls]
     return Outcome(output, error, torch.get_rng_state()), calls
+
+
+@dataclass
+class Tallies:
+    """What became of the calls."""
+
+    kinds: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    errors: Counter[str] = field(default_factory=Counter)
+    taus: list[float] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        kinds = ", ".join(f"{name} {count}" for name, count in sorted(self.kinds.items()))
+        accepted, runs = sum(tau > 1.3 for tau in self.taus), len(self.taus)
+        return f"calls: {kinds}; tau above 1.3 in {accepted} of {runs}, {sum(self.taus) / max(1, runs):.2f} in the mean"
+
+
+def is_sentence(error: Any) -> bool:
+    text = str(error).strip()
+    return isinstance(error, ValueError | TypeError) and "\n" not in text and text.endswith(".")
+
+
+def assert_same_shown(ours: Any, stock: Any) -> None:
+    assert len(ours) == len(stock), f"{len(ours)} calls instead of {len(stock)}"
+    for left, right in zip(ours, stock, strict=True):
+        if isinstance(right, list | tuple):
+            assert_same_shown(left, right)
+        elif isinstance(right, Tensor):
+            torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-5, equal_nan=True)
+        else:
+            assert left == right, f"{left} instead of {right}"
+
+
+def compare(ours: tuple[Outcome, Any], stock: tuple[Outcome, Any], tallies: Tallies) -> str:
+    """What became of the pair: "same", "refused" (by ours) or "both raise".
+
+    Raises:
+        AssertionError: they differ.
+    """
+    (mine, shown), (theirs, wanted) = ours, stock
+    by_user = isinstance(theirs.output, OwnError | Stopped)
+    if mine.error is not None and is_sentence(mine.output) and (by_user or theirs.error is None):
+        tallies.refusals[str(mine.output)] += 1
+        return "refused"
+    if theirs.error is not None:
+        tallies.errors[repr(theirs.output)[:120]] += 1
+        assert mine.error is not None, f"stock raises {theirs.output!r}"
+        # The user's own may come before what ours would say.
+        alike = is_sentence(mine.output) or mine.error in (theirs.error, OwnError, Stopped)
+        assert alike, f"{mine.output!r}\nstock\n{theirs.output!r}"
+        if by_user:
+            assert_same_shown(shown, wanted)
+            assert torch.equal(mine.state, theirs.state), "the generator is not where the user's error left it"
+        return "both raise"
+    if mine.error is not None:
+        raise AssertionError(f"ours raises {mine.output!r}") from mine.output
+    assert mine.sequences.dtype == theirs.sequences.dtype
+    same(mine, theirs)
+    assert_same_shown(shown, wanted)
+    return "same"
+
+
+def replay(case: dict[str, Any], stock: Tensor, pads: list[int], turn: int) -> ReplayDrafter:
+    """A drafter that knows stock's answer and misses a share of it, per row."""
+    known = {"embeddings": 0, "both": 2}.get(case["prompt"])
+    if known is not None:
+        ids = prompts(case["lengths"], case["seed"])["input_ids"]
+        stock = torch.cat([ids.repeat_interleave(len(stock) // len(ids), 0), stock[:, known:]], dim=1)
+    kind = drawn.Hostile if case["drafter"] == "hostile" else ReplayDrafter
+    misses = (case["misses"] * 2)[: len(stock)]
+    return kind(stock, pads, VOCABULARY, misses=misses, draft_length=case["draft length"], seed=turn)
+
+
+def drafted_by(case: dict[str, Any], stock: Outcome, pads: list[int], turn: int) -> tuple[Any, dict[str, Any]]:
+    """The drafter of a turn, and the keywords that bring it in."""
+    if not case["drafted turns"][turn]:
+        return None, {}
+    pair = case["target"], case["attention"], case["weights"]
+    if case["drafter"] in ("replay", "hostile") and stock.error is None:
+        drafter: Any = replay(case, stock.sequences, pads, turn)
+    else:
+        kind = case["drafter"]
+        drafter = drawn.made_drafter(*pair, "head" if kind in ("replay", "hostile") else kind)
+    if case["route"] == "custom_generate" and not case["streamer"] and "stop_strings" not in case["options"]:
+        # transformers keeps this from a callable, so that it cannot be refused.
+        return drafter, {"custom_generate": drafter.generate} if "synced_gpus" not in case["arguments"] else {}
+    drafting = {"assistant": drafter, "trace": case["trace"]}
+    return drafter, drafting if case["tree"] is None else {**drafting, "tree_config": case["tree"]}
+
+
+def caches(case: dict[str, Any], target: Any) -> list[Any]:
+    """A cache for either side."""
+    needed = max(case["lengths"]) + (case["options"].get("max_new_tokens") or 0) - 1
+    room = 150 if case["room"] is None else max(1, int(needed) + case["room"])
+    makes: dict[str, Callable[[], Any]] = {
+        "none": lambda: None,
+        "dynamic": lambda: DynamicCache(config=target.config),
+        "bare": DynamicCache,
+        "static": lambda: StaticCache(config=target.config, max_cache_len=room),
+    }
+    return [makes[case["cache"]]() for _ in range(2)] if case["prompt"] not in ("none", "no tokens") else [None, None]
+
+
+def run_case(case: dict[str, Any], tallies: Tallies) -> None:
+    """Run all turns of a case both ways.
+
+    Raises:
+        AssertionError: they differ.
+    """
+    target = drawn.made_target(case["target"], case["attention"], case["weights"])
+    engine = Everywhere(case["first tier"]) if case["captured"] else None
+    best = 0.0
+    inputs = prompt_of(case, target)
+    both = theirs, ours = caches(case, target)
+    text = inputs.get("input_ids")
+    times = case["options"].get("num_return_sequences") or 1
+    ends_early = case["target"] in ("gpt2", "opt")  # the table of positions
+    ids_alone = "input_ids" in inputs and "inputs_embeds" not in inputs and times == 1
+    tolerance = _IN_FP32 if drawn.TARGETS[case["target"]][0] in drawn.FP32 else CLOSE
+    for turn in range(case["turns"] if ids_alone and theirs is not None else 1):
+        mask = inputs.get("attention_mask")
+        pads = [0] * len(inputs.get("input_ids", [[]])) if mask is None else (mask == 0).sum(-1).tolist()
+        pads = [pad for pad in pads for _ in range(max(1, times))]
+        with configs_put_back(target):
+            stock = call(case, target, inputs, case["seed"] + turn, theirs, {})
+        before = snapshot(target)  # by now stock has made what it makes at first use, such as long frequencies
+        drafter, drafting = drafted_by(case, stock[0], pads, turn)
+        with mock.patch.object(Drafter, "engine", engine):
+            mine = call(case, target, inputs, case["seed"] + turn, ours, drafting)
+        assert snapshot(target) == before, "the target was changed"
+        if mine[0].error is None and stock[0].error is IndexError and len(mine[0].sequences) > 1 and ends_early:
+            break  # stock runs a row that has ended on, past the end of the table
+        kind = compare(mine, stock, tallies)
+        tallies.kinds[kind] += 1
+        if kind != "same":
+            break
+        if not isinstance(stock[0].output, Tensor):
+            assert_same_cache(mine[0].output.past_key_values, stock[0].output.past_key_values, pads, close=tolerance)
+        if theirs is not None:
+            assert_same_cache(ours, theirs, pads, close=tolerance)
+        if drafting and drafter.last_stats is not None and drafter.last_stats.rounds:
+            best = max(best, drafter.last_stats.tau)
+            DRAWN.add(drafter.last_stats)
+        if turn + 1 < case["turns"] and ids_alone and theirs is not None:
+            text = torch.cat([text, stock[0].sequences[:, inputs["input_ids"].shape[1] :]], dim=1)
+            text = follow_up(case, inputs, text, both, case["seed"] + turn)
+    if best:
+        tallies.taus.append(best)
+    tallies.kinds["captured"] += engine is not None and engine.calls > 0
+
+
+def follow_up(case: dict[str, Any], inputs: dict[str, Any], text: Tensor, both: list[Any], seed: int) -> Tensor:
+    """Put four more tokens after the text; rows that ended early have visible pads inside.
+
+    Args:
+        inputs: of the last turn; those of the next one when this returns.
+        text: [B, T] all that was said before the last turn, and its ids.
+        both: the caches of both sides.
+
+    Returns:
+        [B, T'] the same for the next turn.
+    """
+    slides = any(getattr(layer, "is_sliding", False) for layer in both[0].layers)
+    if case["crop"] and case["cache"] == "dynamic" and not slides:
+        for cache in both:
+            cache.crop(-case["crop"])
+    mask = inputs.get("attention_mask")
+    mask = torch.ones(len(text), inputs["input_ids"].shape[1]) if mask is None else mask
+    whole = torch.cat([text, prompts([4] * len(text), seed)["input_ids"]], dim=1)
+    inputs.clear()
+    inputs["attention_mask"] = torch.cat([mask, mask.new_ones(len(text), whole.shape[1] - mask.shape[1])], dim=1)
+    inputs["input_ids"] = whole[:, int(both[0].get_seq_length()) :] if case["feed"] == "new tokens" else whole
+    return whole
+
+
+def failures_of(cases: Iterable[tuple[str, dict[str, Any]]], tallies: Tallies) -> list[str]:
+    """Run cases, each with a name of its own; which of them differ, and how."""
+    found = []
+    for name, case in cases:
+        try:
+            run_case(case, tallies)
+        except Exception as error:
+            found.append(f"{name}\n  {case['target']}, {case['drafter']}: {type(error).__name__}: {error}")
+    return found

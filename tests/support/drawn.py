@@ -60,7 +60,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "draft vocabulary": {"draft_vocabulary": range(2, 40)},
 }
 OTHERS = ["lookup", "diffusion", "eagle", "language model", "uno"]
-DRAFTERS = [*HEADS, *OTHERS, *["replay"] * 60, *["hostile"] * 3, *["engine"] * 9]
+DRAFTERS = [*HEADS, *OTHERS, *["replay"] * 60, *["hostile"] * 3]
 
 # ---- what users put into GenerationConfig: how often, and which values -----------------------------------
 
@@ -171,7 +171,16 @@ PROMPTS = [
 ]  # fmt: skip
 ROUTES = [*["keywords"] * 4, "config", "model's config", "config and keywords", "custom_generate"]
 CACHES = [*["none"] * 4, "dynamic", "bare", "static"]
-# What captured rounds take; other options would keep most calls from them.
+# A call with nothing special about it.
+PLAIN: dict[str, Any] = {
+    "target": "llama", "attention": "sdpa", "weights": 0, "lengths": [7], "prompt": "ids", "seed": 0, "options": {},
+    "processors": [], "criteria": [], "allowed tokens": False, "streamer": None, "negative prompt": False,
+    "arguments": {}, "route": "keywords", "context": "plain", "cache": "none", "room": None, "turns": 1, "feed": "all",
+    "crop": 0, "drafted turns": [True], "drafter": "replay", "captured": False, "misses": [0.0] * 12,
+    "draft length": 6, "first tier": 16, "tree": None, "trace": False,
+}  # fmt: skip
+
+
 def draw(seed: int, index: int, drafter: str | None = None) -> dict[str, Any]:
     """The case of that number; everything in it follows from both, and from a drafter that is named."""
     rng = Random(f"{seed}-{index}")
@@ -221,6 +230,7 @@ def draw(seed: int, index: int, drafter: str | None = None) -> dict[str, Any]:
         "crop": rng.choice([0] * 6 + [1, 3]),
         "drafted turns": [turns == 1 or rng.random() < 0.8 for _ in range(turns)],
         "drafter": drafter,
+        "captured": rng.random() < 0.2,
         "misses": [rng.choice([0.0, 0.0, 0.0, 0.0, 0.1, 0.3, 1.0]) for _ in range(12)],
         "draft length": rng.choice([1, 3, 6, 6, 12]),
         "first tier": rng.choice([8, 16, 64]),

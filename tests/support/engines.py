@@ -35,7 +35,8 @@ class Everywhere:
         calls: how many have run in tiers.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first_tier: int = 16) -> None:
+        self._config = EngineConfig(backend=None, first_tier=first_tier)
         self._made: WeakKeyDictionary[Any, Engine] = WeakKeyDictionary()
         self.calls = 0
 
@@ -44,6 +45,6 @@ class Everywhere:
         target, drafter = session.request.model, session.request.drafter
         made = self._made.get(drafter)
         if made is None or made.target() is not target:
-            made = self._made[drafter] = Engine(target, EngineConfig(backend=None, first_tier=16), lambda told: None)
+            made = self._made[drafter] = Engine(target, self._config, lambda told: None)
         made.run(session)
         self.calls += any(made.tiers)
