@@ -24,7 +24,7 @@ from hf_dart.decoding.stats import DraftStats
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.devices import host_by_default
-from hf_dart.models.features import features_request, gather_features, streams_of
+from hf_dart.models.features import features_request, gather_features
 from hf_dart.models.positions import position_limit
 from hf_dart.models.stock_steps import beside_text, cache_name
 from hf_dart.models.support import refuse_cache, refuse_target
@@ -60,7 +60,7 @@ class DartCandidateGenerator(CandidateGenerator):
         self._drafter, self._processors, self._pads = drafter, processors, pads
         self._depth = min(drafter.tree_config.depth or drafter.draft_length, drafter.draft_length)
         self._last_position, self._hard = position_limit(target)
-        self._streams, self._cache_name = streams_of(target), cache_name(target)
+        self._cache_name = cache_name(target)
         self._max_length = int(generation_config.max_length)
         self._do_sample = bool(generation_config.do_sample)
         eos = generation_config._eos_token_tensor
@@ -119,7 +119,7 @@ class DartCandidateGenerator(CandidateGenerator):
             self._drafter.read_first(self._state, first, torch.ones(1, dtype=torch.long))
             kept = positions = ids.shape[1] - 1
             skipped = self._pads
-        features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions), self._streams)
+        features = gather_features(outputs, self._drafter.feature_layers, ids.new_empty(1, positions))
         features, tokens = features[:, skipped:kept], ids[:, skipped - kept :]
         counts = torch.tensor([kept - skipped])
         depth = min(self._depth, self._room(ids))

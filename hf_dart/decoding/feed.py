@@ -16,7 +16,7 @@ from hf_dart.decoding.turns import DrafterState
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.proposal import AT_ONCE, entries_of
 from hf_dart.models.devices import users_default
-from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
+from hf_dart.models.features import features_request, gather_features, merged_embeddings
 from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.models.positions import refuse_shifted
 from hf_dart.models.stock_steps import beside_text, cache_after, next_inputs, position_shift
@@ -125,7 +125,7 @@ class PrefillRecorder:
             outputs = self._target(**inputs)
         ran = inputs["inputs_embeds"][..., 0] if inputs.get("input_ids") is None else inputs["input_ids"]
         self.width = ran.shape[1]
-        features = gather_features(outputs, self._feature_layers, ran, streams_of(self._target))
+        features = gather_features(outputs, self._feature_layers, ran)
         self._feed(features, merged_embeddings(self._target, outputs, ran) if merged else None)
         return outputs
 

@@ -24,7 +24,7 @@ from hf_dart.decoding.trace import Trace
 from hf_dart.decoding.turns import resume_state
 from hf_dart.decoding.walk import Accepted, Walker
 from hf_dart.drafters.proposal import Proposal, Verified
-from hf_dart.models.features import Streams, row_axis, states_at, streams_of
+from hf_dart.models.features import row_axis, states_at
 from hf_dart.models.processes import is_shared
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.copies import Copy
@@ -53,9 +53,9 @@ class Budget:
 class HiddenStates:
     """The hidden states that `output_hidden_states` asks for: of the prefill, then of one committed token at a time."""
 
-    def __init__(self, of_prefill: tuple[Tensor, ...], rows: int, positions: int, streams: Streams) -> None:
+    def __init__(self, of_prefill: tuple[Tensor, ...], rows: int, positions: int) -> None:
         self.steps = [of_prefill]
-        self._axes = [row_axis(layer, rows, positions, streams) for layer in of_prefill]
+        self._axes = [row_axis(layer, rows, positions) for layer in of_prefill]
 
     def add(self, states: Sequence[Tensor], path: Tensor) -> None:
         """Keep those of the nodes `path` [B, A] from `states` of a tree, [..., B, N, ..., H] of each layer."""
@@ -195,7 +195,7 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
             ran = read_prompt(request, rows, state)
         hidden_states = None
         if request.collects("output_hidden_states"):
-            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width, streams_of(request.model))
+            hidden_states = HiddenStates(ran.outputs.hidden_states, batch, ran.width)
         verify = Verifier(
             request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.shift
         )

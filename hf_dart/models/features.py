@@ -6,7 +6,7 @@ the last of L layers, after the final norm.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -57,35 +57,15 @@ def features_request(layers: list[int]) -> dict[str, Any]:
     return {"output_hidden_states": list(layers) if _TAKES_INDICES else True}
 
 
-class Streams(NamedTuple):
-    """The places of several streams of hidden states in a target.
+def row_axis(states: Tensor, rows: int, positions: int) -> int:
+    """The axis of the rows in hidden states [..., B, N, H]; that of positions comes next.
 
-    Attributes:
-        width: of one stream, where the config says so; inner layers may give several of them in one (Qwen4).
-        lead: their axis comes before those of rows and positions (AltUp, arXiv 2301.13310: Gemma 3n), not after them
-            (HYV4). Sizes do not tell: there may be as many rows and positions as streams.
-    """
-
-    width: int | None = None
-    lead: bool = False
-
-
-_ONE = Streams()
-
-
-def streams_of(target: PreTrainedModel) -> Streams:
-    """The streams of hidden states that a target has."""
-    text = target.config.get_text_config(decoder=True)
-    return Streams(getattr(text, "hidden_size", None), hasattr(text, "altup_num_inputs"))
-
-
-def row_axis(states: Tensor, rows: int, positions: int, streams: Streams) -> int:
-    """The axis of the rows in hidden states [..., B, N, ..., H]; that of positions comes next.
+    Several streams of hidden states come before them (AltUp, arXiv 2301.13310: Gemma 3n).
 
     Raises:
         ValueError: these are not rows and positions.
     """
-    axis = states.ndim - 3 if streams.lead else 0
+    axis = states.ndim - 3
     if states.shape[axis : axis + 2] == (rows, positions):
         return axis
     raise ValueError(
@@ -94,21 +74,21 @@ def row_axis(states: Tensor, rows: int, positions: int, streams: Streams) -> int
     )
 
 
-def gather_features(outputs: Any, layers: list[int], like: Tensor, streams: Streams = _ONE) -> Tensor:
+def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
     """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
     A model that keeps several streams of hidden states gives their mean.
-
-    Args:
-        streams: where the target has them (`streams_of`), if it has several.
 
     Raises:
         ValueError: the model's hidden states are shaped otherwise.
     """
     if not layers:
         return torch.zeros((*like.shape, 0), device=like.device)
-    rows, positions = like.shape
-    states = [_one_stream(outputs.hidden_states[index], rows, positions, streams) for index in layers]
+    states = []
+    for index in layers:
+        found = outputs.hidden_states[index]
+        axis = row_axis(found, *like.shape)
+        states.append(found.mean(list(range(axis))) if axis else found)
     return torch.cat([state.to(states[-1].device) for state in states], dim=-1)
 
 
@@ -118,14 +98,14 @@ def merged_embeddings(target: PreTrainedModel, outputs: Any, ids: Tensor) -> Ten
     None where the first hidden states, which have to be among those of `outputs`, are no embeddings, not even of text:
     some models scale them, or add others.
     """
-    merged, embeddings = gather_features(outputs, [0], ids, streams_of(target)), target.get_input_embeddings()
+    merged, embeddings = gather_features(outputs, [0], ids), target.get_input_embeddings()
     known = embeddings(torch.where(ids < embeddings.num_embeddings, ids, 0)).to(merged.device)
     same = merged.shape == known.shape and bool((merged == known).all(-1).any())
     return merged if same else None
 
 
 def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
-    """Hidden states [..., B, 1, ..., H] of node `nodes[b]` [B] of each row, of [..., B, N, ..., H].
+    """Hidden states [..., B, 1, H] of node `nodes[b]` [B] of each row, of [..., B, N, H].
 
     Args:
         axis: that of the rows (`row_axis`).
@@ -133,12 +113,3 @@ def states_at(states: Tensor, axis: int, nodes: Tensor) -> Tensor:
     rows = torch.arange(len(nodes), device=states.device)
     there = states.movedim((axis, axis + 1), (0, 1))[rows, nodes.to(states.device)]
     return there.unsqueeze(1).movedim((0, 1), (axis, axis + 1))
-
-
-def _one_stream(states: Tensor, rows: int, positions: int, streams: Streams) -> Tensor:
-    """[B, N, H] of hidden states [..., B, N, ..., H], of which H may be several widths."""
-    axis, width = row_axis(states, rows, positions, streams), streams.width
-    if width is not None and states.shape[-1] > width and states.shape[-1] % width == 0:
-        states = states.unflatten(-1, (-1, width))
-    others = [dim for dim in range(states.ndim - 1) if dim not in (axis, axis + 1)]
-    return states.mean(others) if others else states

@@ -16,7 +16,7 @@ from hf_dart.cache.states import StatefulCache
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.models.attention import TreeAttention
 from hf_dart.models.devices import device_of, users_default
-from hf_dart.models.features import features_request, gather_features, streams_of
+from hf_dart.models.features import features_request, gather_features
 from hf_dart.models.masks import MaskKind, maskless_kinds
 from hf_dart.models.positions import position_limit
 from hf_dart.models.running_states.mixers import mixers_of
@@ -62,7 +62,7 @@ class Verifier:
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
         self.beside: Mapping[str, Any] = {}
-        self._keep_hidden_states, self._streams = keep_hidden_states, streams_of(target)
+        self._keep_hidden_states = keep_hidden_states
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
         self._last_position, self._hard = position_limit(target)
@@ -170,7 +170,7 @@ class Verifier:
             )
         if keep:
             self.hidden_states = outputs.hidden_states
-        return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens, self._streams)
+        return outputs.logits, gather_features(outputs, self.feature_layers, tree.tokens)
 
     def masks(self, tree: DraftTree, positions: Tensor) -> Any:
         """Additive masks [B, 1, N, S + N]: a node sees committed entries and its ancestors, if in the window.

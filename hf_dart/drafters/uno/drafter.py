@@ -43,7 +43,7 @@ from hf_dart.hub.download import ADAPTER_CONFIG, HUB_OPTIONS, checkpoint_config,
 from hf_dart.interop.lora_config import lora_of
 from hf_dart.models.attention import for_trees
 from hf_dart.models.devices import as_dtype
-from hf_dart.models.features import features_request, gather_features, layer_count, streams_of
+from hf_dart.models.features import features_request, gather_features, layer_count
 from hf_dart.models.positions import position_limit
 from hf_dart.models.verify import Verifier
 from hf_dart.trees.ngram.table import NgramTable
@@ -221,7 +221,7 @@ class UnoDrafter(TrainedDrafter):
                 use_cache=True,
                 **features_request(last),
             )
-        return gather_features(outputs, last, tokens, streams_of(twin))
+        return gather_features(outputs, last, tokens)
 
     # ---- drafting -----------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.models.attention import for_trees
-from hf_dart.models.features import features_request, gather_features, merged_embeddings, streams_of
+from hf_dart.models.features import features_request, gather_features, merged_embeddings
 from hf_dart.training.objective.blocks import document_positions
 
 
@@ -79,7 +79,7 @@ class Teacher:
         return self._features_of(output, ids), output.logits.to(self.drafter.device), read
 
     def _features_of(self, output: Any, ids: Tensor) -> Tensor:
-        features = gather_features(output, self.drafter.feature_layers, ids, streams_of(self.target))
+        features = gather_features(output, self.drafter.feature_layers, ids)
         features = features.to(self.drafter.device)
         if not torch.is_autocast_enabled(self.drafter.device.type):
             features = features.to(self.drafter.dtype)  # a target in 16 bits and a head in float32

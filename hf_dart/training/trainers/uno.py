@@ -13,7 +13,7 @@ from transformers.cache_utils import DynamicCache
 from hf_dart.drafters.stock_modules import View, attention_kinds
 from hf_dart.drafters.uno.drafter import UnoDrafter
 from hf_dart.models.attention import for_trees
-from hf_dart.models.features import features_request, gather_features, layer_count, streams_of
+from hf_dart.models.features import features_request, gather_features, layer_count
 from hf_dart.training.objective.blocks import document_positions, target_positions
 from hf_dart.training.options import option
 from hf_dart.training.trainers.arguments import DrafterArguments, DrafterTrainingArguments
@@ -66,7 +66,7 @@ class UnoTrainer(DrafterTrainer[UnoDrafter]):
                 use_cache=True,
                 **features_request(last := [layer_count(self.target)]),
             )
-        return gather_features(output, last, ids, streams_of(self.target)), output.logits
+        return gather_features(output, last, ids), output.logits
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
         ids, documents = inputs["input_ids"], inputs["documents"]
