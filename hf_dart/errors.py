@@ -22,7 +22,7 @@ class UserError(Exception):
 
 
 def sentence(error: BaseException) -> str:
-    """The first sentence of an error's message, on one line."""
+    """Return the first sentence of an error's message, on one line."""
     text = " ".join(str(error).split()) or type(error).__name__
     return re.split(r"(?<=[a-z)'\"])\. (?=[A-Z])", text, maxsplit=1)[0][:500]
 
@@ -73,7 +73,7 @@ def check_fields(
 
 
 def did_you_mean(name: str, known: Iterable[str], otherwise: str) -> str:
-    """A remedy for an unknown name: the known one that looks most like it, or `otherwise` if none does."""
+    """Return a remedy for an unknown name: the known one that looks most like it, or `otherwise` if none does."""
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"did you mean {nearest[0]!r}?" if nearest else otherwise
 
@@ -92,20 +92,20 @@ def annotated(kind: type) -> set[str]:
 
 
 def head_inside(path: str | Path) -> str:
-    """A remedy, if the head that is meant lies in a folder's `final`, where `hf-dart train` writes it; else empty."""
+    """Return a remedy if the head lies in a folder's `final`, where `hf-dart train` writes it; else ""."""
     final = Path(path, "final")
     return f"did you mean {str(final)!r}, the head that was trained there?" if (final / "config.json").is_file() else ""
 
 
 def missing_folder(path: str | Path) -> bool:
-    """True for what can only be the path of a folder, being no id of the Hub, where there is no such folder."""
+    """Return True for the path of a folder, which can be no id of the Hub, where there is no such folder."""
     name = str(path)
     local = name.startswith((".", "~", "\\")) or Path(path).is_absolute() or name.count("/") > 1
     return local and not Path(path).is_dir()
 
 
 def read_text(file: str | Path, what: str = "") -> str:
-    """The UTF-8 text of a file that a user named; `what` it is begins the message.
+    """Read the UTF-8 text of a file that a user named; `what` it is begins the message.
 
     Raises:
         UserError: it cannot be read as text.

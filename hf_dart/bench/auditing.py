@@ -112,7 +112,7 @@ def audit(
 
 
 def as_table(report: dict[str, Any]) -> str:
-    """The findings of `audit` in Markdown: the circumstances, all first differences, and the verdict below."""
+    """Return the findings of `audit` in Markdown: the circumstances, all first differences, and the verdict below."""
     settings, compared, size = report["settings"], report["compared"], report["settings"]["prompts"]
     columns = ("drafted", "drafted_batch", "control")
     found = {column: [one[column] for one in report["findings"]] for column in columns}
@@ -149,7 +149,7 @@ def as_table(report: dict[str, Any]) -> str:
 
 
 def _entry(one: Difference | None) -> dict[str, Any] | None:
-    """A difference for JSON, which has no infinite numbers: the gap of an end at another place is None."""
+    """Return a difference for JSON, which has no infinite numbers: the gap of an end at another place is None."""
     if one is None:
         return None
     gap, top2 = (gap if isfinite(gap) else None for gap in (one.gap, one.top2))

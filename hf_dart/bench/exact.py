@@ -53,7 +53,7 @@ def run(model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, An
 
 
 def timed(device: torch.device, call: Callable[[], T]) -> tuple[float, T]:
-    """The seconds of a call, and what it returns; an accelerator is waited for before and after it."""
+    """Time a call, and return the seconds and its result; an accelerator is waited for before and after it."""
     _synchronize(device)
     start = perf_counter()
     done = call()
@@ -92,7 +92,7 @@ class Difference:
 
 
 def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
-    """The verdict on two runs whose `run_differences` are `found`."""
+    """Return the verdict on two runs whose `run_differences` are `found`."""
     ties = sum(one is not None and one.near_tie for one in found)
     apart = sum(one is not None for one in found) - ties
     return Verdict(len(found), ties, apart, torch.equal(stock.generator, other.generator))
@@ -101,7 +101,7 @@ def verdict(found: list[Difference | None], stock: Run, other: Run) -> Verdict:
 def differences(
     model: PreTrainedModel, inputs: dict[str, Tensor], options: dict[str, Any], seed: int, stock: Tensor, other: Tensor
 ) -> list[Difference | None]:
-    """The first difference of each row; None for rows that agree as far as both go.
+    """Return the first difference of each row; None for rows that agree as far as both go.
 
     Args:
         options: those of the stock run; where tokens differ it is repeated, to see how close its choices were.
@@ -165,7 +165,7 @@ def _first_difference(left: Tensor, right: Tensor) -> int | None:
 
 
 def tolerance(dtype: torch.dtype, logit: float) -> float:
-    """The largest gap of a near-tie: nothing in float64, `NEAR_TIE` in float32, 4 ulp of the top logit in 16 bits."""
+    """Return the largest gap of a near-tie: 0 in float64, `NEAR_TIE` in float32, 4 ulp of the top logit in 16 bits."""
     if dtype == torch.float64:
         return 0.0
     if dtype == torch.float32:
@@ -174,7 +174,7 @@ def tolerance(dtype: torch.dtype, logit: float) -> float:
 
 
 def ulp(dtype: torch.dtype, value: float) -> float:
-    """The distance of neighbouring numbers of `dtype` at the size of `value`."""
+    """Return the distance of neighbouring numbers of `dtype` at the size of `value`."""
     return torch.finfo(dtype).eps * 2.0 ** (frexp(value)[1] - 1)
 
 

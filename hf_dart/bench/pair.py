@@ -61,7 +61,7 @@ def load_pair(
 
 
 def target_of(head: str) -> str:
-    """The target that a head was made for: `PACKAGED`, or a folder or Hub id.
+    """Return the target that a head was made for: `PACKAGED`, or a folder or Hub id.
 
     That is the target of its training (recipe.yaml of the run, training.json), or a Hub id in its config.
 
@@ -91,7 +91,7 @@ def target_of(head: str) -> str:
 
 
 def _copies(model: Any) -> Any:
-    """A drafter without weights, for an attached model."""
+    """Make a drafter without weights, for an attached model."""
     from hf_dart.decoding.api import attach
     from hf_dart.drafters.lookup import LookupDrafter
 
@@ -105,7 +105,7 @@ def _shown(name: str, part: str) -> str:
 
 
 def shown_name(path: str) -> str:
-    """The name of a model in reports: a folder's path says nothing on another machine; its name may."""
+    """Return the name of a model in reports: a folder's path says nothing on another machine; its name may."""
     folder = Path(path).resolve()
     if not folder.is_dir():
         return path

@@ -50,7 +50,7 @@ def circumstances(
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
-    """The median, the least and the largest of what repeats gave."""
+    """Return the median, the least and the largest of what repeats gave."""
     return {"median": median(values), "min": min(values), "max": max(values)}
 
 

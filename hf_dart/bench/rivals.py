@@ -73,7 +73,7 @@ def methods(
 
 
 def load_assistant(path: str, pair: Pair) -> Any:
-    """A small causal LM with the target's tokenizer, in the target's dtype and on its device.
+    """Load a small causal LM with the target's tokenizer, in the target's dtype and on its device.
 
     Raises:
         UserError: it cannot be loaded.
@@ -86,31 +86,31 @@ def load_assistant(path: str, pair: Pair) -> Any:
 
 
 def takes(options: dict[str, Any], batch: int, mode: dict[str, Any]) -> bool:
-    """True if a method is measured: stock's assisted decoding takes one row, its lookup greedy text alone."""
+    """Return True if a method is measured: stock's assisted decoding takes one row, its lookup greedy text alone."""
     if "prompt_lookup_num_tokens" in options:
         return batch == 1 and not mode["do_sample"]
     return batch == 1 or "assistant_model" not in options
 
 
 def claims_same_text(options: dict[str, Any], sampled: bool) -> bool:
-    """True if the text has to be stock's: assisted sampling draws other numbers, so other text of the same law."""
+    """Return True if the text has to be stock's: assisted sampling draws other numbers, and writes other text."""
     return not (sampled and "assistant_model" in options)
 
 
 def parameters(methods: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Number of parameters that each method adds to the target's."""
+    """Count the parameters that each method adds to the target's."""
     models = {name: options.get("assistant", options.get("assistant_model")) for name, options in methods.items()}
     found = {name: model for name, model in models.items() if isinstance(model, nn.Module)}
     return {name: sum(weight.numel() for weight in model.parameters()) for name, model in found.items()}
 
 
 def is_ours(options: dict[str, Any]) -> bool:
-    """True if a drafter of ours takes part."""
+    """Return True if a drafter of ours takes part."""
     return isinstance(options.get("assistant"), Drafter)
 
 
 def _name(drafter: Any, taken: dict[str, Any]) -> str:
-    """The name of its folder, with a number after a name that occurs twice."""
+    """Return the name of its folder, with a number after a name that occurs twice."""
     name = shown_name(drafter.name_or_path)
     names = chain([name], (f"{name} {number}" for number in count(2)))
     return next(one for one in names if f"{OURS}, {one}" not in taken)

@@ -217,7 +217,7 @@ def pad_left(prompts: list[list[int]], pad: int, device: torch.device) -> dict[s
 
 
 def pad_token(pair: Pair) -> int:
-    """The token that fills up the shorter prompts of a batch."""
+    """Return the token that fills up the shorter prompts of a batch."""
     known = (pair.model.generation_config.pad_token_id, pair.tokenizer.pad_token_id, *_eos_tokens(pair), 0)
     return next(int(token) for token in known if token is not None)
 
@@ -228,7 +228,7 @@ def _eos_tokens(pair: Pair) -> list[int]:
 
 
 def _texts(pair: Pair, inputs: dict[str, Tensor], done: Run) -> list[list[int]]:
-    """Generated tokens of each row up to its end-of-text token."""
+    """Return the generated tokens of each row up to its end-of-text token."""
     eos = set(_eos_tokens(pair))
     texts = []
     for row in done.sequences[:, inputs["input_ids"].shape[1] :].tolist():

@@ -23,7 +23,7 @@ _REQUESTS = ("question", "instruction", "problem", "article", "document")
 
 
 def open_suite(name: str, tokenizer: Any, count: int, most: int | None = None) -> list[list[int]]:
-    """The token ids of `count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
+    """Return the token ids of `count` prompts of a packaged suite, a .jsonl file, or anything that `datasets` reads.
 
     Rows hold `messages` or `conversations`, which the tokenizer's chat template frames up to the last answer; a
     `prompt` or `text` to go on with; or what a user asks (`question`, `instruction`, `problem`, `article`,
@@ -95,7 +95,7 @@ def _encode(row: Any, tokenizer: Any, name: str) -> list[int]:
 
 
 def _turns(value: Any, name: str) -> list[dict[str, Any]]:
-    """The conversation up to what the user says last."""
+    """Return the conversation up to what the user says last."""
     from hf_dart.training.data.chat import as_messages
 
     if not isinstance(value, list) or not all(isinstance(turn, dict) for turn in value):
@@ -110,7 +110,7 @@ def _turns(value: Any, name: str) -> list[dict[str, Any]]:
 
 
 def texts(files: list[Path] | None) -> tuple[str, list[Path]]:
-    """The name of the text of a measurement, and its files: without any, those of `default_files`."""
+    """Return the name of the text of a measurement, and its files: without any, those of `default_files`."""
     if files is None:
         return "pytest's source", default_files()
     return ", ".join(path.name for path in files), files

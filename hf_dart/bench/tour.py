@@ -162,7 +162,7 @@ def demo(
 
 @torch.no_grad()
 def fastest_threads(model: PreTrainedModel) -> int:
-    """The number of CPU threads with which the target alone is fastest, torch's own choice being the most.
+    """Return the number of CPU threads with which the target alone is fastest, torch's own choice being the most.
 
     A small model is slowed down by many threads, and by any second one where other programs keep the cores busy.
     """

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    """The parser of all commands."""
+    """Make the parser of all commands."""
     made = argparse.ArgumentParser(
         prog="hf-dart",
         description="Faster model.generate() with draft heads and token trees, token for token the same.",

@@ -86,7 +86,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(arguments: argparse.Namespace, tokenizer: Any, count: int) -> Iterator[tuple[str, list[list[int]]]]:
-    """The texts that are measured on, one after the other: the name of each, and its prompts."""
+    """Yield the texts that are measured on, one after the other: the name of each, and its prompts."""
     from hf_dart.bench import suites
 
     length = arguments.prompt_tokens

@@ -22,7 +22,7 @@ from hf_dart.view.tables import aligned
 
 
 def number(kind: type, holds: Callable[[Any], bool], says: str) -> Callable[[str], Any]:
-    """A type for argparse: numbers for which `holds` is true; others are refused as not being `says`."""
+    """Make a type for argparse: numbers for which `holds` is true; others are refused as not being `says`."""
 
     def read(text: str) -> Any:
         value = kind(text)
@@ -48,7 +48,7 @@ def sizes(text: str) -> tuple[int, ...]:
 
 
 def fields(text: str) -> dict[str, Any]:
-    """A JSON object, for argparse."""
+    """Read a JSON object, for argparse."""
     found = json.loads(text)
     if not isinstance(found, dict):
         raise argparse.ArgumentTypeError(f"{text!r} is no JSON object")
@@ -56,7 +56,7 @@ def fields(text: str) -> dict[str, Any]:
 
 
 def pair_options() -> argparse.ArgumentParser:
-    """A parent parser: which target and head, and how they run."""
+    """Make a parent parser: which target and head, and how they run."""
     pair = argparse.ArgumentParser(add_help=False, parents=[target_options()])
     pair.add_argument(
         "--head", help="a folder or a Hub id (default: the packaged target's, and copied text for others)"
@@ -66,7 +66,7 @@ def pair_options() -> argparse.ArgumentParser:
 
 
 def target_options() -> argparse.ArgumentParser:
-    """A parent parser: which target, and how it runs."""
+    """Make a parent parser: which target, and how it runs."""
     target = argparse.ArgumentParser(add_help=False)
     target.add_argument("--target", help=f"a folder, a Hub id, {PACKAGED!r} (default: that of --head)")
     target.add_argument("--dtype", choices=DTYPES, help="default: float32 for the packaged pair, else as saved")
@@ -83,7 +83,7 @@ def target_options() -> argparse.ArgumentParser:
 
 
 def tree_options() -> argparse.ArgumentParser:
-    """A parent parser: the draft tree."""
+    """Make a parent parser: the draft tree."""
     tree = argparse.ArgumentParser(add_help=False)
     tree.add_argument(
         "--nodes", type=positive, help="size of the draft tree, root included (default: by batch and device)"
@@ -93,24 +93,24 @@ def tree_options() -> argparse.ArgumentParser:
 
 
 def text_option(parser: argparse._ActionsContainer) -> None:
-    """The files that prompts or rows are cut from, for `bench.suites.texts`."""
+    """Add the option for files that prompts or rows are cut from, for `bench.suites.texts`."""
     parser.add_argument(
         "--text", type=Path, nargs="+", metavar="FILE", help="default: the source of the installed pytest"
     )
 
 
 def json_option(parser: argparse.ArgumentParser) -> None:
-    """The file that a report is written to, for `check_file` and `write_json`."""
+    """Add the option for the file of a report, for `check_file` and `write_json`."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was measured")
 
 
 def given(arguments: argparse.Namespace, names: Sequence[str]) -> dict[str, Any]:
-    """The options among `names` that were given; others have None as their default."""
+    """Return the options among `names` that were given; others have None as their default."""
     return {name: value for name in names if (value := getattr(arguments, name)) is not None}
 
 
 def command_line(arguments: argparse.Namespace) -> list[str]:
-    """The words that were typed, for reports."""
+    """Return the words that were typed, for reports."""
     return ["hf-dart", *arguments.words]
 
 
@@ -176,7 +176,7 @@ def loading_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def tree_config(arguments: argparse.Namespace, default: Any) -> Any:
-    """The head's own tree, with what the command line asks for."""
+    """Return the head's own tree, with what the command line asks for."""
     with as_user_error():
         return replace(default, **given(arguments, ("nodes", "depth")))
 

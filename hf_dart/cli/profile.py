@@ -62,7 +62,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _keeps_trees(config: Path, head: Any) -> bool:
-    """True if the head reads its trees from there; heads of other projects do not."""
+    """Return True if the head reads its trees from there; heads of other projects do not."""
     from hf_dart.drafters.trained import TrainedDrafter
 
     kind = json.loads(config.read_text(encoding="utf8")).get("model_type")

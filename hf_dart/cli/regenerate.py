@@ -123,7 +123,7 @@ def _mixture(arguments: argparse.Namespace) -> Any:
 
 
 def _writer(arguments: argparse.Namespace, tokenizer: Any, sources: Any) -> tuple[Any, dict[str, Any]]:
-    """The writer, and the fields about it that its text depends on."""
+    """Return the writer, and the fields about it that its text depends on."""
     from hf_dart.training.regenerate.writers import ModelWriter, ServerWriter
 
     name = arguments.target or "packaged target"

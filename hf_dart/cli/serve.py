@@ -33,7 +33,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def build_app(pair: Pair, enable_cors: bool = False) -> Any:
-    """The app of `transformers serve` for one model that is loaded already, and drafts by default.
+    """Make the app of `transformers serve` for one model that is loaded already, and drafts by default.
 
     Requests name it or no model at all, and are served one at a time, in the order in which they come, as transformers
     serves them without continuous batching.

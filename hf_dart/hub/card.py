@@ -27,7 +27,7 @@ _TEMPLATE, _SECTION = Path(__file__).with_name("card.md"), "<!-- section -->"
 
 
 def front_matter(facts: HeadFacts) -> dict[str, Any]:
-    """The card's metadata in the Hub's fields.
+    """Return the card's metadata in the Hub's fields.
 
     The relation is said outright, since the Hub takes every model with a base model for a fine-tune of it; of the
     relations it knows, a head that works only with its target's weights is an adapter.
@@ -46,7 +46,7 @@ def front_matter(facts: HeadFacts) -> dict[str, Any]:
 
 
 def render_card(facts: HeadFacts, existing: str | None = None) -> str:
-    """The card as text.
+    """Write the card, as text.
 
     Args:
         facts: about the drafter.
@@ -87,7 +87,7 @@ def render_card(facts: HeadFacts, existing: str | None = None) -> str:
 
 
 def has_markers(card: str) -> bool:
-    """True if a card has a part that is written again."""
+    """Return True if a card has a part that is written again."""
     return END in card.partition(BEGIN)[2]
 
 
@@ -114,7 +114,7 @@ def eval_results(facts: HeadFacts) -> list[EvalResultEntry]:
 
 
 def _body(facts: HeadFacts) -> str:
-    """The template's sections, filled in; those with a field that is not known are left out."""
+    """Fill in the template's sections; those with a field that is not known are left out."""
     fields, sections = _fields(facts), []
     for section in _TEMPLATE.read_text(encoding="utf8").split(_SECTION):
         with suppress(KeyError):
@@ -153,7 +153,7 @@ def _fields(facts: HeadFacts) -> dict[str, Any]:
 
 
 def _rows(cells: dict[str, str]) -> str:
-    """The lines of a table of two columns; empty ones are left out."""
+    """Return the lines of a table of two columns; empty ones are left out."""
     return "\n".join(f"| {name} | {value} |" for name, value in cells.items() if value)
 
 
@@ -172,7 +172,7 @@ def _about(facts: HeadFacts) -> dict[str, str]:
 
 
 def _by_depth(bench: dict[str, Any]) -> str:
-    """A table of the share of rounds at batch 1 by accepted depth."""
+    """Return a table of the share of rounds at batch 1 by accepted depth."""
     alone = [(one, case) for one, case in _ours(bench) if one["batch"] == 1]
     if not alone:
         return ""
@@ -193,7 +193,7 @@ def _by_depth(bench: dict[str, Any]) -> str:
 
 
 def _same(bench: dict[str, Any]) -> str:
-    """A sentence on how many rows of a bench were stock's."""
+    """Return a sentence on how many rows of a bench were stock's."""
     verdict = sum((Verdict(**one["compared"]) for one, _ in _ours(bench)), Verdict())
     same = verdict.rows - verdict.near_ties - verdict.differences
     apart = [
@@ -226,7 +226,7 @@ def _training(record: dict[str, Any], recipe: dict[str, Any], datasets: tuple[st
 
 
 def _say(known: dict[str, Any], *templates: str) -> str:
-    """The templates whose fields are all known, filled in."""
+    """Fill in the templates whose fields are all known."""
     said = []
     for template in templates:
         with suppress(KeyError):
@@ -235,7 +235,7 @@ def _say(known: dict[str, Any], *templates: str) -> str:
 
 
 def _objective(objective: dict[str, Any] | None) -> str:
-    """The fields of `hf_dart.training.objective.objective.Objective` that are set."""
+    """Return the fields of `hf_dart.training.objective.objective.Objective` that are set."""
     told = ", ".join(f"{name} {value}" for name, value in (objective or {}).items() if value)
     return f": {told}" if told else ""
 

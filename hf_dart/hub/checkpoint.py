@@ -57,7 +57,7 @@ def read_tensors(
     ignored: Collection[str] = (),
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """The tensors of a checkpoint, on the CPU and in the dtype they were saved in.
+    """Return the tensors of a checkpoint, on the CPU and in the dtype they were saved in.
 
     Args:
         files: of safetensors, or a pickle of tensors; no two hold the same one.
@@ -105,7 +105,7 @@ def weight_shapes(files: Iterable[str | Path], path: str) -> dict[str, tuple[int
 
 
 def _headers(files: Iterable[str | Path], path: str, stack: ExitStack) -> dict[str, StoredTensor]:
-    """The tensors of all files, which `stack` closes."""
+    """Return the tensors of all files, which `stack` closes."""
     found: dict[str, StoredTensor] = {}
     for file in files:
         here = _pickled(Path(file), path) if str(file).endswith(".bin") else _in_safetensors(file, path, stack)
@@ -128,7 +128,7 @@ def _in_safetensors(file: str | Path, path: str, stack: ExitStack) -> dict[str, 
 
 
 def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
-    """The tensors of a `pytorch_model.bin`, mapped into memory: their numbers are read when they are asked for."""
+    """Map the tensors of a `pytorch_model.bin` into memory: their numbers are read when they are asked for."""
     remedy = "convert it to safetensors with the code that wrote it, or fetch it again"
     others = ValueError(f"{file.name} in {path} is damaged or holds more than tensors by their names; {remedy}.")
     try:
@@ -153,12 +153,12 @@ def _pickled(file: Path, path: str) -> dict[str, StoredTensor]:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """The tensor in memory of its own: that of the file stays mapped."""
+    """Return the tensor in memory of its own: that of the file stays mapped."""
     return tensor.detach().clone().contiguous()
 
 
 def _plain(value: Any) -> bool:
-    """True for a tensor that takes no more memory than its numbers take in the file."""
+    """Return True for a tensor that takes no more memory than its numbers take in the file."""
     if type(value) not in (Tensor, torch.nn.Parameter) or value.layout is not torch.strided:
         return False
     fits = value.numel() * value.element_size() <= value.untyped_storage().nbytes()
@@ -183,7 +183,7 @@ def _check(path: str, name: str, tensor: StoredTensor, wanted: tuple[int, ...], 
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The fields of a JSON file of another project.
+    """Return the fields of a JSON file of another project.
 
     Raises:
         ValueError: it is too large, or not one JSON object with every name once.

@@ -8,7 +8,7 @@ _SOURCE = Path(__file__).parent / "custom_generate"
 
 
 def custom_generate_files() -> dict[str, bytes]:
-    """The files that every saved drafter has, by their path in its folder."""
+    """Return the files that every saved drafter has, by their path in its folder."""
     files = sorted(file for file in _SOURCE.iterdir() if file.is_file())
     return {f"{_SOURCE.name}/{file.name}": file.read_bytes() for file in files}
 

@@ -67,7 +67,7 @@ def optional_file(path: str, name: str, **where: Any) -> Path | None:
 
 
 def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
-    """The fields of a JSON file of a folder or repository; None if there is no such file.
+    """Return the fields of a JSON file of a folder or repository; None if there is no such file.
 
     Raises:
         ValueError: it is not one JSON object with every name once.
@@ -78,7 +78,7 @@ def optional_json(path: str, name: str, **where: Any) -> dict[str, Any] | None:
 
 
 def published_license(path: str, **where: Any) -> str | None:
-    """The licence that the card of a folder or Hub repository names, as the Hub spells it; None if it names none.
+    """Return the licence that the card of a folder or repository names, as the Hub spells it; None without one.
 
     Args:
         path, where: as for `checkpoint_config`.
@@ -94,7 +94,7 @@ def published_license(path: str, **where: Any) -> str | None:
 
 
 def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
-    """The config.json of a head, and the commit of the Hub that it came from, to take the weights from the same one.
+    """Read the config.json of a head, and the Hub's commit that it came from, to take the weights from the same one.
 
     Args:
         path, where: as for `optional_file`.
@@ -121,7 +121,7 @@ def head_config(path: str, **where: Any) -> tuple[dict[str, Any], str | None]:
 
 
 def cached_commit(repository: str | None, revision: str | None = None) -> str | None:
-    """The commit of a Hub repository that a model on this machine came from, as far as the cache tells.
+    """Return the commit of a Hub repository that a model on this machine came from, as far as the cache tells.
 
     Args:
         repository: its id; a folder has no commit.
@@ -145,7 +145,7 @@ def cached_commit(repository: str | None, revision: str | None = None) -> str | 
 
 
 def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
-    """The config of `head_config`, without the commit, where there has to be one.
+    """Return the config of `head_config`, without the commit, where there has to be one.
 
     Raises:
         ValueError: as `head_config`.
@@ -158,7 +158,7 @@ def checkpoint_config(path: str, **where: Any) -> dict[str, Any]:
 
 
 def weight_files(path: str, missing: str | None = None, *, pickled: bool = False, **where: Any) -> list[Path]:
-    """The safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
+    """Return the safetensors files of a checkpoint, fetched if need be; other kinds of weights are not opened.
 
     Args:
         path, where: as for `optional_file`.

@@ -22,7 +22,7 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def publishable(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe for everybody to read: folders that say nothing of the training left out, local paths by their names."""
+    """Make a recipe for everybody to read, without folders of this machine; local paths by their names."""
 
     def shown(value: Any) -> Any:
         if isinstance(value, list):
@@ -76,7 +76,7 @@ class HeadFacts:
         license: str | None = None,
         **known: Any,
     ) -> HeadFacts:
-        """The facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
+        """Read the facts of the drafter that `save_pretrained` or a trainer wrote to `folder`.
 
         Args:
             folder: with config.json, model.safetensors and, where a trainer wrote it, training.json.
@@ -139,7 +139,7 @@ class HeadFacts:
 
 
 def read_config(folder: Path) -> PreTrainedConfig:
-    """The config of the drafter in `folder`.
+    """Read the config of the drafter in `folder`.
 
     Raises:
         ValueError: there is none.
@@ -155,7 +155,7 @@ def read_config(folder: Path) -> PreTrainedConfig:
 
 
 def _hub_id(config: PreTrainedConfig) -> str | None:
-    """A name without a namespace is the Hub's only if it has a commit there; else it may be any folder's."""
+    """Return the target's id on the Hub: a name without a namespace is one only if it has a commit there."""
     name = config.target_name
     return name if name is not None and ("/" in name or config.target_revision is not None) else None
 
@@ -181,7 +181,7 @@ def _weights(folder: Path) -> tuple[int, int, str]:
 
 
 def _json(file: Path, wrote: str, *keys: str) -> dict[str, Any]:
-    """The object in `file`, which `wrote` wrote and which has these keys."""
+    """Read the object in `file`, which `wrote` wrote and which has these keys."""
     try:
         content = json.loads(file.read_text(encoding="utf8"))
     except (OSError, ValueError, RecursionError) as error:

@@ -43,7 +43,7 @@ def hub_errors(repository: str, *, token: str | bool | None = None, revision: st
 
 
 def _sentence(error: BaseException, repository: str, token: str | bool | None, revision: str | None) -> str | None:
-    """The first error of the chain that we know, in words."""
+    """Return the first error of the chain that we know, in words."""
     known: BaseException | None = error
     while known is not None:
         if isinstance(known, GatedRepoError):

@@ -56,12 +56,12 @@ KINDS: dict[str, Kind] = {}
 
 
 def kind_of(config: PreTrainedConfig) -> Kind:
-    """The kind of a drafter, by its config."""
+    """Return the kind of a drafter, by its config."""
     return KINDS[config.model_type]
 
 
 def describe_layers(config: PreTrainedConfig, number: int) -> str:
-    """The decoder layers of a drafter and their widths, in words."""
+    """Return the decoder layers of a drafter and their widths, in words."""
     layers = "one decoder layer" if number == 1 else f"{number} decoder layers"
     return (
         f"{layers}: hidden {config.hidden_size}, {config.num_attention_heads} query and "
@@ -70,12 +70,12 @@ def describe_layers(config: PreTrainedConfig, number: int) -> str:
 
 
 def describe_features(config: PreTrainedConfig) -> str:
-    """The layers of the target that a drafter reads, in words."""
+    """Return the layers of the target that a drafter reads, in words."""
     return f"layers {', '.join(map(str, config.feature_layers))} of the target's {config.target_num_layers}"
 
 
 def bibtex(key: str, title: str, year: int, number: str) -> str:
-    """An entry of arXiv in BibTeX."""
+    """Return an entry of arXiv in BibTeX."""
     return f"""```bibtex
 @misc{{{key},
   title = {{{title}}},

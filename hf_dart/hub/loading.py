@@ -20,7 +20,7 @@ _QUICK = 2**28
 
 
 def target_path(target: str | None) -> str:
-    """The folder or Hub id that a target's name stands for; None is `PACKAGED`."""
+    """Return the folder or Hub id that a target's name stands for; None is `PACKAGED`."""
     return str(PACKAGED_TARGET) if target in (None, "", PACKAGED) else str(target)
 
 
@@ -92,7 +92,7 @@ def load_target(
 
 
 def quantization_config(fields: dict[str, Any]) -> Any:
-    """transformers' config of a quantisation, from its fields: {"load_in_4bit": True}, for example.
+    """Make the config of a quantisation of transformers from its fields, such as {"load_in_4bit": True}.
 
     Raises:
         UserError: there is none with those.

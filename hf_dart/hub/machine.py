@@ -22,12 +22,12 @@ def versions(packages: Sequence[str] = ("torch", "transformers")) -> dict[str, s
 
 
 def hardware(device: torch.device) -> str:
-    """The name of an accelerator, or of the CPU."""
+    """Return the name of an accelerator, or of the CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else processor_name()
 
 
 def processor_name() -> str:
-    """The CPU's model, as far as the system tells."""
+    """Return the CPU's model, as far as the system tells."""
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():

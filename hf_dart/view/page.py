@@ -67,7 +67,7 @@ class View:
 
     @classmethod
     def of(cls, output: Any, tokenizer: Any, row: int = 0, notes: tuple[str, ...] = ()) -> View:
-        """The view of one row of what `generate(..., trace=True, return_dict_in_generate=True)` returned.
+        """Return the view of one row of what `generate(..., trace=True, return_dict_in_generate=True)` returned.
 
         Raises:
             ValueError: the call kept no trace, or has no such row.
@@ -104,7 +104,7 @@ class View:
         return f'<iframe srcdoc="{page}" sandbox="" style="width: 100%; height: 42em; border: 1px solid #ddd"></iframe>'
 
     def html(self) -> str:
-        """The page as HTML, with nothing to load and no script."""
+        """Return the page as HTML, with nothing to load and no script."""
         notes = "".join(f"<p>{_clean(note)}</p>" for note in self.notes)
         return f"""<!DOCTYPE html>
 <html lang="en">
@@ -165,7 +165,7 @@ Per cent: the drafter's own estimate of the path.</p>
         return "\n".join(found)
 
     def _tree(self, one: Any, bonus: str) -> str:
-        """The tree of a round from left to right: the accepted path runs straight, what was not taken hangs below."""
+        """Draw the tree of a round from left to right: the accepted path straight, what was not taken below it."""
         tokens, parents, path = one.tokens[self.row], one.parents[self.row], one.paths[self.row]
         scores = None if one.scores is None else one.scores[self.row]
 
@@ -187,14 +187,14 @@ Per cent: the drafter's own estimate of the path.</p>
 
 
 def _box(kind: str, about: str, label: str, below: Iterable[str] = ()) -> str:
-    """A node with its children, as HTML; `label` is HTML already."""
+    """Return a node with its children, as HTML; `label` is HTML already."""
     inside = "".join(below)
     after = f"<div>{inside}</div>" if inside else ""
     return f'<div class="node"><span class="{kind}" title="{label}: {escape(about)}">{label}</span>{after}</div>'
 
 
 def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
-    """The round of each of a row's generated tokens (from 0; -1 for the prefill), and whether it was drafted.
+    """Return the round of each of a row's generated tokens (from 0; -1 for the prefill), and whether it was drafted.
 
     The prefill gives the first token; all tokens of a round but the last (the bonus token) were drafted.
 
@@ -209,7 +209,7 @@ def origins(tokens: int, committed: Iterable[int]) -> list[tuple[int, bool]]:
 
 
 def token_texts(tokenizer: Any, before: list[int], tokens: list[int]) -> list[str]:
-    """The text that each token adds; a character of several tokens comes with the last of them.
+    """Return the text that each token adds; a character of several tokens comes with the last of them.
 
     Args:
         before: the last ids in front of `tokens`.

@@ -49,7 +49,7 @@ class Verdict:
 
 
 def labels(report: dict[str, Any]) -> list[str]:
-    """The text that each result was measured on; empty where all have the same."""
+    """Return the text that each result was measured on; empty where all have the same."""
     texts = [one.get("text") for one in report["results"]]
     return [text if len(set(texts)) > 1 else "" for text in texts]
 
@@ -83,7 +83,7 @@ def as_table(report: dict[str, Any], phases: bool = True) -> str:
 
 
 def markdown(names: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table: its columns' names, then each row's cells."""
+    """Return the lines of a table: its columns' names, then each row's cells."""
     return [f"| {' | '.join(names)} |", "|---" * len(names) + "|", *(f"| {' | '.join(cells)} |" for cells in rows)]
 
 
@@ -103,7 +103,7 @@ def aligned(text: str) -> str:
 
 
 def ratio(spread: dict[str, float]) -> str:
-    """The cell of a ratio: its median, and the least and the largest one."""
+    """Return the cell of a ratio: its median, and the least and the largest one."""
     return f"**{spread['median']:.2f}** [{spread['min']:.2f}, {spread['max']:.2f}]"
 
 
@@ -154,7 +154,7 @@ def _phases(drafted: list[tuple[dict[str, Any], str]]) -> list[str]:
 
 
 def _by_case(names: list[str], rows: list[list[str]], cases: list[str]) -> list[str]:
-    """The table, with a first column for the cases where there are several."""
+    """Return the table, with a first column for the cases where there are several."""
     if not any(cases):
         return markdown(names, rows)
     return markdown(["case", *names], [[case, *row] for case, row in zip(cases, rows, strict=True)])
