@@ -285,25 +285,6 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     # Indexers choose the entries that a token attends to; the cache holds their keys, too.
     "deepseek_v32": _rotary("deepseek_v32", _LATENT, index_topk=256, index_head_dim=16, index_n_heads=2),
-    "qwen4_exp": _rotary(
-        "qwen4_exp_text",
-        _LINEAR,
-        _EXPERTS,
-        layer_types=["linear_attention", "linear_attention", "indexed_attention", "linear_attention"],
-        shared_expert_intermediate_size=24,
-        eos_token_id=2,
-        hc_count=2,
-        hc_lowrank=8,
-        ple_layer_ids=[1],
-        ple_embed_dim=16,
-        heads_per_ngram=2,
-        ngram_vocab_size_base=50,
-        indexer_n_heads=2,
-        indexer_kv_heads=1,
-        indexer_head_dim=8,
-        indexer_budget=256,
-        indexer_compress_ratio=4,
-    ),
     # Windows and biases that follow slots instead of positions.
     "gpt_neo": (
         "gpt_neo",
