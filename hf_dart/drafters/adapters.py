@@ -161,7 +161,7 @@ def peft_configs(head: TrainedDrafter) -> dict[str, PeftConfig]:
 
 
 def base_fingerprint(head: TrainedDrafter) -> list[float]:
-    """Of the weights that adapters stand on; for copied layers that is known already."""
+    """Return the fingerprint of the weights that adapters are put on; copied layers store theirs."""
     if head.config.fingerprint is not None:
         return list(head.config.fingerprint)
     return fingerprint([head.fc.weight, *head.layers.parameters()])
@@ -279,7 +279,7 @@ def _take_settings(head: Any, path: str, content: dict[str, Any], **where: Any) 
 
 
 def save(head: TrainedDrafter, folder: Path) -> None:
-    """What makes an adapter's folder whole, beside what transformers writes: the head's config and draft vocabulary."""
+    """Write what an adapter's folder needs besides transformers' files: the head's config and draft vocabulary."""
     config = copy.deepcopy(head.config)
     config.fingerprint = head._base_fingerprint
     config.save_pretrained(folder)
@@ -349,7 +349,7 @@ def _check_base(head: TrainedDrafter, path: str, **where: Any) -> None:
 
 @contextmanager
 def _undone(head: TrainedDrafter, name: str, active: str | None) -> Iterator[None]:
-    """On failure the head has no trace of adapter `name`."""
+    """Remove adapter `name` from the head if the code inside fails."""
     try:
         yield
     except BaseException:

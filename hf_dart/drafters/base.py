@@ -110,9 +110,9 @@ class Drafter(_Plain, ABC, Generic[State]):
 
     @property
     def reads_embeddings(self) -> bool:
-        """Does it read tokens as the target does, so that the embeddings of an image may stand for its tokens?
+        """True if the drafter reads tokens through the target's embeddings.
 
-        Then `extend` gets those of a prompt with images or sounds, and token ids otherwise.
+        Then `extend` gets embeddings for a prompt with images or sounds, and token ids otherwise.
         """
         return False
 
@@ -121,7 +121,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         """Raise a `ValueError` that names the remedy if this drafter cannot draft for `target`."""
 
     def draft_cost(self, target: nn.Module, depth: int | None = None) -> float:
-        """What a draft of `depth` tokens (d where left out) costs, relative to a forward of the target over one token.
+        """Return the cost of a draft of `depth` tokens (default: d), in forwards of the target over one token.
 
         It decides where `TreeConfig.draft_cost` does not say: on a CPU until the first rounds have shown what their
         drafts took (`decoding.pace`), elsewhere in all rounds.
@@ -143,7 +143,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         """
 
     def lend(self, state: State, verify: Any) -> None:
-        """What runs trees through the target over its cache, for a drafter that is the target itself.
+        """Take the verifier, which runs trees through the target over its cache; of use to the target as its own drafter.
 
         Called once, when the prompt has been run. Whatever a drafter runs there has to be dropped again by
         `cache.commit`. By default it is not looked at.
@@ -193,7 +193,7 @@ class Drafter(_Plain, ABC, Generic[State]):
 
     @property
     def refines(self) -> bool:
-        """Can this drafter look at its own draft again (`refine`)?"""
+        """True if this drafter can look at its own draft again (`refine`)."""
         return False
 
     def refine(self, state: State, first: Proposal, tokens: Tensor) -> Proposal:

@@ -119,12 +119,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def made_for(self) -> str:
-        """What messages call the target that it was made for."""
+        """Name of the drafter's target in messages."""
         return self.target_name or f"a {self.target_model_type} target"
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         return {
             "hidden size": self.feature_size,
             "embedding width": self.embedding_size,
@@ -134,12 +134,12 @@ class DrafterConfig(PreTrainedConfig):
 
     @property
     def borrows_vocabulary(self) -> bool:
-        """Are tokens read through the target's embeddings?"""
+        """True if tokens are read through the target's embeddings."""
         return True
 
     @property
     def stores_all_weights(self) -> bool:
-        """Does a checkpoint hold every weight of the network?"""
+        """True if a checkpoint holds every weight of the network."""
         return True
 
     @classmethod

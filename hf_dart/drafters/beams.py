@@ -117,7 +117,7 @@ class BeamDrafter(Drafter[State]):
         )
 
     def transitions(self, proposal: Proposal, roots: Tensor, candidates: Tensor, scores: Tensor) -> Tensor | None:
-        """What was drafted after each branch; nothing grows after a token that was not drafted on from."""
+        """Return the scores drafted after each branch; tokens that were not drafted on from get no children."""
         if not isinstance(proposal, BeamProposal):
             return None
         width, device, own = scores.shape[-1], scores.device, proposal.logits.device

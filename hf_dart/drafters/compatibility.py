@@ -14,7 +14,7 @@ from hf_dart.models.tokenizers import same_vocabulary, template_hash, tokenizer_
 
 
 class TargetNeeds(Protocol):
-    """What the config of a drafter says of the target that it was made for.
+    """Requirements on a target, from the config of a drafter.
 
     Attributes:
         made_for: what messages call that target.

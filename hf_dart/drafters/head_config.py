@@ -74,11 +74,11 @@ class HeadConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         own = {"LM head width": self.own_lm_head, "embedding width": self.embeddings == "own"}
         return {name: size for name, size in super().needs.items() if not own.get(name, False)}
 
     @property
     def borrows_vocabulary(self) -> bool:
-        """Are tokens read through the target's embeddings?"""
+        """True if tokens are read through the target's embeddings."""
         return self.embeddings != "own"

@@ -152,7 +152,7 @@ class DartLayer(nn.Module):
 
 
 def fusion_norm(config: Any) -> nn.Module | None:
-    """What the target's hidden states go through before `fc` fuses them, by the config's `fusion_norm`."""
+    """Make the norm of the target's hidden states before `fc` fuses them, by the config's `fusion_norm`."""
     if config.fusion_norm == "joint":
         return nn.RMSNorm(config.features_width, config.rms_norm_eps)
     if config.fusion_norm == "each":

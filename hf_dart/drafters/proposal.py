@@ -1,4 +1,4 @@
-"""What goes into a drafter and comes out of it: `Verified` positions, a `Proposal`."""
+"""Input and output of a drafter: `Verified` positions, a `Proposal`."""
 
 from __future__ import annotations
 

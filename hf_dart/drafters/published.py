@@ -92,7 +92,7 @@ def note_origin(config: Any, path: str, **where: Any) -> None:
 
 
 def _same_rows(table: Tensor | None, target: PreTrainedModel) -> bool:
-    """Are these rows [V, E] those of the target's own table, in the dtype that has fewer digits?"""
+    """Return True if these rows [V, E] equal the target's own table, in the coarser of both dtypes."""
     own = weight_of(target.get_input_embeddings())
     if table is None or table.shape != own.shape or not own.dtype.is_floating_point:
         return False

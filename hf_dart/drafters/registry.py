@@ -54,7 +54,7 @@ class Registered:
     reads_named: Callable[[dict[str, Any], Names], str | None]
 
     def recognises(self, content: dict[str, Any]) -> str | None:
-        """What `content` is called, if it is the config.json of such a drafter."""
+        """Return a description of `content` if it is the config.json of such a drafter."""
         own = self.model_type is not None and content.get("model_type") == self.model_type
         return self.called if own else self.reads(content)
 
@@ -115,7 +115,7 @@ def registered() -> dict[str, Registered]:
 
 
 def trainers() -> dict[str, tuple[Any, str]]:
-    """What `hf-dart train --drafter` takes: the class of the drafter, and "module:class" of its trainer."""
+    """Return the choices of `hf-dart train --drafter`: the class of the drafter, and "module:class" of its trainer."""
     found = registered().values()
     return {name: (kind.drafter, trainer) for kind in found for name, trainer in kind.trainers.items()}
 

@@ -87,14 +87,14 @@ class View:
 
     @classmethod
     def after(cls, lengths: Tensor, entries: int) -> View:
-        """Of as many entries after the verified ones of each row, `lengths` [B], each seeing all up to itself."""
+        """Return the view of `entries` after the verified ones, `lengths` [B], each attending to all up to itself."""
         positions = lengths[:, None] + torch.arange(entries)
         slots = torch.arange(int(lengths.max()) + entries)
         return cls(positions, positions, slots <= positions[..., None], slots.expand(len(lengths), -1))
 
     @classmethod
     def of_level(cls, lengths: Tensor, level: int, sees: Tensor) -> View:
-        """Of W tokens drafted at depth `level`, which see the verified ones and those on their path.
+        """Return the view of W tokens drafted at depth `level`, which attend to the verified ones and to their path.
 
         Args:
             lengths: [B] verified entries of each row; the drafted ones of each level follow them, W by W.
@@ -128,7 +128,7 @@ class View:
 
 
 def attention_kinds(model: PreTrainedModel) -> tuple[int, list[MaskKind]]:
-    """How many layers a language model has, and their kinds.
+    """Return the number of layers of a language model, and their kinds.
 
     Raises:
         ValueError: some keep more than keys and values.

@@ -26,7 +26,7 @@ class TargetModules:
         return self.embeddings(tokens.to(device_of(self.embeddings)))
 
     def rows(self, vocab_size: int) -> int:
-        """How many of a drafter's V tokens the target knows; tables may differ in padding rows."""
+        """Return how many of a drafter's V tokens the target knows; tables may differ in padding rows."""
         return min(vocab_size, self.embeddings.num_embeddings, getattr(self.lm_head, "out_features", vocab_size))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TargetModules:
@@ -38,4 +38,4 @@ class TargetModules:
 
 
 def _nothing() -> None:
-    """What stands for the target in a pickle."""
+    """Return None in the place of the target, which a pickle leaves out."""

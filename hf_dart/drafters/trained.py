@@ -137,7 +137,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     @property
     def lm_head_weights(self) -> int:
-        """How many weights of the target's LM head score a draft."""
+        """Number of weights of the target's LM head that score a draft."""
         if self.lm_head is not None:
             return 0
         weights = int(self.shared.lm_head.weight.numel())
@@ -192,7 +192,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         return state.cut(lengths)
 
     def passes(self, depth: int) -> int:
-        """How often a draft of so many tokens runs the network."""
+        """Return the number of passes of the network for a draft of `depth` tokens."""
         return 1
 
     def draft_cost(self, target: PreTrainedModel, depth: int | None = None) -> float:
@@ -204,7 +204,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     @property
     def adapted(self) -> bool:
-        """Does it have PEFT adapters?"""
+        """True if the drafter has PEFT adapters."""
         return bool(self._hf_peft_config_loaded)
 
     @property
@@ -359,7 +359,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
         )
 
     def record_location(self, name: str, **place: Any) -> None:
-        """Its weights have been written to this folder or repository; an adapter alone says nothing of its head."""
+        """Record that the weights were written to this folder or repository; ignored for an adapter alone."""
         if not self.adapted:
             self.name_or_path, self._place = name, place
 
@@ -404,7 +404,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     @contextmanager
     def keeping_location(self) -> Iterator[None]:
-        """What is written meanwhile lies in a folder that will not be there under that name."""
+        """Keep the recorded location while the drafter is written to a folder of a temporary name."""
         name, place = self.name_or_path, self._place
         try:
             yield

@@ -58,7 +58,7 @@ def restricted(
 
 
 def state_of(weight: Any) -> tuple[Any, ...]:
-    """What differs when a weight has changed. Those made in inference mode do not count their changes."""
+    """Return a key that changes with a weight's values; weights made in inference mode do not count their changes."""
     version = 0 if weight.is_inference() else weight._version
     return id(weight), version, weight.device, weight.dtype
 

@@ -44,7 +44,7 @@ def fingerprint(weights: Iterable[Tensor]) -> list[float]:
 
 
 def same_fingerprint(left: Iterable[float], right: Iterable[float]) -> bool:
-    """Are these fingerprints of the same weights, up to rounding to 16 bits?"""
+    """Return True if two fingerprints are of the same weights, up to rounding to 16 bits."""
     one, other = torch.tensor(list(left)), torch.tensor(list(right))
     return one.shape == other.shape and bool(((one - other).abs() < _TOLERANCE).all())
 

@@ -279,7 +279,7 @@ class DartHead(DartModel):
         return self.final(x)
 
     def _masks(self, block: Tensor, positions: Tensor, end: int) -> list[Tensor]:
-        """What the entries at `positions` [B, Q] see of slots 0..end - 1: [B, 1, Q, end], or twice that.
+        """Return the masks of the entries at `positions` [B, Q] over slots 0..end - 1: [B, 1, Q, end], or twice that.
 
         Args:
             block: [B] position of the first mask slot. In bidirectional heads, the slots from there on see each

@@ -16,7 +16,7 @@ from hf_dart.drafters.dart.configuration import DartConfig
 
 
 class Editor(nn.Module):
-    """What turns a mask slot into one that holds a draft token, and the hidden state there into a better one.
+    """Layers that put a draft token into a mask slot and correct the hidden state there.
 
     The token stands where a real position has the token after it; the missing features are guessed from it and from
     the slot's hidden state. The pass corrects that state, by nothing as long as the editor is untrained.

@@ -22,7 +22,7 @@ from hf_dart.models.devices import device_of
 
 
 class Entries(NamedTuple):
-    """What positions put into the first layer.
+    """Inputs of the first layer.
 
     Attributes:
         x: [B, Q, E + H] what attention looks at: normed embeddings and normed features; in the "stream" form the
@@ -37,7 +37,7 @@ class Entries(NamedTuple):
     context: Tensor | None
 
     def followed_by(self, slots: Entries) -> Entries:
-        """These, and mask slots after them."""
+        """Return these entries, followed by those of mask slots."""
         return Entries(
             torch.cat([self.x, slots.x], dim=1), torch.cat([self.residual, slots.residual], dim=1), self.context
         )
@@ -108,7 +108,7 @@ class DartModel(TrainedDrafter):
     # ---- the pass -----------------------------------------------------------------------------------
 
     def inputs(self, features: Tensor, embeddings: Tensor) -> Entries:
-        """What real positions put into the first layer: both halves of a pair normed, the residual not.
+        """Return the first layer's entries of real positions: both halves of a pair normed, the residual not.
 
         Args:
             features: [B, T, F] of positions i.
@@ -117,7 +117,7 @@ class DartModel(TrainedDrafter):
         return self._entries(fuse(features, self.fusion_norm, self.fc), self.embedding_norm(embeddings))
 
     def _entries(self, fused: Tensor, token: Tensor) -> Entries:
-        """Of fused features [B, T, H] and normed embeddings [B, T, E]."""
+        """Make entries of fused features [B, T, H] and normed embeddings [B, T, E]."""
         known = self.feature_norm(fused) if self.config.input_form == "pair" or self.config.inject_features else None
         context = known if self.config.inject_features else None
         if self.embedding_projection is not None:
@@ -128,7 +128,7 @@ class DartModel(TrainedDrafter):
         return Entries(torch.cat([token, known], dim=-1), residual, context)
 
     def slot_inputs(self, batch: int, count: int) -> Entries:
-        """What the layers read in mask slots, which are all alike: [B, count, ...].
+        """Return the entries of mask slots, which are all alike: [B, count, ...].
 
         A learned slot is one vector, the first H of which are the residual.
         """
@@ -144,7 +144,7 @@ class DartModel(TrainedDrafter):
         return Entries(slot.x.expand(batch, count, -1), slot.residual.expand(batch, count, -1), None)
 
     def edit_inputs(self, tokens: Tensor, hidden: Tensor) -> Entries:
-        """What the layers read in slots that hold a draft (`hf_dart.drafters.dart.editor.Editor`).
+        """Return the entries of slots that hold a draft (`hf_dart.drafters.dart.editor.Editor`).
 
         Args:
             tokens: [B, M] draft token j of mask slot j; where it is -1, the slot stays a mask slot.
@@ -218,5 +218,5 @@ class DartModel(TrainedDrafter):
         return torch.stack(states)
 
     def final(self, x: Tensor) -> Tensor:
-        """What the last layer gives [..., H], normed for the LM head."""
+        """Apply the final norm to the last layer's output [..., H], for the LM head."""
         return self.norm(self.norm(x)) if self.config.double_norm else self.norm(x)

@@ -62,12 +62,12 @@ class DFlashShape:
 
     @property
     def made_for(self) -> str:
-        """What messages call the target; neither format names it."""
+        """Name of the target in messages; neither format has one."""
         return "a target"
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         widths = dict.fromkeys(("hidden size", "embedding width", "LM head width"), self.hidden_size)
         return widths if self.num_target_layers is None else {**widths, "number of layers": self.num_target_layers}
 

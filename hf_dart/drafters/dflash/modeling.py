@@ -19,7 +19,7 @@ Rotation = tuple[Tensor, Tensor]
 
 
 class DFlashAttention(nn.Module):
-    """From the entries of a block to all keys and values, those of the target's features among them."""
+    """Attention from the entries of a block to all keys and values, those of the target's features included."""
 
     def __init__(self, config: DFlashShape) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class DFlashAttention(nn.Module):
         self.k_norm = Qwen3RMSNorm(shape.head_dim, shape.rms_norm_eps)
 
     def keys_and_values(self, x: Tensor, rotation: Rotation) -> tuple[Tensor, Tensor]:
-        """Of features or entries [B, Q, H]: twice [B, kv heads, Q, head_dim]."""
+        """Project features or entries [B, Q, H] to keys and values, each [B, kv heads, Q, head_dim]."""
         return _rotated(self.k_norm(self._heads(self.k_proj(x))), rotation), self._heads(self.v_proj(x))
 
     def forward(

@@ -1,4 +1,4 @@
-"""What the relatives of DFlash have beside it: convolutions over the block (DFlash2), scores of pairs of tokens.
+"""Selectors of DFlash's variants: convolutions over the block (DFlash2), scores of pairs of tokens.
 
 A block's logits know each position, not each other. DFlash2 scores a token after another by the hidden state between
 them; DSpark (arXiv 2607.05147) by one low-rank matrix, which the hidden state may gate.

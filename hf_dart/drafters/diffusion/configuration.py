@@ -1,4 +1,4 @@
-"""What a diffusion drafter is."""
+"""Configuration of a diffusion drafter."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class DiffusionConfig(DrafterConfig):
 
     @property
     def needs(self) -> dict[str, int]:
-        """What a target has to have, in the words of `hf_dart.drafters.compatibility.check_compatible`."""
+        """Sizes that a target needs, by the names of `hf_dart.drafters.compatibility.check_compatible`."""
         needs: dict[str, int] = {}
         if self.share_embeddings:
             needs |= {"embedding width": self.embedding_size, "LM head width": self.lm_head_size}
@@ -69,7 +69,7 @@ class DiffusionConfig(DrafterConfig):
 
     @property
     def borrows_vocabulary(self) -> bool:
-        """Are tokens read through the target's embeddings, instead of the drafter's own?"""
+        """True if tokens are read through the target's embeddings, instead of the drafter's own."""
         return self.share_embeddings
 
     @classmethod

@@ -159,7 +159,7 @@ class DiffusionDrafter(DiffusionModel):
         return Proposal(logits, hidden)
 
     def _view(self, state: SlotCache, queries: int, block: int = 0, counts: Tensor | None = None) -> View:
-        """Of Q entries per row after the cached ones, each seeing the window up to itself.
+        """Return the view of Q entries per row after the cached ones, each attending to the window up to itself.
 
         Args:
             block: slots that see each other in both directions.

@@ -109,7 +109,7 @@ class DiffusionModel(TrainedDrafter):
         return x
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """What `forward` returns, [..., H] of the LM head, to logits [..., V]."""
+        """Compute logits [..., V] from the output of `forward`, [..., H] of the LM head."""
         if not self.config.share_embeddings:
             return F.linear(hidden, self.token_embedding.weight)
         return super().logits(hidden)

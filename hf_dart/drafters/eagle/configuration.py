@@ -56,7 +56,7 @@ class EagleConfig(HeadConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """As `HeadConfig.for_target`; one that is `joined` reads the last hidden state."""
+        """Make a config like `HeadConfig.for_target`; a `joined` head reads the last hidden state."""
         if overrides.get("joined"):
             overrides.setdefault("feature_layers", [layer_count(target)])
         return super().for_target(target, **overrides)

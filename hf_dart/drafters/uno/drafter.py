@@ -59,7 +59,7 @@ _gate: ContextVar[Tensor | None] = ContextVar("_gate", default=None)
 
 
 def _gated(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """What a LoRA adds, where it works. Some modules are also run over what the target keeps of the text before."""
+    """Zero what a LoRA adds where it does not apply; some modules also run over the target's cached text."""
     gate = _gate.get()
     if gate is None:
         return output
@@ -230,7 +230,7 @@ class UnoDrafter(TrainedDrafter):
 
     @property
     def slot_spec(self) -> SlotSpec:
-        """Of no buffers: the target keeps the text."""
+        """Empty spec: this drafter has no cache of its own."""
         return SlotSpec(0, 0, self.dtype, self.device)
 
     def begin(self, batch_size: int, capacity: int) -> Loan:
@@ -275,7 +275,7 @@ class UnoDrafter(TrainedDrafter):
 
     @property
     def adapted(self) -> bool:
-        """It is an adapter, and nothing else."""
+        """True: this drafter is an adapter, and nothing else."""
         return True
 
     @property
