@@ -27,7 +27,7 @@ _CODE = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """The theme's files, the pages of the navigation, what they link to, and what is generated."""
+    """Return the theme's files, the pages of the navigation, what they link to, and what is generated."""
     root = Path(config.config_file_path).parent
     found = Files([file for file in files if file.src_dir != config.docs_dir])
     generated = _generated()
@@ -73,7 +73,7 @@ def _outside_code(markdown: str, change: Any) -> str:
 
 
 def _pages(nav: Any) -> Iterable[str]:
-    """The paths in a navigation."""
+    """Yield the paths in a navigation."""
     if isinstance(nav, str):
         yield nav
     else:
@@ -82,7 +82,7 @@ def _pages(nav: Any) -> Iterable[str]:
 
 
 def _links(root: Path, path: str) -> list[str]:
-    """The files and folders of the repository that a page links to; a folder with a README is that page."""
+    """Return the files and folders of the repository that a page links to; a folder with a README is that page."""
     links = []
     for found in _LINK.finditer(_CODE.sub("", (root / path).read_text(encoding="utf8"))):
         if ":" in found[0]:
@@ -141,7 +141,7 @@ _USED = (
 
 
 def _names(package: str, names: Iterable[str]) -> str:
-    """A page with an entry for every public name of a package, functions first."""
+    """Return a page with an entry for every public name of a package, functions first."""
     shown = sorted((name for name in names if not name.startswith("__")), key=lambda name: (name[0].isupper(), name))
     # Of what is inherited, what a user calls; "Interfaces" has the rest.
     options = f"    options: {{inherited_members: [{', '.join(_USED)}]}}"
@@ -183,7 +183,7 @@ def _subcommands(parser: argparse.ArgumentParser) -> list[tuple[str, argparse.Ar
 
 
 def _options(parser: argparse.ArgumentParser) -> str:
-    """A table of a parser's arguments."""
+    """Return a table of a parser's arguments."""
     rows = ["| | |", "|---|---|"]
     for action in parser._actions:
         if isinstance(action, (argparse._HelpAction, argparse._SubParsersAction)) or action.help == argparse.SUPPRESS:

@@ -31,7 +31,7 @@ ROOMS = {
 
 
 def messages(source: str) -> Iterator[str]:
-    """The errors that a module raises, hands back or warns of, with … for what is filled in; whole sentences alone.
+    """Yield the errors that a module raises, returns or warns of, with … for what is filled in; whole sentences alone.
 
     What is shorter is put into another sentence, or never meets a user.
     """
@@ -48,7 +48,7 @@ def messages(source: str) -> Iterator[str]:
 
 
 def template(node: ast.expr) -> str | None:
-    """A string's text, with … for what is filled in; None for what is put together elsewhere."""
+    """Return a string's text, with … for what is filled in; None for what is put together elsewhere."""
     if isinstance(node, ast.Constant) and isinstance(node.value, str):
         return node.value
     if isinstance(node, ast.JoinedStr):
@@ -68,13 +68,13 @@ def by_room() -> dict[str, list[str]]:
 
 
 def listed() -> str:
-    """The list as Markdown."""
+    """Return the list as Markdown."""
     parts = [f"### {heading}\n\n" + "".join(map(_line, texts)) for heading, texts in by_room().items()]
     return "\n" + "\n".join(parts) + "\n"
 
 
 def with_list(page: str) -> str:
-    """The page with the list as it is now between its markers."""
+    """Return the page with the list as it is now between its markers."""
     before, _, rest = page.partition(MARKERS[0])
     return before + MARKERS[0] + listed() + MARKERS[1] + rest.partition(MARKERS[1])[2]
 

@@ -106,7 +106,7 @@ class Experiment:
         ]
 
     def _written(self, mode: str) -> torch.Tensor:
-        """[rows, length] ids"""
+        """Token ids [rows, length] of the target's own text."""
         spec = find_spec("_pytest")
         if spec is None or not spec.submodule_search_locations:
             sys.exit("The held-out text begins with pytest's source: install pytest.")

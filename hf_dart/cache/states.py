@@ -35,7 +35,7 @@ class StateSlot(NamedTuple):
     number: int
 
     def read(self, cache: Cache) -> Any:
-        """The state that a stock cache has there."""
+        """Return the state that a stock cache has there."""
         return getattr(cache.layers[self.layer], self.kind)[self.number]
 
     def write(self, cache: Cache, state: Any) -> None:
@@ -80,7 +80,7 @@ class RunningStates:
         self._nodes: dict[StateSlot, After] = {}
 
     def begin(self, tree: DraftTree) -> None:
-        """A tree is about to be verified; node states of the one before are dropped."""
+        """Prepare for a tree to be verified: drop node states of the one before."""
         self._tree, self._nodes = tree, {}
         self._levels: dict[torch.device, TreeLevels] = {}
         self._paths: dict[torch.device, TreePaths] = {}
@@ -91,7 +91,7 @@ class RunningStates:
         return self._tree.tokens.shape[0], self._tree.tokens.shape[1]
 
     def levels(self, device: torch.device) -> TreeLevels:
-        """The levels of that tree, on `device`."""
+        """Return the levels of that tree, on `device`."""
         if not self._levels:
             self._levels[torch.device("cpu")] = TreeLevels.of(self._tree)
         if device not in self._levels:
@@ -99,7 +99,7 @@ class RunningStates:
         return self._levels[device]
 
     def paths(self, device: torch.device) -> TreePaths:
-        """The paths of that tree, on `device`."""
+        """Return the paths of that tree, on `device`."""
         if device not in self._paths:
             self._paths[device] = TreePaths.of(self._tree, device)
         return self._paths[device]
@@ -113,7 +113,7 @@ class RunningStates:
         self.committed, self._nodes = self.after(path, counts), {}
 
     def after(self, path: Tensor, counts: list[int] | Tensor) -> States:
-        """The states that `commit` would take. A tensor of counts [B] is not read on the host."""
+        """Return the states that `commit` would take. A tensor of counts [B] is not read on the host."""
         if path.shape[1] == 0:
             return dict(self.committed)
         number = torch.as_tensor(counts, device=path.device)
@@ -213,7 +213,7 @@ class StatefulCache(Cache):
         return other
 
     def lend(self, states: Mapping[Any, Any]) -> Cache:
-        """A stock cache that holds these states, tensors or what stands for them, and may write into them."""
+        """Return a stock cache that holds these states, tensors or what stands for them, and may write into them."""
         layers = list(self.layers)
         for place in {slot.layer for slot in states}:
             layers[place] = LinearAttentionLayer()

@@ -58,7 +58,7 @@ def keeps_entries(layer: Any) -> bool:
 
 
 def attention_places(cache: Cache) -> list[int]:
-    """Indices of the layers that keep keys and values; in a cache that is still empty, of those that may.
+    """Return the indices of the layers that keep keys and values; in a cache that is still empty, of those that may.
 
     The others read another layer's, attend to an image or a sound where there is text alone, or keep running states.
     """
@@ -67,7 +67,7 @@ def attention_places(cache: Cache) -> list[int]:
 
 
 def attention_layers(cache: Cache) -> list[Any]:
-    """The layers that keep keys and values."""
+    """Return the layers that keep keys and values."""
     return [cache.layers[index] for index in attention_places(cache)]
 
 

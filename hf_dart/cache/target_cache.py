@@ -91,7 +91,7 @@ class TargetCache:
         return layers
 
     def _window(self, layer: Any, window: int | None) -> int | None:
-        """The `window` of a layer, if it is worth a buffer of its own, and what lies before it is never needed."""
+        """Return a layer's `window` if it is worth a buffer of its own, and what lies before it is never needed."""
         if window is None or not outgrows(window, self.entries.most):
             return None
         # What is given back to stock's other sliding layers is the whole text.

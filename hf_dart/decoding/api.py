@@ -276,7 +276,7 @@ def _take_stop_strings(model: PreTrainedModel, kwargs: dict[str, Any], tokenizer
 
 
 def _option(model: PreTrainedModel, kwargs: dict[str, Any], name: str) -> Any:
-    """An option of `generate` from where stock takes it: keyword, config of the call, config of the model."""
+    """Return an option of `generate` from where stock takes it: keyword, config of the call, config of the model."""
     if name in kwargs:
         return kwargs[name]
     configs = (kwargs.get("generation_config"), model.generation_config)

@@ -138,7 +138,7 @@ class DartCandidateGenerator(CandidateGenerator):
         return 0 if self._hard else room
 
     def _draw(self, ids: Tensor, proposal: Proposal, vocab_size: int) -> tuple[Tensor, Tensor | None]:
-        """A chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""
+        """Return a chain after `ids` [1, T], up to its first end token, drawn with the call's processors."""
         proposal = proposal.within(vocab_size)
         logits = proposal.logits.float()
         if proposal.vocabulary is not None:  # stock's processors look at the whole vocabulary

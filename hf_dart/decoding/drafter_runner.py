@@ -46,7 +46,7 @@ class DrafterRunner:
     pending: list[Verified] = field(default_factory=list)
 
     def propose(self, seen: Verified, level: str, score: Score) -> Proposal | None:
-        """The next draft; None if the round is to have none, or there is none.
+        """Return the next draft; None if the round is to have none, or there is none.
 
         Args:
             seen: the positions that the last round verified.
@@ -67,7 +67,7 @@ class DrafterRunner:
         return proposal
 
     def refine(self, first: Proposal, tokens: Tensor) -> Proposal:
-        """The draft after a second look at `tokens` [B, d] of the `first` one."""
+        """Return the draft after a second look at `tokens` [B, d] of the `first` one."""
         with self.aside():
             proposal = self.drafter.refine(self.drafter_state.state, first, tokens)
         self._hold_ended_rows(proposal)

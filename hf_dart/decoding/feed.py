@@ -80,7 +80,7 @@ class PromptFeed:
         self._next += ready
 
     def finish(self) -> Tensor:
-        """The features [B, 1, F] of the prompt's last position.
+        """Return the features [B, 1, F] of the prompt's last position.
 
         Raises:
             ValueError: there were fewer positions than the prompt has.
@@ -173,7 +173,7 @@ class Prefilled(NamedTuple):
 
 
 def begun(request: Request, rows: Rows) -> DrafterState:
-    """A new state of the drafter, which has read what comes before the first position that will be run."""
+    """Return a new state of the drafter, which has read what comes before the first position that will be run."""
     state = request.drafter.begin(len(rows), request.total + min(rows.room(0), _HEADROOM))
     # Slots before those of the prompt are not known where a cache holds what was never handed in as ids.
     known = request.total - request.prompt.shape[1]

@@ -68,7 +68,7 @@ class TreeGrower:
         ended: list[bool] | None = None,
         copies: list[Copy] | None = None,
     ) -> DraftTree:
-        """The trees [B, N] after the last committed tokens.
+        """Return the trees [B, N] after the last committed tokens.
 
         Args:
             proposal: `depth` distributions per row; None where copied text alone grows.
@@ -188,7 +188,7 @@ class TreeGrower:
         return self._config.resolve_nodes(len(self._texts), self._device.type)
 
     def _on_host(self, growing: Candidates, weights: list[float] | None) -> DraftTree:
-        """The trees on the CPU, sized by what their nodes are worth if no size is given."""
+        """Return the trees on the CPU, sized by what their nodes are worth if no size is given."""
         cost: RoundCost | None = None
         if self._config.nodes is None:
             cost = self._cost(growing.tokens.shape[1] > 0)
@@ -197,5 +197,5 @@ class TreeGrower:
         return grow_on_host(growing.on_host(), nodes=self._most, beam=beam, cost=cost, weights=weights)
 
     def _on_device(self, growing: Candidates) -> DraftTree:
-        """The trees on the target's device, of a given size."""
+        """Return the trees on the target's device, of a given size."""
         return grow_in_tensors(growing.on(self._device), nodes=self._most, beam=self._config.beam)

@@ -56,7 +56,7 @@ _LOADED: WeakKeyDictionary[Any, dict[tuple[str, str | None], tuple[int, Any]]] =
 
 
 def load_once(path: str, target: PreTrainedModel, *, revision: str | None = None, token: Any = None) -> Any:
-    """The drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
+    """Return the drafter at `path`, loaded for `target` at the first call and kept as long as that model is.
 
     `target.generate` stays as it is. Folders and repositories with a `custom_generate` folder load their own drafter
     so; a folder that was written again is loaded again.

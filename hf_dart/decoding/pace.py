@@ -305,7 +305,7 @@ class Pace:
         record.counts = np.full(self._depth, _TRIAL / max(hope - cost, hope / 4, 1e-9))
 
     def _next(self, step: int) -> str:
-        """The next better (1) or worse (-1) mode."""
+        """Return the next better (1) or worse (-1) mode."""
         place = MODES.index(self._record.mode) + step
         return MODES[place] if self._chains or MODES[place] != CHAIN else MODES[place + step]
 
@@ -349,7 +349,7 @@ class Pace:
 
 
 def _accepted(copied: Sequence[int], tokens: Sequence[int]) -> int | None:
-    """Number of leading copied tokens among those emitted; None if the copy matches all of them."""
+    """Return the number of leading copied tokens among those emitted; None if the copy matches all of them."""
     for place, token in enumerate(tokens):
         if place == len(copied) or copied[place] != token:
             return place

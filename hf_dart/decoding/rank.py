@@ -85,7 +85,7 @@ class Ranker:
         return self._perturbed(logits, gumbel, seen, vocabulary).log_softmax(-1)
 
     def best(self, *scores: Tensor, vocabulary: Tensor | None) -> tuple[Tensor, list[Tensor]]:
-        """The candidates [B, d, K] of several drafts: the tokens that score best in any, and their scores in each.
+        """Return the candidates [B, d, K] of several drafts: tokens that score best in any, and their scores in each.
 
         Args:
             scores: of `scores`, per draft.
@@ -152,7 +152,7 @@ class SeenTokens:
 
 
 def largest(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """The k largest of `scores` [..., V], and where they are: both [..., k], the largest first.
+    """Return the k largest of `scores` [..., V], and where they are: both [..., k], the largest first.
 
     Equal scores stand in the order of their places, as a stable sort would leave them; `torch.topk` has them in any.
 

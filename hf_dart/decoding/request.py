@@ -137,7 +137,7 @@ def admit(
     streamer: Any,
     model_kwargs: dict[str, Any],
 ) -> Request:
-    """The call as a `Request`.
+    """Return the call as a `Request`.
 
     Args:
         input_ids: [B, P] left-padded prompts.
@@ -345,7 +345,7 @@ def refuse_cache_length(
 
 
 def left_padding(attention_mask: Tensor | None, total: int, batch_size: int) -> list[int]:
-    """Pads in front of each row.
+    """Return the number of pads in front of each row.
 
     Args:
         attention_mask: [B, total] as `generate` prepared it; None if nothing is padded.

@@ -144,7 +144,7 @@ class Rows:
         return self._ids.gather(1, columns.minimum(ends - 1).to(self._ids.device))
 
     def take(self, features: Tensor, path: Tensor, counts: list[int]) -> Verified:
-        """The positions that a round has verified, each with the token after it.
+        """Return the positions that a round has verified, each with the token after it.
 
         Args:
             features: [B, N, F] of the round's tree.

@@ -136,7 +136,7 @@ class Session:
         self.seen = self.rows.take(self.seen.features, accepted.path, accepted.counts)
 
     def grow(self, proposal: Proposal | None, budget: Budget) -> DraftTree:
-        """The trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
+        """Return the trees [B, N] of the coming round, ranked with the noise that their tokens will be drawn with."""
         ended = self.rows.ended if self.rows.in_step else None
         if proposal is None:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)

@@ -70,7 +70,7 @@ def leave(
 def resume_state(
     cache: Cache, drafter: Drafter[Any], input_ids: Tensor, first: int, pads: list[int]
 ) -> DrafterState | None:
-    """The state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
+    """Return the state that this drafter left with the cache, brought to the cache's end; None if it does not fit.
 
     Whatever was left is handed out once: a call that breaks off leaves nothing.
 

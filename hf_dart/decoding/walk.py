@@ -89,7 +89,7 @@ class Walker:
         return Accepted(padded, [len(path) for path in paths])
 
     def _emit(self, nodes: dict[int, int], logits: Tensor, chosen: list[list[int]] | None) -> dict[int, int]:
-        """The target's token at one node of some rows, emitted; of rows that go on.
+        """Return the target's token at one node of some rows, emitted; of rows that go on.
 
         Raises:
             RuntimeError: there is no token, as stock's `torch.multinomial` raises it.
@@ -111,7 +111,7 @@ class Walker:
         return {} if self._rows.finished else dict(enumerate(tokens))
 
     def _choose_everywhere(self, tree: DraftTree, logits: Tensor) -> Tensor:
-        """The target's token after every node, [B, N]."""
+        """Return the target's token after every node, [B, N]."""
         scores = logits.to(dtype=torch.float32, device=self._rows.device).flatten(0, 1)
         no_text = tree.tokens.new_empty(len(scores), 0)  # which none of the processors reads
         scores = self._processors(no_text, scores).view_as(logits)
@@ -122,7 +122,7 @@ class Walker:
         return drawn(scores.softmax(-1).div_(at_node))
 
     def _choose(self, row: int, logits: Tensor) -> int:
-        """The target's next token of a row from its logits [1, V]."""
+        """Return the target's next token of a row from its logits [1, V]."""
         logits = logits.to(dtype=torch.float32, device=self._rows.device)
         if self._of_rows is not None:
             scores = self._of_rows[row](self._rows.ids(row), logits)
@@ -138,7 +138,7 @@ class Walker:
         return int(drawn(scores.softmax(-1) / noise))
 
     def _choose_as_stock(self, logits: Tensor) -> Tensor:
-        """The target's next tokens [B] from logits [B, V], call by call as in stock's `_sample`.
+        """Return the target's next tokens [B] from logits [B, V], call by call as in stock's `_sample`.
 
         Processors may draw from the global generator, so the tokens are drawn from it too; the noise stream is
         then a forecast.
@@ -179,7 +179,7 @@ def check_token(token: int) -> None:
 
 
 def drawn(races: Tensor) -> Tensor:
-    """The winner of each p / E [..., V]; -1 where p is not a distribution."""
+    """Return the winner of each p / E [..., V]; -1 where p is not a distribution."""
     best, tokens = races.max(-1)
     return tokens.masked_fill(best.isnan(), -1)
 

@@ -156,7 +156,7 @@ def _refuse_clash(head: TrainedDrafter, config: PeftConfig) -> None:
 
 
 def peft_configs(head: TrainedDrafter) -> dict[str, PeftConfig]:
-    """The head's adapters by name."""
+    """Return the head's adapters by name."""
     return head.peft_config if head._hf_peft_config_loaded else {}
 
 
@@ -209,7 +209,7 @@ def unwrap(head: TrainedDrafter, merge: str | None) -> None:
 def from_folder(
     cls: Any, path: str, base: str | None, *, target: PreTrainedModel | None, tokenizer: Any, **kwargs: Any
 ) -> Any:
-    """The head of the adapter in `path`, with that adapter; None if there is none (`DartHead.from_pretrained`)."""
+    """Load the head of the adapter in `path`, with it; None if there is no adapter (`DartHead.from_pretrained`)."""
     where = {name: kwargs[name] for name in HUB_OPTIONS if name in kwargs}
     listed = None if missing_folder(path) else optional_json(path, ADAPTER_CONFIG, **where)
     if listed is None:
@@ -233,7 +233,7 @@ def from_folder(
 
 
 def _copied(cls: Any, content: dict[str, Any], target: PreTrainedModel, tokenizer: Any, dtype: Any) -> Any:
-    """An untrained head of copied layers, as the config.json of its adapter describes it."""
+    """Return an untrained head of copied layers, as the config.json of its adapter describes it."""
     with torch.random.fork_rng(devices=[]):
         head = cls(cls.config_class.from_dict(content))
     attach_to(head, target, tokenizer, dtype=None if dtype == "auto" else dtype)
@@ -338,7 +338,7 @@ def read_state(path: str, name: str = _WEIGHTS, **where: Any) -> dict[str, Tenso
 
 
 def _check_base(head: TrainedDrafter, path: str, **where: Any) -> None:
-    """An adapter that we wrote says what it stands on; one that PEFT alone wrote does not."""
+    """Check the base that an adapter written by hf_dart records; one that PEFT alone wrote records none."""
     known = (optional_json(path, "config.json", **where) or {}).get("fingerprint")
     own = head._base_fingerprint if peft_configs(head) else base_fingerprint(head)
     if known is not None and own is not None and not same_fingerprint(known, own):

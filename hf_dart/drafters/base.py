@@ -130,7 +130,7 @@ class Drafter(_Plain, ABC, Generic[State]):
 
     @abstractmethod
     def begin(self, batch_size: int, capacity: int) -> State:
-        """A state for one call: `batch_size` rows of about `capacity` positions."""
+        """Return a state for one call: `batch_size` rows of about `capacity` positions."""
 
     def read_first(self, state: State, tokens: Tensor, counts: Tensor) -> None:
         """Take in the tokens that come before those which positions bring: a text's first one, or a cached prefix.
@@ -143,7 +143,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         """
 
     def lend(self, state: State, verify: Any) -> None:
-        """Take the verifier, which runs trees through the target over its cache; of use to the target as its own drafter.
+        """Take the verifier, which runs trees through the target over its cache; for drafters within the target.
 
         Called once, when the prompt has been run. Whatever a drafter runs there has to be dropped again by
         `cache.commit`. By default it is not looked at.
@@ -197,7 +197,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         return False
 
     def refine(self, state: State, first: Proposal, tokens: Tensor) -> Proposal:
-        """A better draft than the one that `propose` has just returned.
+        """Return a better draft than the one that `propose` has just returned.
 
         Args:
             first: what `propose` returned.
@@ -232,7 +232,7 @@ class Drafter(_Plain, ABC, Generic[State]):
         return last
 
     def _with_table(self, ngram: NgramTable | str | Path | None) -> Self:
-        """The drafter with a table of n-grams, or the one at that path; None leaves it as it is."""
+        """Give the drafter a table of n-grams, or the one at that path; None leaves it as it is."""
         if ngram is not None:
             self.ngram = ngram if isinstance(ngram, NgramTable) else NgramTable.load(ngram)
         return self

@@ -144,7 +144,7 @@ class DrafterConfig(PreTrainedConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """The config of a drafter for `target` (a causal LM), read off it; any field can be overridden.
+        """Return the config of a drafter for `target` (a causal LM), read off it; any field can be overridden.
 
         Raises:
             TypeError: a field is unknown, or `target` is no model.
@@ -186,7 +186,7 @@ class DrafterConfig(PreTrainedConfig):
 
 
 def told_of(target: PreTrainedModel) -> dict[str, Any]:
-    """The fields of a `DrafterConfig` that say which target it is for."""
+    """Return the fields of a `DrafterConfig` that say which target it is for."""
     # A folder's path says nothing on another machine; its name may.
     name = target.config.name_or_path
     return {
@@ -198,7 +198,7 @@ def told_of(target: PreTrainedModel) -> dict[str, Any]:
 
 
 def _first(config: Any, names: Sequence[str], default: Any) -> Any:
-    """The first of several names under which families keep one field; where layers differ in it, their maximum."""
+    """Return a field under the first of several names that families use; the maximum, where layers differ in it."""
     layers = list(config.per_layer_config)
     for name in names:
         given = [getattr(layer, name, None) for layer in layers]

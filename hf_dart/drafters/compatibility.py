@@ -42,7 +42,7 @@ class TargetNeeds(Protocol):
 
 
 def unwrapped(model: Any) -> Any:
-    """The transformers model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
+    """Return the model inside wrappers of PEFT and `torch.compile`, whose `generate` ends in that model's own.
 
     Raises:
         TypeError: it is no model, or a drafter.

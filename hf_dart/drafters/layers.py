@@ -176,7 +176,7 @@ def take(x: Tensor, wanted: Tensor | None) -> Tensor:
 
 
 def rotation_at(positions: Tensor, config: DrafterConfig, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
+    """Cos and sin [B, 1, Q, head_dim] of `positions` [B, Q] (Su et al., arXiv 2104.09864, half-split layout).
 
     Frequencies are those of rope_theta, or rope_frequencies [head_dim / 2] and rope_scale of a config that has them.
     """

@@ -35,10 +35,10 @@ class LookupDrafter(Drafter[None]):
         """Refuses no target: every one can be drafted for by copies."""
 
     def begin(self, batch_size: int, capacity: int) -> None:
-        """A state for one call: there is none, the decoding loop keeps the texts."""
+        """Begin a call without a state: the decoding loop keeps the texts."""
 
     def extend(self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
-        """Takes in nothing: the decoding loop keeps the texts."""
+        """Take in nothing: the decoding loop keeps the texts."""
 
     def propose(
         self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None

@@ -36,7 +36,7 @@ class Verified(NamedTuple):
     counts: Tensor
 
     def parts(self, size: int | None = None) -> Iterator[Verified]:
-        """The same positions in parts of `size` entries (`AT_ONCE` if left out), one after the other."""
+        """Yield the same positions in parts of `size` entries (`AT_ONCE` if left out)."""
         size = size or AT_ONCE
         for first in range(0, self.next_tokens.shape[1], size):
             features, tokens = (part[:, first : first + size] for part in self[:2])
@@ -74,7 +74,7 @@ class Proposal:
     vocabulary: Tensor | None = None
 
     def within(self, vocab_size: int) -> Self:
-        """This proposal for a target with V logits, where a drafter's own table has more or fewer padding rows."""
+        """Fit the proposal to a target with V logits, where a drafter's own table has more or fewer padding rows."""
         rows = self.logits.shape[-1]
         if self.vocabulary is not None or rows == vocab_size:
             return self

@@ -34,7 +34,7 @@ def load_published(
     dtype: torch.dtype | str | None = None,
     **where: Any,
 ) -> Any:
-    """A drafter of ours with the weights of a published head, bound to its target.
+    """Return a drafter of ours with the weights of a published head, bound to its target.
 
     Args:
         drafter_class: an `EagleDrafter` or a `DartHead`.
@@ -101,6 +101,6 @@ def _same_rows(table: Tensor | None, target: PreTrainedModel) -> bool:
 
 
 def eagle_layers(name: str) -> str:
-    """The name of a weight of an EAGLE head as that in a network with `layers.N`."""
+    """Return the name of a weight of an EAGLE head as that in a network with `layers.N`."""
     name = re.sub(r"^layer\.", "layers.0.", name)
     return re.sub(r"^deeper\.(\d+)\.", lambda found: f"layers.{int(found[1]) + 1}.", name)

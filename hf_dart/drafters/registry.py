@@ -76,7 +76,7 @@ def register(
     reads: Callable[[dict[str, Any]], str | None] = _nothing_else,
     reads_named: Callable[[dict[str, Any], Names], str | None] = _nothing_else,
 ) -> Callable[[Class], Class]:
-    """A decorator that makes a class of drafters known: to loading, to `hf-dart train`, to cards, and in `hf_dart`.
+    """Make a class of drafters known, as a decorator: to loading, `hf-dart train`, cards, and in `hf_dart`.
 
     Args:
         name: of the kind, such as "eagle".

@@ -224,7 +224,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
     @classmethod
     @host_by_default
     def from_target(cls, target: PreTrainedModel, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
-        """A new, untrained drafter fitted to `target`.
+        """Return a new, untrained drafter fitted to `target`.
 
         Args:
             target: the causal LM to draft for.
@@ -328,7 +328,7 @@ class TrainedDrafter(Drafter[SlotCache], PreTrainedModel):
 
     @classmethod
     def _misfits(cls, config: Any, shapes: dict[str, tuple[int, ...]]) -> str | None:
-        """The first name of a weight that a file of these `shapes` lacks, has beyond, or in another shape."""
+        """Return the first name of a weight that a file of these `shapes` lacks, has beyond, or in another shape."""
         layers = vars(config).get("num_layers", 1)
         if layers > len(shapes):
             return f"num_layers {layers}"

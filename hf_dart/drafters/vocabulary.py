@@ -94,7 +94,7 @@ class LMHeadRows:
 
 
 def unused_token(tokenizer: Any, vocab_size: int) -> int:
-    """An id of the target's embedding table that no text contains: the highest padding row or placeholder, or the pad.
+    """Return an id of the embedding table that no text contains: the last padding row or placeholder, or the pad.
 
     Raises:
         ValueError: every row belongs to another token of the tokenizer.

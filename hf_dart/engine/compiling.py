@@ -41,7 +41,7 @@ class EngineConfig:
 
 
 def compiled(part: Callable[..., Part], config: EngineConfig) -> Callable[..., Part]:
-    """A function or method as one graph; as it is where nothing is to be compiled."""
+    """Compile a function or method as one graph; return it as it is where nothing is to be compiled."""
     if config.backend is None:
         return part
     # Dynamo counts compilations per code object: with one for all tiers, they would soon be too many.

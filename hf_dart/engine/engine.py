@@ -132,7 +132,7 @@ class Engine:
             self._busy.release()
 
     def _tier(self, session: Session) -> tuple[tuple[Any, ...], Tier | None]:
-        """The tier that a session goes on in, and what it is kept under; None if there is none."""
+        """Return the tier that a session goes on in, and its key; None if there is none."""
         request, batch = session.request, len(session.rows)
         nodes, slots = request.tree_config.resolve_nodes(batch, session.rows.device.type), self.config.first_tier
         nodes = nodes if nodes == 1 else -(-nodes // 8) * 8
@@ -148,7 +148,7 @@ class Engine:
         return key, tier
 
     def _made(self, session: Session, slots: int, nodes: int) -> Tier | None:
-        """A tier for calls like that of `session`, or None, with a warning."""
+        """Return a tier for calls like that of `session`, or None, with a warning."""
         try:
             tier = self._make(session, slots, nodes)
             tier.load(session)
@@ -164,7 +164,7 @@ class Engine:
         return None
 
     def _make(self, session: Session, slots: int, nodes: int) -> Tier:
-        """A tier; where memory is short, in the place of all that were kept."""
+        """Return a tier; where memory is short, in the place of all that were kept."""
         try:
             return Tier(session, slots, nodes, self._capture(session))
         except torch.OutOfMemoryError:
@@ -185,7 +185,7 @@ class Engine:
 
 
 def why_not(session: Session) -> str | None:
-    """The reason why a session's target cannot run on fixed shapes; None if it can."""
+    """Return the reason why a session's target cannot run on fixed shapes; None if it can."""
     target = session.request.model
     asked = [
         (
@@ -254,6 +254,6 @@ def _hooked(target: PreTrainedModel) -> bool:
 
 
 def _message(failure: Exception) -> str:
-    """The beginning of an error; those of compilers name what went wrong in the second line."""
+    """Return the beginning of an error; those of compilers name what went wrong in the second line."""
     lines = [line.strip() for line in str(failure).splitlines() if line.strip()]
     return f"{type(failure).__name__}: {' '.join(lines[:2]) or 'no message'}"[:300]

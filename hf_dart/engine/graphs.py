@@ -120,7 +120,7 @@ class NoHost(TorchDispatchMode):
 
 
 def memory_pool(device: torch.device) -> Pool | None:
-    """A pool for several `Launch`es; None where there are no graphs."""
+    """Return a pool for several `Launch`es; None where there are no graphs."""
     return _pool(device) if device.type == "cuda" else None
 
 

@@ -20,11 +20,11 @@ class Memory:
         self._largest: dict[tuple[str, torch.dtype, torch.device], Tensor] = {}
 
     def of(self, owner: str) -> Callable[[str, tuple[int, ...], torch.dtype, torch.device], Tensor]:
-        """A function that does what `zeros` does, for names that other owners do not use."""
+        """Return a function that does what `zeros` does, for names that other owners do not use."""
         return lambda name, *what: self.zeros(f"{owner}: {name}", *what)
 
     def zeros(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A buffer of that name. Others of that name may be written over."""
+        """Return a buffer of that name. Others of that name may be written over."""
         key, size = (name, dtype, device), torch.Size(shape).numel()
         flat = self._largest.get(key)
         if flat is None or flat.numel() < size:

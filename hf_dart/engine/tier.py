@@ -159,7 +159,7 @@ class Tier:
             return self._verify(tree, limits)
 
     def _forward(self, nodes: int) -> CapturedForward:
-        """The forward for trees of that many nodes, filled up to a power of two; made when it is first needed."""
+        """Return the forward for trees of that many nodes, filled up to a power of two; captured when first needed."""
         size = nodes if nodes == 1 else min(_filled_up(nodes), self.nodes)
         if size not in self.forwards:
             verifier = self._verifier(self._verify, self._cache.for_nodes())
@@ -184,7 +184,7 @@ class Tier:
             return drafter.propose(state, *seen, depth)
 
     def _draft(self, cache: SlotCache, depth: int, like: Tensor) -> CapturedDraft:
-        """The draft of that depth from features such as these; made when it is first needed."""
+        """Return the draft of that depth from features such as these; made when it is first needed."""
         if depth not in self.drafts:
             assert self._session is not None
             drafter = self._session.request.drafter
@@ -199,5 +199,5 @@ def drafts_on_fixed_shapes(session: Session) -> bool:
 
 
 def _filled_up(size: int, least: int = 8) -> int:
-    """The next power of two."""
+    """Return the next power of two."""
     return max(least, 1 << (size - 1).bit_length())

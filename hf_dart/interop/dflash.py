@@ -68,7 +68,7 @@ def dflash_format(content: dict[str, Any]) -> str | None:
 
 
 def read_dflash(content: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `DFlashConfig` that a config.json tells.
+    """Return the fields of a `DFlashConfig` that a config.json tells.
 
     Raises:
         ValueError: it describes no DFlash drafter, or one that is not known here, or contradicts itself.
@@ -256,7 +256,7 @@ def _common(
 
 
 def _default_taps(target_layers: int, layers: int) -> tuple[int, ...]:
-    """The outputs that z-lab's drafters read where they do not say: from layer 1 to L - 3, evenly."""
+    """Return the outputs that z-lab's drafters read where they do not say: from layer 1 to L - 3, evenly."""
     if layers == 1:
         return (target_layers // 2,)
     span = target_layers - 4

@@ -257,7 +257,7 @@ def _rotation(layer: Fields, head_dim: int) -> dict[str, Any]:
 def read_weights(
     published: Published, shapes: Mapping[str, tuple[int, ...]], files: Iterable[str | Path], path: str
 ) -> dict[str, Tensor]:
-    """The weights of a published head under our names, its taps ascending, and `draft_vocabulary` [M] where it has one.
+    """Return a published head's weights under our names, its taps ascending, and `draft_vocabulary` [M] if any.
 
     Args:
         shapes: of the weights of the network with `layers.N` by our names.
@@ -294,7 +294,7 @@ def read_weights(
 
 
 def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3")) -> Fields:
-    """The fields of the layer. That format leaves out what its kind of layer has by default in transformers."""
+    """Return the fields of the layer. That format leaves out what its kind of layer has by default in transformers."""
     given = fields.part("transformer_layer_config")
     kind = given.choice("model_type", kinds, "qwen3")
     known = {name: value for name in _LAYER_FIELDS if (value := given.given(name)) is not None}
@@ -310,7 +310,7 @@ def speculators_layer(fields: Fields, kinds: tuple[str, ...] = ("llama", "qwen3"
 
 
 def read_speculators_config(fields: Fields, algorithms: tuple[str, ...]) -> dict[str, Any]:
-    """The draft length and the target's name, from `speculators_config`."""
+    """Return the draft length and the target's name, from `speculators_config`."""
     about = fields.part("speculators_config")
     about.choice("algorithm", algorithms)
     about.given("default_proposal_method")
@@ -327,7 +327,7 @@ def read_speculators_config(fields: Fields, algorithms: tuple[str, ...]) -> dict
 
 
 def _taps(fields: Fields, nested: Fields, num_layers: int, speculators: bool) -> list[int]:
-    """Indices of the target's `hidden_states`, in the order in which they are fused."""
+    """Return the indices of the target's `hidden_states`, in the order in which they are fused."""
     default = default_feature_layers(num_layers)
     given: list[list[int]] = []
     # The last hidden state of transformers is normed, and theirs is not.

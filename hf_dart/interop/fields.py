@@ -34,7 +34,7 @@ class Fields:
         return self._content.get(name)
 
     def integer(self, name: str, least: int, most: int, default: int | None = None) -> int:
-        """A whole number; as all of these, a `ValueError` if something else stands there."""
+        """Return a whole number; as all of these, raise a `ValueError` for anything else."""
         value = self._value(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise self.wrong(name, value, f"a whole number from {least} to {most}")
@@ -50,7 +50,7 @@ class Fields:
         return tuple(numbers)
 
     def number(self, name: str, default: float | None = None, *, positive: bool = True) -> float:
-        """A finite number, above 0 if it has to be."""
+        """Return a finite number, above 0 if it has to be."""
         value = self._value(name, default)
         right = isinstance(value, (int, float)) and not isinstance(value, bool) and -1e308 < value < 1e308
         if not right or (positive and value <= 0):
@@ -58,7 +58,7 @@ class Fields:
         return float(value)
 
     def flag(self, name: str, default: bool | None = None) -> bool:
-        """True or false."""
+        """Return True or false."""
         value = self._value(name, default)
         if not isinstance(value, bool):
             raise self.wrong(name, value, "true or false")
@@ -72,7 +72,7 @@ class Fields:
         return value
 
     def part(self, name: str) -> Fields:
-        """The fields of an object inside; none if it is not there."""
+        """Return the fields of an object inside; none if it is not there."""
         value = self.given(name)
         if value is not None and not isinstance(value, dict):
             raise self.wrong(name, value, "an object")
@@ -109,7 +109,7 @@ def place_of(outer: Fields, inner: Fields, name: str) -> Fields:
 
 
 def one_of(outer: Fields, inner: Fields, names: tuple[str, ...]) -> Any:
-    """The one value that these names have at both places; None if they are nowhere.
+    """Return the one value that these names have at both places; None if they are nowhere.
 
     Raises:
         ValueError: they have several.

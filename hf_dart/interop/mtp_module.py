@@ -111,7 +111,7 @@ class _WithModules:
 
 
 def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
-    """transformers' `MtpModel` of one layer, with the weights that a checkpoint has for it.
+    """Load transformers' `MtpModel` of one layer, with the weights that a checkpoint has for it.
 
     Args:
         path: a folder or Hub repository: the target's, or that of a head of speculators.

@@ -93,7 +93,7 @@ def _read_header(file: BinaryIO, trie: Path) -> tuple[int, int]:
 
 
 def _chunks(file: BinaryIO, nodes: int, chunk: int, vocab_size: int, trie: Path) -> Iterator[tuple[int, Array, Array]]:
-    """The number of the first node, the heads of the next ones, and all their children's entries.
+    """Yield chunks: the number of the first node, the heads of the next ones, and all their children's entries.
 
     There are up to `chunk` heads, and up to `chunk` entries or those of one node.
     """

@@ -55,7 +55,7 @@ def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tupl
 
 
 def llama_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """The shape of a head's layers, as the config.json of a Llama names it."""
+    """Return the shape of a head's layers, as the config.json of a Llama names it."""
     same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
             "rms_norm_eps")  # fmt: skip
     named = {name: getattr(config, name) for name in same}

@@ -26,7 +26,7 @@ from hf_dart.models.support import parts_of
 
 
 def attention_of(target: PreTrainedModel) -> str:
-    """The attention implementation that `target` was set to, "sdpa" for example."""
+    """Return the attention implementation that `target` was set to, "sdpa" for example."""
     return target.config.get_text_config(decoder=True)._attn_implementation
 
 
@@ -54,7 +54,7 @@ class TreeAttention:
         return self.name != self.own
 
     def packed(self) -> AbstractContextManager[None]:
-        """A context in which targets attend in this thread as trees are verified, by `packed_attention` for SDPA."""
+        """Return a context in which targets of this thread attend as for trees, by `packed_attention` for SDPA."""
         return nullcontext() if self.name == self.own == "eager" else _in_place_of(self.own, self.name)
 
 
@@ -66,13 +66,13 @@ def _has_sdpa(target: PreTrainedModel) -> bool:
 
 
 def for_trees(model: PreTrainedModel) -> AbstractContextManager[None]:
-    """A context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
+    """Return a context in which a model takes masks [B, 1, Q, S] such as those of trees, in this thread."""
     attention = TreeAttention(model)
     return attention.packed() if attention.differs else nullcontext()
 
 
 def registered(interface: Any, name: str) -> Any:
-    """The function that a registry of transformers has under a name, also while another stands there; None if none."""
+    """Return the function that a registry of transformers has under a name, also while replaced; None if none."""
     function = interface._global_mapping.get(name)
     return function.own if isinstance(function, _HereOrOwn) else function
 
@@ -81,7 +81,7 @@ def registered(interface: Any, name: str) -> Any:
 
 
 def _eager(module: Any, *args: Any, **kwargs: Any) -> Any:
-    """The eager attention of a module, which its file keeps to itself."""
+    """Return the eager attention of a module, which its file keeps to itself."""
     return sys.modules[type(module).__module__].eager_attention_forward(module, *args, **kwargs)
 
 

@@ -43,7 +43,7 @@ def users_default() -> AbstractContextManager[Any]:
 
 
 def matmul_precision() -> tuple[str, ...]:
-    """The precision that PyTorch was told to multiply float32 matrices in: on GPUs and on the CPU, or everywhere.
+    """Return the precision of float32 matrix products that PyTorch is set to: on GPUs and the CPU, or everywhere.
 
     Once a switch of one backend was used (torch 2.9 and newer have them), the getter for all of them raises.
     """
@@ -54,7 +54,7 @@ def matmul_precision() -> tuple[str, ...]:
 
 
 def device_of(module: Any) -> torch.device:
-    """The device that a module with a weight runs on. Between calls an offloaded weight lies on "meta"."""
+    """Return the device that a module with a weight runs on. Between calls an offloaded weight lies on "meta"."""
     weight = module.weight
     if not weight.is_meta or not hasattr(module, "_hf_hook"):
         return weight.device
@@ -67,7 +67,7 @@ def is_part(weight: Any) -> bool:
 
 
 def weight_of(module: Any) -> Tensor:
-    """A module's weight; an offloaded one is read from where it is kept, parts are gathered from their processes."""
+    """Return a module's weight; read it from where it is offloaded, gather its parts from their processes."""
     weight = module.weight
     if is_part(weight):
         return weight.full_tensor()
@@ -90,7 +90,7 @@ def rows_of(embeddings: Any, tokens: Tensor) -> Tensor:
 
 
 def _hook(module: Any) -> Any:
-    """accelerate's hook that brings the weight in; there may be others beside it."""
+    """Return the hook of accelerate that brings the weight in; there may be other hooks."""
     hook = module._hf_hook
     return next(one for one in getattr(hook, "hooks", (hook,)) if hasattr(one, "execution_device"))
 
@@ -101,12 +101,12 @@ def where_it_runs(module: Any, x: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """The dtype in which autocast multiplies matrices on a device now; None outside it."""
+    """Return the dtype in which autocast multiplies matrices on a device now; None outside it."""
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def as_dtype(dtype: torch.dtype | str | None) -> Any:
-    """The dtype that a name stands for: "bfloat16" is torch's, "auto" and None stay, as for `from_pretrained`.
+    """Return the dtype that a name stands for: "bfloat16" is torch's, "auto" and None stay, as for `from_pretrained`.
 
     Raises:
         ValueError: it names none.
@@ -120,7 +120,7 @@ def as_dtype(dtype: torch.dtype | str | None) -> Any:
 
 
 def generator_state(device: torch.device) -> Tensor:
-    """The state of a device's default generator, [bytes] uint8."""
+    """Return the state of a device's default generator, [bytes] uint8."""
     if device.type == "cpu":
         return torch.get_rng_state()
     return torch.get_device_module(device).get_rng_state(device)

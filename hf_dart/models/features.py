@@ -18,7 +18,7 @@ _TAKES_INDICES = hasattr(output_capturing, "resolve_hidden_states_indices")
 
 
 def lm_head_of(target: PreTrainedModel) -> Any:
-    """The LM head of a causal LM; None if it has none.
+    """Return the LM head of a causal LM; None if it has none.
 
     Some multimodal models (Nemotron-H Omni) name none, and hold a language model that does.
     """
@@ -29,7 +29,7 @@ def lm_head_of(target: PreTrainedModel) -> Any:
 
 
 def layer_count(target: PreTrainedModel) -> int:
-    """The number of layers of a target (a causal LM) whose hidden states it returns for text.
+    """Return the number of layers of a target (a causal LM) whose hidden states it returns for text.
 
     The config of LongCat-Flash counts attentions, of which a layer has two; and Mllama passes over its layers of
     cross-attention where there is no image.
@@ -42,7 +42,7 @@ def layer_count(target: PreTrainedModel) -> int:
 
 
 def default_feature_layers(num_layers: int) -> list[int]:
-    """The paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
+    """Return the paper's three fused layers, as indices of HF `hidden_states` (DART, section 3.1)."""
     wanted = (2, num_layers // 2, num_layers - 3)
     return sorted({min(max(index, 1), num_layers) for index in wanted})
 
@@ -58,7 +58,7 @@ def features_request(layers: list[int]) -> dict[str, Any]:
 
 
 def row_axis(states: Tensor, rows: int, positions: int) -> int:
-    """The axis of the rows in hidden states [..., B, N, H]; that of positions comes next.
+    """Return the axis of the rows in hidden states [..., B, N, H]; that of positions comes next.
 
     Several streams of hidden states come before them (AltUp, arXiv 2301.13310: Gemma 3n).
 
@@ -75,7 +75,7 @@ def row_axis(states: Tensor, rows: int, positions: int) -> int:
 
 
 def gather_features(outputs: Any, layers: list[int], like: Tensor) -> Tensor:
-    """The hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
+    """Return the hidden states of a forward over token ids `like` [B, N] that `features_request` asked for: [B, N, F].
 
     A model that keeps several streams of hidden states gives their mean.
 

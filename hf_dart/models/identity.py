@@ -14,7 +14,7 @@ from hf_dart.models.support import parts_of
 
 
 def identity(model: PreTrainedModel) -> tuple[Any, ...]:
-    """The kinds of a target's modules, their code, hooks and modes, its attention, dtype and adapters, and autocast.
+    """Return a key of a target's module kinds, code, hooks, modes, attention, dtype and adapters, and autocast.
 
     What that code reads (globals, attributes, closures) is not looked into: whoever changes it attaches again.
     """

@@ -26,7 +26,7 @@ class MaskKind:
     layer: int
 
     def horizon(self, positions: Tensor) -> Tensor | None:
-        """The last position that queries at `positions` no longer see; None if they see all."""
+        """Return the last position that queries at `positions` no longer see; None if they see all."""
         if self.window is None:
             return None
         if self.name == "chunked_attention":  # the text is cut in chunks, which do not see each other
@@ -35,7 +35,7 @@ class MaskKind:
 
 
 def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]:
-    """The number of positions that queries of each attention layer of a prefilled cache see; None for all.
+    """Return the number of positions that queries of each attention layer of a prefilled cache see; None for all.
 
     It is what stock's own cache says: one that a user made without a config knows of no windows, while the model's
     masks do.
@@ -48,7 +48,7 @@ def layer_windows(target: PreTrainedModel, prefilled: Cache) -> list[int | None]
 
 
 def mask_kinds(target: PreTrainedModel, prefilled: Cache) -> list[MaskKind]:
-    """The kinds of attention layer of a prefilled cache, each once."""
+    """Return the kinds of attention layer of a prefilled cache, each once."""
     layer_types = _layer_types(target)
     kinds: dict[str, MaskKind] = {}
     for index, window in zip(attention_places(prefilled), layer_windows(target, prefilled), strict=True):

@@ -106,7 +106,7 @@ def _efficient_allowed() -> bool:
 
 
 def aligned(mask: Tensor) -> Tensor:
-    """A mask [..., S] in rows of which each begins where the kernel can read it."""
+    """Return a mask [..., S] in rows of which each begins where the kernel can read it."""
     if mask.stride(-1) == 1 and not any(step % _ROW for step in mask.stride()[:-1]):
         return mask
     return F.pad(mask, (0, -mask.shape[-1] % _ROW))[..., : mask.shape[-1]]

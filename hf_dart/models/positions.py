@@ -41,7 +41,7 @@ def rotary_moves(target: PreTrainedModel) -> bool:
 
 
 def position_limit(target: PreTrainedModel) -> tuple[int, bool]:
-    """The last position a draft may reach, and whether that holds for all later rounds too.
+    """Return the last position a draft may reach, and whether that holds for all later rounds too.
 
     Rotary frequencies that follow the largest position in the call would change for the whole tree when one node
     crosses the length they were trained for, so drafts end there.

@@ -23,7 +23,7 @@ def alone() -> bool:
 
 
 def group_of(model: nn.Module) -> Any:
-    """The group of processes that hold the weights of a model together; None if this one holds all of them."""
+    """Return the group of processes that hold the weights of a model together; None if this one holds all of them."""
     if alone():
         return None
     weights: Iterator[Any] = model.parameters()

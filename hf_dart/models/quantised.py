@@ -26,7 +26,7 @@ _SHAPE = ("in_features", "out_features")
 
 
 def rounding_of(model: PreTrainedModel) -> torch.dtype:
-    """The dtype whose roundings logits of `model` carry: its own, or bfloat16 where a module rounds more coarsely."""
+    """Return the dtype to which logits of `model` are rounded: its own, or bfloat16 if a module rounds coarser."""
     coarse = any(_coarse(part, _inputs(part, model)) for part in _quantised(model))
     return torch.bfloat16 if coarse else model.dtype
 
@@ -105,7 +105,7 @@ def _inputs(part: Any, model: PreTrainedModel) -> Tensor:
 
 @torch.no_grad()
 def _run(part: nn.Module, x: Tensor) -> Tensor | None:
-    """The outputs of a module for [1, 33, in], in float64; None if it takes other inputs."""
+    """Return the outputs of a module for [1, 33, in], in float64; None if it takes other inputs."""
     try:
         return part(x.clone()).cpu().double()
     except Exception:  # unknown code may fail in any way at all

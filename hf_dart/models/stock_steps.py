@@ -35,12 +35,12 @@ _MARKS = ("mm_token_type_ids", "moe_mm_token_type_ids", "token_type_ids")
 
 
 def cache_name(target: PreTrainedModel) -> str:
-    """The name of the target's argument for a cache: models without attention have a name of their own."""
+    """Return the name of the target's argument for a cache: models without attention have a name of their own."""
     return "cache_params" if "cache_params" in inspect.signature(type(target).forward).parameters else "past_key_values"
 
 
 def cache_after(target: PreTrainedModel, outputs: Any, given: Cache) -> Any:
-    """The cache that stock goes on with after a forward: that among its outputs, or else the one that was given."""
+    """Return the cache that stock goes on with after a forward: that of its outputs, or else the one given to it."""
     found = outputs.get(cache_name(target))
     return given if found is None else found
 
@@ -55,7 +55,7 @@ def takes_positions(target: PreTrainedModel) -> bool:
 def next_inputs(
     target: PreTrainedModel, ids: Tensor, outputs: Any, model_kwargs: dict[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The inputs that stock's loop hands to the forward for the last of `ids` [B, T], and its arguments from then on.
+    """Return the inputs that stock's loop gives the forward for the last of `ids` [B, T], and its later arguments.
 
     Args:
         outputs: of the forward over all tokens before.
@@ -68,7 +68,7 @@ def next_inputs(
 
 
 def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: list[int], total: int) -> Tensor | None:
-    """The distance [B] of positions that stock tells the target from those of each row's own text; None if nowhere.
+    """Return the distance [B] of stock's positions for the target from those of each row's text; None if 0.
 
     Where it tells several kinds of positions (of text, time, height and width), [K, B], of each kind. They lie below
     after an image, which takes up more tokens than positions. A target that is told none counts slots, so that padding
@@ -97,7 +97,7 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
 
 
 def beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
-    """The keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
+    """Return the keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
     multimodal = target.config.get_text_config(decoder=True) is not target.config
 
     def says_nothing(name: str, value: Any) -> bool:

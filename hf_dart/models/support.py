@@ -83,7 +83,7 @@ def parts_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _refuse_activated_adapters(model: PreTrainedModel) -> None:
-    """aLoRA adapts as many of the last tokens of a forward as its text would have, not the nodes of a tree."""
+    """Refuse activated LoRA, which adapts a number of last tokens of a forward, not the nodes of a tree."""
     for config in getattr(model, "peft_config", {}).values():
         if getattr(config, "alora_invocation_tokens", None) is not None:
             raise ValueError(

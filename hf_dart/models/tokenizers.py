@@ -35,7 +35,7 @@ def template_hash(template: str) -> str:
 
 
 def tokenizer_beside(target: PreTrainedModel) -> Tokenizer | None:
-    """The tokenizer stored beside the target's weights, if it is on this machine."""
+    """Return the tokenizer stored beside the target's weights, if it is on this machine."""
     name = target.config.name_or_path
     if not name:
         return None

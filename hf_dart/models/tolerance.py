@@ -13,7 +13,7 @@ _NOISE = 8
 
 
 def narrow_dtype(numbers: Tensor) -> torch.dtype | None:
-    """The dtype of 16 bits that all `numbers` fit into, whatever dtype they are kept in; None if there is none.
+    """Return the dtype of 16 bits that all `numbers` fit into, whatever dtype they are kept in; None if there is none.
 
     Autocast multiplies in 16 bits, and accelerate's hands its results on in float32.
     """
@@ -22,13 +22,13 @@ def narrow_dtype(numbers: Tensor) -> torch.dtype | None:
 
 
 def coarsest(*found: Tensor | torch.dtype) -> torch.dtype:
-    """The dtype that rounds most coarsely among some, and those that tensors show (`narrow_dtype`)."""
+    """Return the dtype that rounds most coarsely among some, and those that tensors show (`narrow_dtype`)."""
     dtypes = [narrow_dtype(one) or one.dtype if isinstance(one, Tensor) else one for one in found]
     return max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
 
 
 def allowance(dtype: torch.dtype, noise: float = 0.0) -> float:
-    """The difference, as a share of the largest number, up to which two results are the same.
+    """Return the difference, as a share of the largest number, up to which two results are the same.
 
     Args:
         dtype: in which both are computed.
@@ -38,7 +38,7 @@ def allowance(dtype: torch.dtype, noise: float = 0.0) -> float:
 
 
 def difference(one: Tensor, other: Tensor) -> float:
-    """The largest difference of two results of one shape, as a share of the largest number in `other`."""
+    """Return the largest difference of two results of one shape, as a share of the largest number in `other`."""
     one, other = one.cpu().double(), other.cpu().double()  # Apple GPUs have no float64
     return float((one - other).abs().max() / other.abs().max().clamp(min=torch.finfo(other.dtype).tiny))
 

@@ -229,7 +229,7 @@ class _Trial:
         )
 
     def _tree_against_steps(self, length: int, tokens: Tensor) -> float:
-        """The largest difference of a logit between trees and stock's steps over their paths.
+        """Return the largest difference of a logit between trees and stock's steps over their paths.
 
         Args:
             tokens: [B, 9], of which 8 are nodes, one comes after.
@@ -271,7 +271,7 @@ class _Trial:
         return self._tokens.repeat(1, -(-length // self._tokens.shape[1]))[:, :length]
 
     def _prefill(self, length: int, pads: list[int]) -> Any:
-        """Outputs of stock's prefill over the first `len(pads)` rows, or those again and again."""
+        """Return the outputs of stock's prefill over the first `len(pads)` rows, or those again and again."""
         ids = self._ids(length)
         ids = ids.repeat(-(-len(pads) // len(ids)), 1)[: len(pads)]
         return StockSteps(self._model, ids, pads, _empty_cache(self._model)).prefill()
@@ -281,7 +281,7 @@ class _Trial:
         return StockSteps(self._model, self._ids(length), self._pads, self._prefix(length)).resumed(self._outputs)
 
     def _prefix(self, length: int) -> Any:
-        """A cache of `length` entries: those of a short prompt, repeated, and of random running states."""
+        """Return a cache of `length` entries: those of a short prompt, repeated, and of random running states."""
         loudness = torch.ones(length)
         for mark in self.marks:
             edge = length - mark
@@ -303,7 +303,7 @@ class _Trial:
         return self._loud(cache)
 
     def _loud(self, cache: Any) -> Any:
-        """The cache, with random numbers in place of its recurrent states: after 12 tokens some are next to nothing."""
+        """Fill the cache's recurrent states with random numbers: after 12 tokens some are next to nothing."""
         generator = torch.Generator().manual_seed(0)
         for slot, state in states_of(cache).items():
             if slot.kind == "recurrent_states" and state.is_floating_point():
@@ -313,7 +313,7 @@ class _Trial:
     # ---- what stock's own steps differ by -----------------------------------------------------------------
 
     def _measured_noise(self) -> float:
-        """The `noise` of the model.
+        """Return the `noise` of the model.
 
         Raises:
             ValueError: it is no rounding.

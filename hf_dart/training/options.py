@@ -7,7 +7,7 @@ from typing import Any
 
 
 def option(default: Any, words: str, **flag: Any) -> Any:
-    """A field with its default (a fresh copy of a list; MISSING has to be given) and what `--help` says of it.
+    """Make a field with its default (a fresh copy of a list; MISSING has to be given) and what `--help` says of it.
 
     Args:
         flag: more for `argparse`.

@@ -43,7 +43,7 @@ class _Parser(HfArgumentParser):
 
 
 def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
-    """The trainer of a kind of drafter, as that was registered (`hf_dart.drafters.registry.register`).
+    """Return the trainer of a kind of drafter, as that was registered (`hf_dart.drafters.registry.register`).
 
     Raises:
         ValueError: there is no such kind.
@@ -56,13 +56,13 @@ def trainer_of(drafter: str) -> type[DrafterTrainer[Any]]:
 
 
 def _groups(drafter: str) -> tuple[type, ...]:
-    """The options of that kind of drafter, by what they are about."""
+    """Return the options of that kind of drafter, by what they are about."""
     trainer = trainer_of(drafter)
     return TargetArguments, *trainer.drafter_arguments, DataArguments, trainer.training_arguments
 
 
 def parser(drafter: str = "dart") -> HfArgumentParser:
-    """A flag for every option of that kind of drafter."""
+    """Return a parser with a flag for every option of that kind of drafter."""
     description = "Train a draft head. The options may also stand in RECIPE, a YAML or JSON file; flags override it."
     # No abbreviations: what is misspelled must not become another option.
     made = _Parser(
@@ -75,7 +75,7 @@ def parser(drafter: str = "dart") -> HfArgumentParser:
 
 
 def read_recipe(words: Sequence[str]) -> Recipe:
-    """The options in `words`.
+    """Return the options in `words`.
 
     Args:
         words: of a command line; the first may be a YAML or JSON file of option names and values.
@@ -106,7 +106,7 @@ def read_recipe(words: Sequence[str]) -> Recipe:
 
 
 def drafter_of(flags: Sequence[str]) -> str:
-    """The kind of drafter that a command line asks for."""
+    """Return the kind of drafter that a command line asks for."""
     reader = _Parser(add_help=False, allow_abbrev=False)
     reader.add_argument("--drafter", default="dart")
     return reader.parse_known_args(list(flags))[0].drafter

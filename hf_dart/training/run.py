@@ -100,7 +100,7 @@ def _evaluation(trainer: DrafterTrainer[Any]) -> dict[str, float]:
 
 
 def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
-    """The checkpoint to resume from.
+    """Return the checkpoint to resume from.
 
     Args:
         output_dir: of the run.
@@ -128,7 +128,7 @@ def checkpoint_of(output_dir: str, asked: str | None) -> str | None:
 
 
 def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
-    """The model and its tokenizer."""
+    """Return the model and its tokenizer."""
     options: dict[str, Any] = {}
     if arguments.quantization is not None:
         options["quantization_config"] = quantization_config(arguments.quantization_fields())
@@ -145,7 +145,7 @@ def _target(arguments: TargetArguments, device: Any) -> tuple[Any, Any]:
 def _head(
     arguments: DrafterArguments, lora: LoraArguments, model: PreTrainedModel, tokenizer: Any, selector_only: bool
 ) -> Any:
-    """A new drafter, or the given one, with weights in float32."""
+    """Return a new drafter, or the given one, with weights in float32."""
     config = {**arguments.config(), **lora.head_options()}
     config.pop("draft_vocab_size", None)  # chosen when the rows are there
     kind = trainers()[arguments.drafter][0]

@@ -32,7 +32,7 @@ def take(values: Values, places: Values) -> Values:
 
 
 def log_sum(values: Values) -> Values:
-    """log Σ exp over the last dimension, which stays with size 1."""
+    """Log Σ exp over the last dimension, which stays with size 1."""
     if isinstance(values, Tensor):
         return values.logsumexp(-1, keepdim=True)
     return np.logaddexp.reduce(values, axis=-1, keepdims=True)

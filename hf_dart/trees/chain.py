@@ -43,7 +43,7 @@ class ChainScores:
 
 
 def best_chain(candidates: Tensor, steps: Tensor) -> Tensor:
-    """The tokens [B, d] of the path that takes the best step at every depth.
+    """Return the tokens [B, d] of the path that takes the best step at every depth.
 
     Args:
         candidates: [B, d, K] token ids.

@@ -111,7 +111,7 @@ class TreeConfig:
 
     @classmethod
     def paper(cls) -> TreeConfig:
-        """The draft trees of the paper (DART, arXiv 2601.19278, section 3.3), for a drafter with an n-gram table.
+        """Return the paper's trees (DART, arXiv 2601.19278, section 3.3), for a drafter with an n-gram table.
 
         59 nodes and the root, 25 candidates per depth, a beam of 20, its scores, and nothing that it does not have.
         """
@@ -130,7 +130,7 @@ class TreeConfig:
         return min(most, _LEVELLED[0]) if self.level_cost else most
 
     def for_levels(self, computed: bool, device_type: str) -> TreeConfig:
-        """Settings for a target whose trees are computed level by level, or (not `computed` so) for any other.
+        """Return settings for a target whose trees are computed level by level, or (not `computed` so) for any other.
 
         Where trees are not sized by their worth, they are kept shallow.
         """

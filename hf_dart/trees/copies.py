@@ -111,7 +111,7 @@ def best_depth(copies: Sequence[Copy], weights: Sequence[float], cost: RoundCost
 
 
 def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
-    """Copies of B rows as tokens [B, L] and the log-probability [B, L] of each.
+    """Return copies of B rows as tokens [B, L] and the log-probability [B, L] of each.
 
     After the end of a row's copy they are -1 and -inf.
 
@@ -127,7 +127,7 @@ def padded(copies: Sequence[Copy]) -> tuple[Tensor, Tensor]:
 
 
 def up_to_end(copied: Tensor, chances: Tensor, ending: Tensor) -> tuple[Tensor, Tensor]:
-    """Copied tokens [B, L] and their log-probabilities [B, L] up to the first one in each row that ends the text.
+    """Cut copied tokens [B, L] and their log-probabilities [B, L] after the first in each row that ends the text.
 
     Args:
         ending: [B, L] bool, tokens that end the text.

@@ -93,7 +93,7 @@ def grow_in_tensors(candidates: Candidates, *, nodes: int, beam: int) -> DraftTr
 def _copies_go_on(
     candidates: Candidates, chances: Tensor, best: Tensor, last: Tensor, ends: Tensor, size: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Copied text beyond the drafted depths, after each of the W paths that end in it.
+    """Return copied text beyond the drafted depths, after each of the W paths that end in it.
 
     Args:
         chances: [B, L] log-scores of the copied tokens.

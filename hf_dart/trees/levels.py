@@ -38,7 +38,7 @@ class TreeLevels:
 
     @classmethod
     def of(cls, tree: DraftTree) -> TreeLevels:
-        """The levels of a tree."""
+        """Return the levels of a tree."""
         parents, depths = tree.parents.cpu(), tree.depths.cpu()
         rows = torch.arange(len(parents))
         levels = [Level(rows, torch.zeros_like(rows), rows)]
@@ -60,7 +60,7 @@ class TreeLevels:
         return self.order.shape[0], self.order.shape[1]
 
     def to(self, device: torch.device) -> TreeLevels:
-        """The same on `device`."""
+        """Return these levels on `device`."""
         if device.type == "cpu":
             return self
         moved = [Level(one.rows.to(device), one.nodes.to(device), one.parents.to(device)) for one in self.levels]

@@ -54,7 +54,7 @@ class Formula(Protocol):
         ...
 
     def scorer(self, tokens: Values, steps: Values) -> PathScorer:
-        """The scores of one round.
+        """Return the scores of one round.
 
         Args:
             tokens: [B, d, K] candidates; -1 is no candidate.

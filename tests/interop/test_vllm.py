@@ -150,7 +150,6 @@ def converted(*words: object) -> int:
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A target with a tokenizer, and heads for it."""
-
     folder = tmp_path_factory.mktemp("saved")
     model = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
     model.save_pretrained(folder / "target")

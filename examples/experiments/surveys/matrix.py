@@ -35,8 +35,11 @@ LEVEL, RAGGED = [9, 9, 9, 9], [2, 17, 9, 30]
 
 @dataclass(frozen=True)
 class Column:
-    """One way to run a family. Under eager attention stock itself gives NaN for padded rows in float64, as it
-    computes softmax in fp32: those run in fp32, under the rule for near-ties."""
+    """One way to run a family.
+
+    Under eager attention stock itself gives NaN for padded rows in float64, as it computes softmax in fp32: those
+    run in fp32, under the rule for near-ties.
+    """
 
     attention: str
     dtype: torch.dtype

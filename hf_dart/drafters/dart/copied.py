@@ -31,7 +31,7 @@ _TOLERANCE = 0.02
 
 
 def fingerprint(weights: Iterable[Tensor]) -> list[float]:
-    """A number per matrix, which rounding to another dtype hardly changes and another matrix does."""
+    """Return a number per matrix, which rounding to another dtype hardly changes and another matrix does."""
     numbers = []
     for weight in weights:
         if weight.ndim < 2:
@@ -143,7 +143,7 @@ def _layers(target: PreTrainedModel, first: int, count: int) -> list[nn.Module]:
 
 
 def _weights(layer: nn.Module, target: PreTrainedModel) -> dict[str, Tensor]:
-    """A target layer's weights under the names of a `DartLayer`."""
+    """Return a target layer's weights under the names of a `DartLayer`."""
     state = {}
     for name, weight in layer.state_dict().items():
         if weight.is_meta or not weight.dtype.is_floating_point or weight.dtype.itemsize == 1:

@@ -42,7 +42,7 @@ def _reads(content: dict[str, Any]) -> str | None:
 
 
 def _peagle_fields(given: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has."""
+    """Return the fields of a `DartConfig` from those of an `EagleConfig` that a published P-EAGLE head has."""
     # What P-EAGLE feeds back is nothing.
     known = {name: value for name, value in given.items() if name in _FIELDS}
     return {**known, "mask_mode": "peagle"}
@@ -85,7 +85,7 @@ class DartHead(DartModel):
         seed: int = 0,
         **config: Any,
     ) -> Self:
-        """A new, untrained head fitted to `target`.
+        """Return a new, untrained head fitted to `target`.
 
         Args:
             target: the causal LM to draft for.
@@ -411,7 +411,7 @@ class DartHead(DartModel):
         return self
 
     def _new(self, part: Callable[[DartConfig], Part], seed: int) -> Part:
-        """A new part of the head, as its config says."""
+        """Return a new part of the head, as its config says."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(seed)
             made = part(self.config)

@@ -169,7 +169,7 @@ class DartModel(TrainedDrafter):
         wanted: Tensor | None = None,  # [B, W] entries
         wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
-        """The training pass: T real positions, then M mask slots of many blocks.
+        """Run the training pass: T real positions, then M mask slots of many blocks.
 
         Edit passes run the slots alone; keys and values of the real positions are those of the first pass. With
         `wanted`, which goes without them, the last layer gives real positions keys and values only, unless they are

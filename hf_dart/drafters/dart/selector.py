@@ -45,7 +45,7 @@ class BigramSelector(nn.Module):
     def forward(
         self, hidden: Tensor, logits: Tensor, embeddings: Tensor, previous: Tensor, candidates: Tensor
     ) -> Tensor:
-        """delta of all pairs.
+        """`delta` of all pairs.
 
         Args:
             hidden: [..., d, H] what the draft logits were read from.

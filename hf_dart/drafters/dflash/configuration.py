@@ -114,7 +114,7 @@ class DFlashConfig(DrafterConfig):
 
     @classmethod
     def of(cls, published: dict[str, Any], **known: Any) -> Self:
-        """The config of a published drafter, by its config.json; `known` are further fields."""
+        """Return the config of a published drafter, by its config.json; `known` are further fields."""
         config = DFlashShape.read(published)
         shape = config.backbone
         vocabulary = {} if config.vocab_size is None else {"vocab_size": config.vocab_size}

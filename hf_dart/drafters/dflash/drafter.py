@@ -249,7 +249,7 @@ class DFlashDrafter(DFlashModel):
 
 
 def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:
-    """The config of a drafter, whose config.json holds `content`, published or ours."""
+    """Return the config of a drafter, whose config.json holds `content`, published or ours."""
     if content.get("model_type") != DFlashConfig.model_type:
         origin = Path(path).resolve().name if Path(path).is_dir() else path
         return DFlashConfig.of(content, origin=origin, origin_license=published_license(path, **where))

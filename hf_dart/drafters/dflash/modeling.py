@@ -15,7 +15,7 @@ from hf_dart.drafters.layers import attend
 from hf_dart.drafters.trained import TrainedDrafter
 
 Rotation = tuple[Tensor, Tensor]
-"""cos and sin, [B, 1, Q, head_dim]."""
+"""Cos and sin, [B, 1, Q, head_dim]."""
 
 
 class DFlashAttention(nn.Module):
@@ -73,7 +73,7 @@ class DFlashLayer(nn.Module):
         self.mlp_conv = None if convolution is None else BlockConvolution(width, *convolution)
 
     def forward(self, x: Tensor, attention: Callable[[Tensor], Tensor]) -> Tensor:
-        """The layer over a block [B, Q, H].
+        """Run the layer over a block [B, Q, H].
 
         Args:
             attention: of normed entries, from which their keys and values are made too, to what they attend to.
@@ -95,7 +95,7 @@ class DFlashLayer(nn.Module):
 
 
 def _convolved(convolution: BlockConvolution | None, part: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """A part of a layer over x [B, Q, H], between the convolutions of the block if there are any."""
+    """Run a part of a layer over x [B, Q, H], between the convolutions of the block if there are any."""
     if convolution is None:
         return part(x)
     x, given = convolution.before(x)
@@ -129,7 +129,7 @@ class DFlashModel(TrainedDrafter):
         self.post_init()
 
     def rotation(self, positions: Tensor) -> Rotation:
-        """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
         weight = self.fc.weight
         angles = positions[:, None, :, None].float() * self._frequencies.to(positions.device)
         angles = torch.cat([angles, angles], dim=-1)

@@ -29,12 +29,12 @@ class BlockConvolution(nn.Module):
         self.kernel_projection = nn.Linear(hidden_size, 2 * taps * (hidden_size // group_size), bias=False)
 
     def before(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """The first one of x [B, Q, H], and what it gave for the second [B, Q, k, G]."""
+        """Return the first convolution of x [B, Q, H], and the kernels [B, Q, k, G] that x gives for the second."""
         given = self.kernel_projection(x).unflatten(-1, (2, self.taps, -1))
         return self._convolve(x, given[..., 0, :, :], self.base_kernel[0]), given[..., 1, :, :]
 
     def after(self, x: Tensor, given: Tensor) -> Tensor:
-        """The second one, of what came out [B, Q, H]."""
+        """Return the second convolution, of the layer part's output [B, Q, H]."""
         return self._convolve(x, given, self.base_kernel[1])
 
     def _convolve(self, x: Tensor, given: Tensor, base: Tensor) -> Tensor:

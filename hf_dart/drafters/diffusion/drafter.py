@@ -129,7 +129,7 @@ class DiffusionDrafter(DiffusionModel):
         return Proposal(draft.logits[:, :depth], draft.hidden[:, :depth])
 
     def _denoise(self, state: SlotCache, proposal: Proposal) -> Proposal:
-        """The reverse steps after the first, whose reading of the masked block is `proposal`.
+        """Run the reverse steps after the first, whose reading of the masked block is `proposal`.
 
         The first token's distribution stays: no slot comes before the entry that predicts it.
         """
@@ -199,5 +199,5 @@ class DiffusionDrafter(DiffusionModel):
 
 
 def _along(places: Tensor, states: Tensor) -> Tensor:
-    """Indices `places` [B, M] as `gather` takes them along dim 1 of `states` [B, N, W]: [B, M, W]."""
+    """Return the indices `places` [B, M] as `gather` takes them along dim 1 of `states` [B, N, W]: [B, M, W]."""
     return places.to(states.device)[..., None].expand(-1, -1, states.shape[-1])

@@ -127,7 +127,7 @@ class DiffusionModel(TrainedDrafter):
         wanted: Tensor | None = None,  # [B, W] entries
         wanted_mask: Tensor | None = None,  # [B, 1, W, T + M] the rows of `attention_mask` of these
     ) -> Tensor:
-        """The training pass: T entries of the text, then M slots of many blocks, `MASK` or known.
+        """Run the training pass: T entries of the text, then M slots of many blocks, `MASK` or known.
 
         With `wanted` the last layer gives all other entries keys and values only.
 

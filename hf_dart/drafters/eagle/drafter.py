@@ -125,7 +125,7 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
 
 
 def _memory(state: SlotCache, slots: Tensor, end: int) -> Memory:
-    """Keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
+    """Return a function that keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
 
     def of_layer(number: int) -> KeyValueWriter:
         def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:

@@ -51,7 +51,7 @@ class EagleModel(TrainedDrafter):
         return features if self.config.joined else fuse(features, self.fusion_norm, self.fc)
 
     def rotation(self, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
+        """Cos and sin [B, 1, Q, head_dim] of positions [B, Q]."""
         return rotation_at(positions, self.config, self.dtype)
 
     def step(
@@ -63,7 +63,7 @@ class EagleModel(TrainedDrafter):
         ages: Tensor,  # [B, 1, Q, S] how far back in the text a key lies; drafted ones have none, 0
         memory: Memory,
     ) -> Tensor:
-        """The layers over tokens and features: states [B, Q, H], which stand in for the next features."""
+        """Run the layers over tokens and features: states [B, Q, H], which stand in for the next features."""
         if self.embedding_norm is None or self.feature_norm is None:
             pairs = residual = self.fc(torch.cat([embeddings, features], dim=-1))
         else:
@@ -89,7 +89,7 @@ class EagleModel(TrainedDrafter):
         positions: Tensor,  # [B, T + K (d - 1)]
         attention_mask: Tensor,  # [B, 1, T + K (d - 1), T + K (d - 1)] bool
     ) -> Tensor:
-        """The training pass: d - 1 passes after every anchor, each over the states of the one before.
+        """Run the training pass: d - 1 passes after every anchor, each over the states of the one before.
 
         That is the training-time test of EAGLE-3 (section 3.2): tokens are the true ones, features its own.
 

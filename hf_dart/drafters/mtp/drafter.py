@@ -85,7 +85,7 @@ class MtpDrafter(StockDrafter):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, **options: Any) -> Self:
-        """The module of the checkpoint that `target` was loaded from, at the same commit.
+        """Return the module of the checkpoint that `target` was loaded from, at the same commit.
 
         Args:
             target: the causal LM.
@@ -115,7 +115,7 @@ class MtpDrafter(StockDrafter):
         beam: int = 4,
         **where: Any,
     ) -> Self:
-        """The module in a checkpoint of the target's, or a head of speculators, in the target's dtype.
+        """Return the module in a checkpoint of the target's, or a head of speculators, in the target's dtype.
 
         Args:
             path: a folder or a Hub repository.

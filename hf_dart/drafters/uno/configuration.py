@@ -50,7 +50,7 @@ class UnoConfig(DrafterConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """The config for `target` (a causal LM); any field can be overridden.
+        """Return the config for `target` (a causal LM); any field can be overridden.
 
         Raises:
             ValueError: the target has no token embeddings or no LM head.

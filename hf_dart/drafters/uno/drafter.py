@@ -90,7 +90,7 @@ class _Twin:
         self.model, self.target = model, ref(target)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Copies of a drafter are bound again."""
+        """Return None: a copied drafter is bound again."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()
@@ -156,7 +156,7 @@ class UnoDrafter(TrainedDrafter):
         return self
 
     def _made(self, target: PreTrainedModel) -> PreTrainedModel:
-        """A twin of `target` with a new LoRA, whose modules become this drafter's."""
+        """Return a twin of `target` with a new LoRA, whose modules become this drafter's."""
         if any(isinstance(module, BaseTunerLayer) for module in target.modules()):
             raise ValueError("This target has an adapter of its own; merge it into the model first.")
         weights = list(chain(target.parameters(), target.buffers()))
@@ -175,7 +175,7 @@ class UnoDrafter(TrainedDrafter):
         return twin.eval()
 
     def _stands_on(self, twin: PreTrainedModel) -> list[str]:
-        """The modules that the LoRA stands on, by the last part of their names."""
+        """Return the modules that the LoRA stands on, by the last part of their names."""
         linears = [name for name, module in twin.named_modules() if isinstance(module, nn.Linear)]
         found = {name.rpartition(".")[2] for name in linears}
         experts = any("expert" in name for name, _ in twin.named_modules())
@@ -209,7 +209,7 @@ class UnoDrafter(TrainedDrafter):
         attention_mask: Any,  # additive, [B, 1, Q, T + Q], or one for each kind of layer
         cache: Any,  # the target's keys and values of T tokens
     ) -> Tensor:
-        """The training pass: states [B, Q, H] of the masked tokens of many blocks, over a text that the target read."""
+        """Run the training pass: states [B, Q, H] of masked tokens of many blocks, over a text that the target read."""
         twin = self.twin
         last = [layer_count(twin)]
         with _working(torch.ones(1, tokens.shape[1], 1)), for_trees(twin):
@@ -302,7 +302,7 @@ class UnoDrafter(TrainedDrafter):
 
     @classmethod
     def from_target(cls, target: PreTrainedModel, *, tokenizer: Any = None, seed: int = 0, **config: Any) -> Self:
-        """A new, untrained LoRA on `target`.
+        """Return a new, untrained LoRA on `target`.
 
         Args:
             target: the causal LM.

@@ -34,7 +34,7 @@ def convolution(
     bias: Tensor | None,  # [C]
     activation: str | None = None,
 ) -> tuple[Tensor, After]:
-    """A causal convolution of each channel [B, N, C]: every node over the window that its path leaves."""
+    """Compute a causal convolution of each channel [B, N, C]: every node over the window that its path leaves."""
     (batch, nodes), (channels, width) = paths.shape, text.shape[1:]
     here = inputs.transpose(1, 2).to(text.dtype)
     places = paths.windows(width).view(batch, 1, -1).expand(-1, channels, -1)
@@ -60,7 +60,7 @@ def delta_rule(
     text: Tensor,  # [B, H, K, V] the state before the tree
     paths: TreePaths,
 ) -> tuple[Tensor, After]:
-    """A gated delta rule [B, N, H, V] over normalised queries and keys.
+    """Compute a gated delta rule [B, N, H, V] over normalised queries and keys.
 
     In float32 (or wider, if the queries are), as the models' own, also under autocast.
     """

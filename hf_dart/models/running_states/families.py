@@ -82,7 +82,7 @@ def _gated(outputs: Tensor, gate: Tensor, norm: nn.Module, projection: nn.Module
 
 
 def _delta_net(module: Any, tree: _Tree, mixed: Tensor, forget: Tensor, rate: Tensor) -> Tensor:
-    """Outputs [B, N, H, V] of a rule whose heads decay."""
+    """Return the outputs [B, N, H, V] of a rule whose heads decay."""
     convolved = tree.convolve(module.conv1d, mixed, module.activation)
     sizes = (module.key_dim, module.key_dim, module.value_dim)
     query, key, value = (
@@ -120,7 +120,7 @@ def _olmo_hybrid(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
 
 
 def _delta_attention(module: Any, hidden: Tensor, tree: _Tree) -> Tensor:
-    """Outputs [B, N, H, V] of a rule whose channels decay."""
+    """Return the outputs [B, N, H, V] of a rule whose channels decay."""
     convolved = tree.convolve(module.conv1d, _projected(module, hidden), module.activation)
     query, key, value = (part.unflatten(-1, (-1, module.head_dim)) for part in convolved.chunk(3, dim=-1))
     return tree.rule(query, key, value, module.forget_gate(hidden), module.b_proj(hidden).sigmoid())

@@ -42,7 +42,7 @@ _found: WeakKeyDictionary[Any, tuple[Any, _Found]] = WeakKeyDictionary()
 
 @torch.no_grad()
 def mixers_of(model: PreTrainedModel) -> list[Mixer]:
-    """The outermost modules that ask a cache for running states; one forward finds them, once.
+    """Return the outermost modules that ask a cache for running states; one forward finds them, once.
 
     Raises:
         ValueError: one of them keeps keys and values, too.

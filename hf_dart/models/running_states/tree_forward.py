@@ -68,7 +68,7 @@ class TreeForward:
 
 
 def forward_before(module: nn.Module) -> Any:
-    """The `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
+    """Return the `forward` that an instance has of its own, whatever stands in for it now; None if nothing."""
     forward = vars(module).get("forward")
     return forward.before if isinstance(forward, TreeForward) else forward
 

@@ -88,7 +88,7 @@ class ChatFormat:
         return self.tokenizer.get_chat_template(self.template)
 
     def render(self, messages: list[Message], prompt: bool = False, tools: Any = None) -> str:
-        """The text of `messages`, with `prompt` up to where the assistant begins to write.
+        """Return the text of `messages`, with `prompt` up to where the assistant begins to write.
 
         Raises:
             ValueError: the template does not take these messages.

@@ -39,7 +39,7 @@ class Source(NamedTuple):
 
 
 def datasets_library() -> Any:
-    """The module `datasets`, which only training needs.
+    """Return the module `datasets`, which only training needs.
 
     Raises:
         ValueError: it is not installed.
@@ -129,7 +129,7 @@ def _reading(name: str, wrong: str, remedy: str) -> Iterator[None]:
 
 
 def _local_files(names: Sequence[str]) -> list[Path] | None:
-    """The files that a source stands for, all of one ending; None where it names a dataset of the Hub.
+    """Return the files that a source stands for, all of one ending; None where it names a dataset of the Hub.
 
     Raises:
         ValueError: no file is there, or files of several endings.
@@ -157,7 +157,7 @@ def _local_files(names: Sequence[str]) -> list[Path] | None:
 
 
 def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
-    """The documents of JSON, Parquet or text files."""
+    """Return the documents of JSON, Parquet or text files."""
     if kind == "text":
         options = {**options, "sample_by": "document"}
     if kind == "json":
@@ -170,7 +170,7 @@ def _table_files(datasets: Any, kind: str, files: list[Path], eos: int | None, o
 
 
 def _token_files(datasets: Any, kind: str, files: list[Path], eos: int | None, options: dict[str, Any]) -> Any:
-    """The documents of files of raw token ids."""
+    """Return the documents of files of raw token ids."""
     stamps = []
     for file in files:
         size = file.stat().st_size

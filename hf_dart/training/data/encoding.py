@@ -47,7 +47,7 @@ class Encoder:
         return self.pack(self.encode(examples))
 
     def encode(self, examples: dict[str, list[Any]]) -> list[Document]:
-        """The documents of a batch, as token ids and which of them may be drafted.
+        """Return the documents of a batch, as token ids and which of them may be drafted.
 
         Raises:
             ValueError: a field does not hold what its name says, or ids lie outside the vocabulary.
@@ -101,7 +101,7 @@ class Encoder:
             yield ids, np.arange(len(ids)) >= given
 
     def _ids(self, row: Any) -> np.ndarray:
-        """The token ids [n] int32 of a row."""
+        """Return the token ids [n] int32 of a row."""
         try:
             ids = np.array([] if row is None else row)
         except (ValueError, OverflowError):  # lists of several lengths, numbers beyond 64 bits
@@ -128,7 +128,7 @@ class Encoder:
                 raise ValueError(f"A conversation of {self.source}: {error}") from error
 
     def conversations(self, examples: dict[str, list[Any]]) -> list[tuple[list[Message], Any]]:
-        """The messages and tools of a batch.
+        """Return the messages and tools of a batch.
 
         Raises:
             ValueError: the field holds something else.

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def frequent_tokens(rows: Iterable[dict[str, Any]], size: int, vocab_size: int, always: Sequence[int] = ()) -> Tensor:
-    """The `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
+    """Return the `size` tokens that occur most often in `rows`, ascending; what `DartHead.reduce_vocabulary` takes.
 
     Args:
         rows: as those of `training.PackedTokens`: `input_ids` [T] and, where rows are padded, `documents` [T], -1 for

@@ -14,7 +14,7 @@ _OF_TEXT = ("input_ids", "attention_mask")
 
 
 def image_row(inputs: Mapping[str, Tensor], sequence: Tensor) -> dict[str, Any]:
-    """A training row of a prompt with images, sounds or video and the reply that the target wrote.
+    """Return a training row of a prompt with images, sounds or video and the reply that the target wrote.
 
     Args:
         inputs: of the processor for one text, without padding: `input_ids` [1, P], and beside it what `generate` took:
@@ -46,7 +46,7 @@ def image_row(inputs: Mapping[str, Tensor], sequence: Tensor) -> dict[str, Any]:
 
 
 def collate(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """A batch of rows: those of one length are stacked, those with images (`image_row`) padded to the longest.
+    """Return a batch of rows: those of one length are stacked, those with images (`image_row`) padded to the longest.
 
     Returns:
         With images: `input_ids`, `documents` [B, T] (-1 in padding), `loss_mask` [B, T], and `beside`: of marks of

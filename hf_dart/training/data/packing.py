@@ -67,7 +67,7 @@ class Packer:
 
 
 def cut(ids: np.ndarray, mask: np.ndarray, length: int, bos: int | None) -> Iterator[Document]:
-    """A document in pieces of `length` tokens or less.
+    """Yield a document in pieces of `length` tokens or less.
 
     If it begins with `bos`, so does every piece, which does not count there as what a head may draft.
     """
@@ -80,7 +80,7 @@ def cut(ids: np.ndarray, mask: np.ndarray, length: int, bos: int | None) -> Iter
 
 
 def best_fit(sizes: Sequence[int], capacity: int) -> list[list[int]]:
-    """Indices of `sizes` in bins of `capacity`: the largest first, each into the fullest bin that takes it."""
+    """Return indices of `sizes` by bins of `capacity`: the largest first, each into the fullest bin that takes it."""
     bins: list[list[int]] = []
     open_bins: list[tuple[int, int]] = []  # (room, bin), ascending
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
@@ -103,7 +103,7 @@ def tokenize(texts: Iterable[str], tokenizer: Any) -> np.ndarray:
 
 
 def split_documents(stream: np.ndarray, eos: int | None) -> Iterator[np.ndarray]:
-    """The documents of a stream of token ids [n], as int32, the token that ends each included."""
+    """Yield the documents of a stream of token ids [n], as int32, the token that ends each included."""
     begin = 0
     for end in [*(np.flatnonzero(stream == eos) + 1).tolist(), len(stream)]:
         if end > begin:

@@ -193,7 +193,7 @@ def _keep_template(config: DartConfig | None, encoders: Sequence[Encoder]) -> No
 
 
 def read_template(given: str | None) -> str | None:
-    """The text of a chat template that was given as text or as a file.
+    """Return the text of a chat template that was given as text or as a file.
 
     Raises:
         ValueError: there is no such file, or no text in it.
@@ -214,7 +214,7 @@ def read_template(given: str | None) -> str | None:
 def open_encoded(
     arguments: DataArguments, names: Sequence[str], split: str, tokenizer: Any, draft_length: int
 ) -> tuple[Any, Encoder]:
-    """The documents of a source, and what makes rows of them.
+    """Return the documents of a source, and what makes rows of them.
 
     Args:
         arguments, tokenizer, draft_length: of `load_rows`.
@@ -279,7 +279,7 @@ def _field(arguments: DataArguments, source: Source) -> tuple[str, str]:
 
 
 def _rows(arguments: DataArguments, documents: Any, encoder: Encoder, endless: bool = False) -> Any:
-    """The packed rows of a source, at least one of them; a stream that is `endless` repeats them, shuffled."""
+    """Return the packed rows of a source, at least one of them; a stream that is `endless` repeats them, shuffled."""
     datasets = datasets_library()
     length = arguments.max_length
     types = (("input_ids", "int32"), ("documents", "int32"), ("loss_mask", "bool"))

@@ -41,7 +41,7 @@ class Blocks:
     real: int
 
     def drafts(self, hidden: Tensor) -> Tensor:
-        """The hidden states [B, K, d, H] of the blocks, of those of all entries [B, S, H]."""
+        """Return the hidden states [B, K, d, H] of the blocks, of those of all entries [B, S, H]."""
         index = self.entries[..., None].expand(-1, -1, hidden.shape[-1])
         return hidden.gather(1, index).unflatten(1, (self.anchors.shape[1], -1))
 
@@ -184,7 +184,7 @@ def target_positions(anchors: Tensor, draft_length: int) -> Tensor:
 def labels_after(
     ids: Tensor, documents: Tensor, rows: Tensor, positions: Tensor, loss_mask: Tensor | None = None
 ) -> Tensor:
-    """The token after each position, `NO_LABEL` where its document ends there.
+    """Return the token after each position, `NO_LABEL` where its document ends there.
 
     Args:
         ids, documents: [B, T].

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def chunked(block_losses: Callable[..., Tensor], hidden: Tensor, *goals: Tensor, chunk_size: int) -> Tensor:
-    """The sum of `block_losses(hidden, *goals)` over blocks, `chunk_size` blocks at a time.
+    """Return the sum of `block_losses(hidden, *goals)` over blocks, `chunk_size` blocks at a time.
 
     Each chunk's gradient is taken at once, while its logits [chunk, d, V] are at hand: memory over V is
     bounded by one chunk, and nothing is computed twice (the idea of Liger's fused linear cross-entropy).

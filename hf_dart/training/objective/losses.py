@@ -132,7 +132,7 @@ def focal_loss(losses: Tensor, errors: Tensor) -> Tensor:
 
 
 def hard_chain(losses: Tensor, labels: Tensor) -> Tensor:
-    """log P(the first k draft tokens are the labels) [n, d], each drawn from the draft, of `cross_entropy` [n, d].
+    """Log P(the first k draft tokens are the labels) [n, d], each drawn from the draft, of `cross_entropy` [n, d].
 
     -inf where nothing is known. `exp(chain).sum(-1)` is the number of draft tokens expected to be accepted.
     """
@@ -152,7 +152,7 @@ def coupled_chain(draft_logits: Tensor, target_logits: Tensor, labels: Tensor) -
 
 
 def chain_loss(chain: Tensor, form: str = "linear") -> Tensor:
-    """A chain [n, d] of log-probabilities, such as `hard_chain` gives, as a loss [n].
+    """Return a chain [n, d] of log-probabilities, such as `hard_chain` gives, as a loss [n].
 
     Args:
         chain: [n, d], -inf where nothing is known.
@@ -178,7 +178,7 @@ def _known(labels: Tensor) -> Tensor:
 
 
 def masked_cross_entropy(draft_logits: Tensor, labels: Tensor, masked: Tensor, time: Tensor) -> Tensor:
-    """The bound of a masked diffusion model with a linear schedule (MDLM, arXiv 2406.07524).
+    """Return the bound of a masked diffusion model with a linear schedule (MDLM, arXiv 2406.07524).
 
     This is also score matching for tokens: denoising score entropy (SEDD, arXiv 2310.16834) of the scores
     q (1 - time) / time, q normalised, has this very value and gradient.

@@ -117,7 +117,7 @@ def _conversations(documents: Any, encoder: Encoder) -> Iterator[Conversation]:
 
 
 def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> list[dict[str, Any]]:
-    """The records of a batch.
+    """Return the records of a batch.
 
     Text: `text`, `input_ids`, `prompt_tokens` (how many of them were given). Conversations: `messages`, `tools`. Both:
     `row`, its number, `sampling`, the number of the entry of the mixture, and `batch` and `batch_rows`, by which a
@@ -155,7 +155,7 @@ def write_batch(batch: Batch, writer: Writer, settings: RegenerateSettings) -> l
 def _rewrite(
     batch: Batch, writer: Writer, sampling: Sampling, settings: RegenerateSettings, seed: int
 ) -> list[dict[str, Any] | None]:
-    """A new message in place of every assistant's, after the new ones before it.
+    """Return a new message in place of every assistant's, after the new ones before it.
 
     One that does not end is the last, and the one before a call of a tool.
     """
@@ -275,7 +275,7 @@ def begin(folder: Path, settings: dict[str, Any], about: dict[str, Any]) -> None
 
 
 def open_sources(arguments: DataArguments, tokenizer: Any, seed: int) -> list[tuple[Any, Encoder]]:
-    """The documents, shuffled unless they are streamed, and the encoder of each source.
+    """Return the documents, shuffled unless they are streamed, and the encoder of each source.
 
     Raises:
         ValueError: a source cannot be read.

@@ -46,7 +46,7 @@ class ModelWriter:
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
-        """New token ids for each prompt, an end token included where one was written."""
+        """Return new token ids for each prompt, an end token included where one was written."""
         width = max(map(len, prompts))
         pad = self.tokenizer.pad_token_id
         pad = min(self.ends, default=0) if pad is None else pad
@@ -74,7 +74,7 @@ class ModelWriter:
     def reply(
         self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[Reply]:
-        """The next message of each conversation, given as messages and tools."""
+        """Return the next message of each conversation, given as messages and tools."""
         assert self.chat is not None
         texts = [self.chat.render(messages, prompt=True, tools=tools) for messages, tools in conversations]
         prompts = self.tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
@@ -83,7 +83,7 @@ class ModelWriter:
         return [Reply(self._message(prompt, ids), ids[-1] in self.ends) for prompt, ids in both]
 
     def _message(self, prompt: list[int], ids: list[int]) -> Message:
-        """The message that the target wrote after a prompt.
+        """Return the message that the target wrote after a prompt.
 
         Raises:
             ValueError: special tokens divide it, and the tokenizer does not say into what.
@@ -144,7 +144,7 @@ class ServerWriter:
     def continue_texts(
         self, prompts: Sequence[list[int]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[list[int]]:
-        """New token ids for each prompt, an end token included where one was written."""
+        """Return new token ids for each prompt, an end token included where one was written."""
 
         def one(at: int) -> list[int]:
             # vLLM gives the ids that it wrote; of other servers' text they may be others.
@@ -164,7 +164,7 @@ class ServerWriter:
     def reply(
         self, conversations: Sequence[tuple[list[Message], Any]], new_tokens: int, sampling: Sampling, seed: int
     ) -> list[Reply]:
-        """The next message of each conversation, given as messages and tools."""
+        """Return the next message of each conversation, given as messages and tools."""
 
         def one(at: int) -> Reply:
             messages, tools = conversations[at]
@@ -192,7 +192,7 @@ class ServerWriter:
     def _ask(
         self, endpoint: str, content: dict[str, Any], new_tokens: int, sampling: Sampling, seed: int
     ) -> dict[str, Any]:
-        """The first choice of the server's answer.
+        """Return the first choice of the server's answer.
 
         Raises:
             ValueError: it refuses the request, or answers with something else than choices.

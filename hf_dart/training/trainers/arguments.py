@@ -57,7 +57,7 @@ class DrafterArguments:
     tree: str | None = option(None, "fields of the TreeConfig that suits it, as JSON")
 
     def config(self) -> dict[str, Any]:
-        """The fields of the config that were given.
+        """Return the fields of the config that were given.
 
         Raises:
             ValueError: `tree` is no JSON object.

@@ -76,7 +76,7 @@ class DartTrainer(DrafterTrainer[DartHead]):
         )
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
-        """The sum of the objective over the blocks, or that of the selector alone."""
+        """Return the sum of the objective over the blocks, or that of the selector alone."""
         return self._selector_loss(drafts) if self.args.selector_only else super().draft_loss(drafts)
 
     def _selector_loss(self, drafts: Drafts) -> Tensor:

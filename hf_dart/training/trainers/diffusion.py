@@ -150,7 +150,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
         return loss + super().draft_loss(drafts.of(times == 1))
 
     def _text_loss(self, inputs: dict[str, Any], chunk_size: int) -> Tensor:
-        """The mean cross-entropy of what the text's own entries predict: the first token of a draft after each."""
+        """Return the mean cross-entropy of the predictions of the text's own entries: the first token of a draft."""
         ids, documents = inputs["input_ids"], inputs["documents"]
         rows = torch.arange(len(ids), device=ids.device)[:, None]
         places = torch.arange(1, ids.shape[1], device=ids.device).expand(len(ids), -1)
@@ -170,7 +170,7 @@ class DiffusionTrainer(DrafterTrainer[DiffusionDrafter]):
 def revealed_loss(
     logits: Callable[[Tensor], Tensor], hidden: Tensor, labels: Tensor, masked: Tensor, times: Tensor, chunk_size: int
 ) -> Tensor:
-    """The sum of `masked_cross_entropy` over the blocks of which a part of the tokens was shown.
+    """Return the sum of `masked_cross_entropy` over the blocks of which a part of the tokens was shown.
 
     Token by token, so that no logits are computed of those that were shown, or that are not known.
 

@@ -100,7 +100,7 @@ class EditTrainer(DartTrainer):
         return blocks
 
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        """The hidden states [B, K, d, H] of the first drafts; adds `edited`, those of the edit pass, and `blocks`."""
+        """Return the states [B, K, d, H] of the first drafts; add `edited`, those of the edit pass, and `blocks`."""
         blocks = inputs["blocks"] = self.blocks(inputs)
         first, edited = model(
             features=features[:, :-1],
@@ -114,7 +114,7 @@ class EditTrainer(DartTrainer):
 
     @torch.no_grad()
     def _slots(self, inputs: dict[str, Any], target_logits: Tensor, number: int, states: Tensor) -> Tensor:
-        """The tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
+        """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
             inputs: of `block_states`.
@@ -138,7 +138,7 @@ class EditTrainer(DartTrainer):
     def _own_drafts(
         self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
     ) -> Tensor:
-        """The head's drafts [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
+        """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
         vocabulary = self.drafter.draft_vocabulary
         # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
@@ -157,7 +157,7 @@ class EditTrainer(DartTrainer):
         return torch.cat(drafted)
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
-        """The sum of the objective of the first drafts, and of the edit pass."""
+        """Return the sum of the objective of the first drafts, and of the edit pass."""
         inputs = drafts.inputs
         present = inputs["anchors"] >= 0
         states = inputs["edited"][present]

@@ -66,7 +66,7 @@ class DraftQuality:
         self.sums += counts.flatten(0, -2).sum(0).double().cpu()
 
     def metrics(self) -> dict[str, float]:
-        """The figures so far; those that no block says anything about are left out.
+        """Return the figures so far; those that no block says anything about are left out.
 
         `tau` (greedy) and `tau_sampled` (draft and target with one noise): tokens committed per target forward,
         bonus included, at the blocks' anchors. Those are spread evenly; rounds of decoding begin after misses, where
@@ -95,7 +95,7 @@ class DraftQuality:
 
 @torch.no_grad()
 def counts_by_row(drafter: TrainedDrafter, drafts: Drafts, chunk_size: int) -> Tensor:
-    """The counts [B, 4 + 2 d] of the blocks of each row, for `DraftQuality.add`.
+    """Return the counts [B, 4 + 2 d] of the blocks of each row, for `DraftQuality.add`.
 
     Args:
         drafter: the drafter that made them.
@@ -128,7 +128,7 @@ def agreement(drafter: TrainedDrafter, drafts: Drafts, blocks: int) -> Tensor | 
 
 
 def decoded_tree(tree: TreeConfig) -> TreeConfig:
-    """The trees of decoding evaluations: of a given size, and without copied text.
+    """Return the trees of decoding evaluations: of a given size, and without copied text.
 
     Copied text would hide what the drafter knows. Trees of a given size are drafted in every round, on every machine.
     """

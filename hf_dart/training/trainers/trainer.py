@@ -156,7 +156,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
 
     @abstractmethod
     def block_states(self, model: nn.Module, inputs: dict[str, Any], features: Tensor, target_logits: Tensor) -> Tensor:
-        """The hidden states [B, K, d, H] of all blocks, as drafting there would give them; of absent ones, anything.
+        """Return the states [B, K, d, H] of all blocks, as drafting there would give them; of absent ones, anything.
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
@@ -165,7 +165,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         """
 
     def draft_loss(self, drafts: Drafts) -> Tensor:
-        """The sum of the objective over the blocks."""
+        """Return the sum of the objective over the blocks."""
         target_logits, labels = restricted(drafts.target_logits, drafts.labels, self.drafter.draft_vocabulary, NO_LABEL)
         objective = self.args.objective
         acceptance = None
@@ -184,7 +184,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     # ---- the loss -----------------------------------------------------------------------------------------
 
     def summed_loss(self, model: nn.Module, inputs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-        """The sum of the losses of a batch's blocks, and their hidden states [N, d, H].
+        """Return the sum of the losses of a batch's blocks, and their hidden states [N, d, H].
 
         Args:
             model, inputs: of `block_states`.
@@ -233,7 +233,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
-        """The micro-batches of a step with what is random about them, and the items of the step on all processes.
+        """Return a step's micro-batches with all that is random in them, and its items on all processes.
 
         The loader runs ahead of the step: numbers drawn there would be others in a resumed run.
 
@@ -261,7 +261,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return_outputs: bool = False,
         num_items_in_batch: Tensor | int | None = None,
     ) -> Any:
-        """The mean loss of the batch's items.
+        """Return the mean loss of the batch's items.
 
         Args:
             model: the drafter, as `accelerate` has wrapped it.
@@ -280,7 +280,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return (loss, {"hidden": hidden}) if return_outputs else loss
 
     def training_step(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss of a micro-batch, after its backward pass.
+        """Return the loss of a micro-batch, after its backward pass.
 
         Raises:
             FloatingPointError: the loss is not finite; the weights are those before the step.
@@ -408,5 +408,5 @@ def read_tokens(inputs: dict[str, Any]) -> Tensor:
 
 
 def seeded(*numbers: int) -> torch.Generator:
-    """A generator of random numbers on the CPU, seeded with all of `numbers`."""
+    """Return a generator of random numbers on the CPU, seeded with all of `numbers`."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence(numbers).generate_state(1)[0]))

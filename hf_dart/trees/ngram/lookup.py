@@ -76,7 +76,7 @@ class Ngrams:
         return found.clip(max=1.0)
 
     def _counted(self, order: int, keys: Values) -> Values:
-        """Counts [...] of n-grams of one order, 2 or more, as floats; 0 for those that the table lacks."""
+        """Return counts [...] of n-grams of one order, 2 or more, as floats; 0 for those that the table lacks."""
         xp, known, counts = namespace(keys), self._keys[order - 2], self._counts[order - 2]
         if not len(known):
             return _as(xp.zeros_like(keys), self._float)

@@ -143,7 +143,7 @@ class NgramTable:
         return self._host
 
     def on(self, device: torch.device) -> Ngrams:
-        """The table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
+        """Return the table on a device, copied there on first use: 12 bytes of its memory per n-gram."""
         if device not in self._devices:
             with safe_open(self.path, framework="pt", device=str(device)) as file:
                 orders = range(2, self.spec.order + 1)
