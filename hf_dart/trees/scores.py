@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,28 +45,9 @@ and [B, W, C], the last tokens of each path. Scores lie between `FLOOR` and -`ST
 """
 
 
-class Formula(Protocol):
-    """Formula of scores."""
-
-    @property
-    def context(self) -> int:
-        """Number of tokens before a candidate that its score depends on, beyond the drafter's part."""
-        ...
-
-    def scorer(self, tokens: Values, steps: Values) -> PathScorer:
-        """Return the scores of one round.
-
-        Args:
-            tokens: [B, d, K] candidates; -1 is no candidate.
-            steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J
-                is 1 where it does not depend on that. -inf where there is no candidate.
-        """
-        ...
-
-
 @dataclass(frozen=True)
 class DraftScores:
-    """The [`Formula`] that a [`TreeConfig`] names.
+    """The formula that a [`TreeConfig`] names.
 
     Attributes:
         config: its `scores` and `ngram_weight` count.
@@ -78,9 +59,17 @@ class DraftScores:
 
     @property
     def context(self) -> int:
+        """Number of tokens before a candidate that its score depends on, beyond the drafter's part."""
         return self.table.spec.order - 1 if self.table is not None and self.config.ngram_weight else 0
 
     def scorer(self, tokens: Values, steps: Values) -> PathScorer:
+        """Return the scores of one round.
+
+        Args:
+            tokens: [B, d, K] candidates; -1 is no candidate.
+            steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J
+                is 1 where it does not depend on that. -inf where there is no candidate.
+        """
         return _OneRound(self, tokens, steps)
 
 
@@ -136,7 +125,7 @@ class Candidates:
         tokens: [B, d, K] candidates for each depth; -1 is no candidate.
         steps: [B, d, J, K] the drafter's log-probability of candidate k after candidate j of the depth before; J is 1
             where it does not depend on that.
-        formula: how these become scores.
+        formula: of scores from these.
         copied: [B, L] tokens that followed the same text earlier, -1 after the last one (`trees.copies`); where they
             lie within d, they are among the candidates.
         chances: [B, L] log-probability of each copied token after the one before; -inf after the last one.
@@ -147,7 +136,7 @@ class Candidates:
     history: Values
     tokens: Values
     steps: Values
-    formula: Formula
+    formula: DraftScores
     copied: Values
     chances: Values
     deepest: Sequence[int] | Tensor | None = None

@@ -13,7 +13,7 @@ from hf_dart.decoding import walk
 from hf_dart.decoding.grow import TreeGrower
 from hf_dart.decoding.processors import scores_alone
 from hf_dart.trees.copies import with_copies
-from hf_dart.trees.scores import Candidates, DraftScores, Formula
+from hf_dart.trees.scores import Candidates, DraftScores
 from hf_dart.trees.tree import DraftTree
 
 DrafterScores = DraftScores(TreeConfig())
@@ -33,7 +33,7 @@ def candidates_of(
     steps: Tensor,
     *,
     history: Tensor | None = None,
-    formula: Formula = DrafterScores,
+    formula: Any = DrafterScores,
     copies: list[tuple[list[int], float]] | None = None,
     deepest: list[int] | None = None,
 ) -> Candidates:
