@@ -54,7 +54,7 @@ SAVED = ["dart", "eagle", "diffusion", "dflash", "uno"]
 OF_ANY_TARGET = [kind for kind in MAKERS if kind != "mtp"]
 IN_FAMILIES = [
     *((kind, family, attention) for kind in OF_ANY_TARGET for family in FAMILIES for attention in ("eager", "sdpa")),
-    *(("uno", family, "sdpa") for family in ("deepseek_v32", "qwen3_next")),
+    ("uno", "qwen3_next", "sdpa"),
     *(("dflash", family, "sdpa") for family in ("opt", "cohere2")),
 ]
 TALLIES: dict[str, Tally] = {kind: tally(f"float64, {kind}") for kind in MAKERS}
