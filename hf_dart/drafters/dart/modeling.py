@@ -7,7 +7,7 @@ shifted, so that the last real position predicts the first draft token and mask 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -44,18 +44,16 @@ class Entries(NamedTuple):
 
 
 class Edits(NamedTuple):
-    """Edit passes of `DartModel.forward`.
+    """The edit pass of `DartModel.forward`.
 
     Attributes:
-        passes: R, after the first.
         mask: [B, 1, M, T + M] what the slots see; T more keys if features are injected.
-        draft: what the slots hold in pass 1..R, from its number and the states [B, T + M, H] of the pass before:
-            [B, M] tokens, -1 for slots that stay masked.
+        draft: the tokens [B, M] that the slots hold, from the states [B, T + M, H] of the first pass; -1 for slots
+            that stay masked.
     """
 
-    passes: int
     mask: Tensor
-    draft: Callable[[int, Tensor], Tensor]
+    draft: Callable[[Tensor], Tensor]
 
 
 class DartModel(TrainedDrafter):
@@ -171,12 +169,12 @@ class DartModel(TrainedDrafter):
     ) -> Tensor:
         """Run the training pass: T real positions, then M mask slots of many blocks.
 
-        Edit passes run the slots alone; keys and values of the real positions are those of the first pass. With
-        `wanted`, which goes without them, the last layer gives real positions keys and values only, unless they are
+        The edit pass runs the slots alone; keys and values of the real positions are those of the first pass. With
+        `wanted`, which goes without it, the last layer gives real positions keys and values only, unless they are
         asked for; a head of one layer then needs no `attention_mask`.
 
         Returns:
-            Hidden states [B, T + M or W, H] after the final norm; [1 + R, B, T + M, H] with `edits`.
+            Hidden states [B, T + M or W, H] after the final norm; with `edits` those of both passes, [2, B, T + M, H].
         """
         if any(self.config.windows):
             raise ValueError("This head's layers see a window of the text, and are trained by the code that made them.")
@@ -198,24 +196,18 @@ class DartModel(TrainedDrafter):
         first = self.final(last(x, residual, rotation, mask, remember, context, wanted))
         if edits is None:
             return first
-        states = [first]
-        places = rotation_at(positions[:, real:], self.config, self.dtype)
         assert self.editor is not None
-        for number in range(1, edits.passes + 1):
-            x, residual, context = self.edit_inputs(edits.draft(number, states[-1]), first[:, real:])
-            left = iter(known)
+        x, residual, context = self.edit_inputs(edits.draft(first), first[:, real:])
+        places, left = rotation_at(positions[:, real:], self.config, self.dtype), iter(known)
 
-            def recall(
-                key: Tensor, value: Tensor, injected: bool = False, left: Iterator[tuple[Tensor, Tensor]] = left
-            ) -> tuple[Tensor, Tensor]:
-                known_key, known_value = next(left)
-                return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
+        def recall(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+            known_key, known_value = next(left)
+            return torch.cat([known_key, key], dim=2), torch.cat([known_value, value], dim=2)
 
-            for layer in self.layers:
-                x = residual = layer(x, residual, places, edits.mask, recall, context)
-            again = self.editor(first[:, real:], self.final(x))
-            states.append(torch.cat([first[:, :real], again], dim=1))
-        return torch.stack(states)
+        for layer in self.layers:
+            x = residual = layer(x, residual, places, edits.mask, recall, context)
+        again = self.editor(first[:, real:], self.final(x))
+        return torch.stack([first, torch.cat([first[:, :real], again], dim=1)])
 
     def final(self, x: Tensor) -> Tensor:
         """Apply the final norm to the last layer's output [..., H], for the LM head."""

@@ -107,20 +107,19 @@ class EditTrainer(DartTrainer):
             next_embeddings=self.drafter.embed(read_tokens(inputs)[:, 1:]),
             positions=blocks.positions,
             attention_mask=blocks.mask,
-            edits=Edits(1, blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
+            edits=Edits(blocks.slot_mask, partial(self._slots, inputs, target_logits.flatten(0, 1))),
         )
         inputs["edited"] = blocks.drafts(edited)
         return blocks.drafts(first)
 
     @torch.no_grad()
-    def _slots(self, inputs: dict[str, Any], target_logits: Tensor, number: int, states: Tensor) -> Tensor:
+    def _slots(self, inputs: dict[str, Any], target_logits: Tensor, states: Tensor) -> Tensor:
         """Return the tokens that the slots hold in the edit pass [B, K (d - 1)]; -1 for slots that stay masked.
 
         Args:
             inputs: of `block_states`.
             target_logits: [B T, V].
-            number: of the pass, 1.
-            states: [B, T - 1 + K (d - 1), H] of the pass before.
+            states: [B, T - 1 + K (d - 1), H] of the first pass.
         """
         ids, anchors, length = inputs["input_ids"], inputs["anchors"], self.drafter.draft_length
         present = anchors >= 0
@@ -138,7 +137,7 @@ class EditTrainer(DartTrainer):
     def _own_drafts(
         self, inputs: dict[str, Any], target_logits: Tensor, hidden: Tensor, goals: Tensor, truth: Tensor
     ) -> Tensor:
-        """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones with the same noise in every pass."""
+        """Return the drafts [N, d - 1]: the likeliest tokens, or sampled ones."""
         vocabulary = self.drafter.draft_vocabulary
         # Numbers over the vocabulary are drawn where they are used: for one core of the host they are too many.
         noise = torch.Generator(hidden.device).manual_seed(inputs["seed"])
