@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from hf_dart.drafters.language_model.drafter import LanguageModelDrafter
     from hf_dart.drafters.lookup import LookupDrafter
     from hf_dart.drafters.mtp.drafter import MtpDrafter
-    from hf_dart.drafters.uno.drafter import UnoDrafter
     from hf_dart.engine.engine import compile
     from hf_dart.trees.config import TreeConfig
     from hf_dart.trees.ngram import NgramTable
@@ -37,7 +36,6 @@ __all__ = [
     "MtpDrafter",
     "NgramTable",
     "TreeConfig",
-    "UnoDrafter",
     "__version__",
     "attach",
     "compile",
@@ -58,7 +56,6 @@ _HOMES = {
     "LanguageModelDrafter": "drafters.language_model.drafter",
     "LookupDrafter": "drafters.lookup",
     "MtpDrafter": "drafters.mtp.drafter",
-    "UnoDrafter": "drafters.uno.drafter",
     "NgramTable": "trees.ngram",
     "attach": "decoding.api",
     "compile": "engine.engine",

@@ -199,7 +199,6 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
         verify = Verifier(
             request.model, ran.cache, ran.kinds, drafter.feature_layers, hidden_states is not None, ran.shift
         )
-        drafter.lend(state.state, verify)
         logits = ran.outputs.logits[:, -1:].to(rows.device)
         if noise is not None:
             noise.vocab_size = logits.shape[-1]

@@ -248,8 +248,7 @@ def _base_named(
     base, revision = (base, None) if base else (listed.get("base_model_name_or_path"), listed.get("revision"))
     if not base or not isinstance(base, str):
         raise ValueError(
-            f"The adapter in {path} does not say which head it stands on; pass base=, the head's path (adapters "
-            "of a target, which draft for it, are read as `hf-dart train --drafter uno` writes them)."
+            f"The adapter in {path} does not say which head it stands on; pass base=, the head's path."
         )
     if missing_folder(base):
         raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")

@@ -142,16 +142,6 @@ class Drafter(_Plain, ABC, Generic[State]):
             counts: [B] how many of the A entries of a row are real, at least one; the rest is padding.
         """
 
-    def lend(self, state: State, verify: Any) -> None:
-        """Take the verifier, which runs trees through the target over its cache; for drafters within the target.
-
-        Called once, when the prompt has been run. Whatever a drafter runs there has to be dropped again by
-        `cache.commit`. By default it is not looked at.
-
-        Args:
-            verify: the `models.verify.Verifier` of the call.
-        """
-
     @abstractmethod
     def extend(self, state: State, features: Tensor, next_tokens: Tensor, counts: Tensor) -> None:
         """Take in verified positions without drafting.

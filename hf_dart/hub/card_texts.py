@@ -91,30 +91,6 @@ DIFFUSION = CardTexts(
 )
 
 
-def _uno_rows(config: PreTrainedConfig) -> dict[str, str]:
-    """Rows of the table of a card, from a config."""
-    return {
-        "layers": f"the target's own, with LoRA of rank {config.rank} on {', '.join(config.target_modules)}",
-        "reads": "the target's keys and values",
-        "drafts": f"{config.draft_length} tokens in one pass, masked ones as token {config.mask_token_id}",
-    }
-
-
-UNO = CardTexts(
-    "a self-drafting LoRA",
-    "drafter",
-    "lora",
-    "A LoRA by which the target drafts for itself ([gated LoRA](https://arxiv.org/abs/2507.11851) and its relatives)",
-    _uno_rows,
-    bibtex(
-        "mtp2025",
-        "Your LLM Knows the Future: Uncovering Its Multi-Token Prediction Potential",
-        2025,
-        "2507.11851",
-    ),
-)
-
-
 def _dflash_rows(config: PreTrainedConfig) -> dict[str, str]:
     """Rows of the table of a card, from a config."""
     layers = config.published.get("transformer_layer_config", config.published).get("num_hidden_layers", 1)

@@ -10,7 +10,6 @@ from hf_dart.training.trainers.diffusion import DiffusionTrainer, DiffusionTrain
 from hf_dart.training.trainers.eagle import EagleTrainer, EagleTrainingArguments
 from hf_dart.training.trainers.edit import EditTrainer, EditTrainingArguments
 from hf_dart.training.trainers.evaluate import DecodingCallback
-from hf_dart.training.trainers.uno import UnoTrainer
 
 __all__ = [
     "DartTrainer",
@@ -24,7 +23,6 @@ __all__ = [
     "EditTrainer",
     "EditTrainingArguments",
     "PackedTokens",
-    "UnoTrainer",
     "image_row",
     "load_rows",
     "losses",

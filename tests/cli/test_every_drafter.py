@@ -13,7 +13,7 @@ from support.guests import original_checkpoint
 from support.letters import letters
 from support.modules import with_module
 from support.relatives import relative
-from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target, tiny_uno_drafter
+from support.tiny import tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 
 from hf_dart.cli import main
 from hf_dart.hub.loading import PACKAGED_TARGET
@@ -50,7 +50,6 @@ OURS: dict[str, Make] = {
     "dart": saved(tiny_head),
     "eagle": saved(tiny_eagle_drafter),
     "diffusion": saved(tiny_diffusion_drafter),
-    "uno": saved(tiny_uno_drafter),
 }
 PUBLISHED: dict[str, Make] = {
     "DART's code": original_dart,

@@ -92,7 +92,6 @@ NOT_RUN = {
     "hf-dart train": "tests/training and test_training run recipes; their options are read here",
     "hf-dart generate --head runs/head/final": "uses what training left",
     "hf-dart convert runs/head/final": "likewise: tests/interop/test_vllm.py converts",
-    "hf-dart generate --target Qwen/Qwen3-8B --head runs/uno/final": "likewise: tests/drafters/test_uno.py drafts",
     "hf-dart bench": "takes minutes: tests/bench runs it; its options are read here",
     "python examples/experiments/drafts.py": "takes minutes",
     "hf-dart audit": "likewise",

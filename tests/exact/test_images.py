@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import partial, wraps
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,6 @@ from support.tiny import (
     tiny_diffusion_drafter,
     tiny_eagle_drafter,
     tiny_head,
-    tiny_uno_drafter,
 )
 from support.turns import taken_up  # noqa: F401
 from surveys.sights_of_classes import examine, seeing_classes
@@ -118,7 +117,6 @@ DRAFTERS = [
     tiny_eagle_drafter,
     tiny_diffusion_drafter,
     small_model,
-    partial(tiny_uno_drafter, mask_token_id=2),
 ]
 
 

@@ -73,7 +73,7 @@ def test_modes(place: Place, family: str, size: int) -> None:
             assert stats.tau > 1.3
 
 
-@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter, tiny.tiny_uno_drafter])
+@pytest.mark.parametrize("make", [tiny_head, tiny_eagle_drafter, tiny.tiny_diffusion_drafter])
 @PLACES
 def test_drafters(place: Place, make: Callable[[Any], Any]) -> None:
     target = tiny_target("qwen3", dtype=torch.float32)

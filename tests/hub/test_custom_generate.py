@@ -19,7 +19,6 @@ from support.tiny import (
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
-    tiny_uno_drafter,
 )
 from transformers import AutoModelForCausalLM
 
@@ -109,7 +108,7 @@ def test_a_saved_folder_drafts_in_a_fresh_process_without_the_network(tmp_path: 
     assert len(done.stdout.splitlines()) == len(folders)
 
 
-@pytest.mark.parametrize("made", [tiny_head, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_uno_drafter])
+@pytest.mark.parametrize("made", [tiny_head, tiny_diffusion_drafter, tiny_eagle_drafter])
 def test_a_folder_of_every_kind(made: Any, tmp_path: Path) -> None:
     target = tiny_target("llama")
     made(target).save_pretrained(tmp_path)

@@ -37,7 +37,6 @@ from support.tiny import (
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
-    tiny_uno_drafter,
 )
 from transformers import AttentionInterface, DynamicCache, StaticCache
 
@@ -186,7 +185,7 @@ def test_drafters_with_attention_of_their_own() -> None:
     """Models and LoRAs that draft by masks, too."""
     with loaded("llama", OWN) as (target, _):
         small = set_attention(tiny_target("llama", seed=1), OWN)
-        drafters = [tiny_eagle_drafter(target), tiny_diffusion_drafter(target), tiny_uno_drafter(target)]
+        drafters = [tiny_eagle_drafter(target), tiny_diffusion_drafter(target)]
         for drafter in (*drafters, LanguageModelDrafter(small, target)):
             assert_identical(target, drafter, batch(4, "sdpa"), **GREEDY)
 

@@ -19,7 +19,6 @@ from support.tiny import (
     tiny_eagle_drafter,
     tiny_head,
     tiny_target,
-    tiny_uno_drafter,
 )
 
 _DYNAMIC = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
@@ -59,7 +58,7 @@ HEADS: dict[str, dict[str, Any]] = {
     "editor": {"editor": True},
     "draft vocabulary": {"draft_vocabulary": range(2, 40)},
 }
-OTHERS = ["lookup", "diffusion", "eagle", "language model", "uno"]
+OTHERS = ["lookup", "diffusion", "eagle", "language model"]
 DRAFTERS = [*HEADS, *OTHERS, *["replay"] * 60, *["hostile"] * 3]
 
 # ---- what users put into GenerationConfig: how often, and which values -----------------------------------
@@ -274,8 +273,8 @@ def made_drafter(name: str, attention: str, weights: int, kind: str) -> Any:
         return LookupDrafter()
     if kind == "language model":
         return LanguageModelDrafter(tiny_target("qwen3", num_hidden_layers=1), target)
-    makers = {"diffusion": tiny_diffusion_drafter, "eagle": tiny_eagle_drafter, "uno": tiny_uno_drafter}
-    if kind in makers and (kind, name) != ("uno", "gpt2"):  # whose modules are not called linear
+    makers = {"diffusion": tiny_diffusion_drafter, "eagle": tiny_eagle_drafter}
+    if kind in makers:
         return makers[kind](target)
     return tiny_head(target, **HEADS.get(kind, {}))
 

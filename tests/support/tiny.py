@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from hf_dart import DartHead, TreeConfig
@@ -19,7 +19,6 @@ from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.diffusion.drafter import DiffusionDrafter
 from hf_dart.drafters.eagle.drafter import EagleDrafter
 from hf_dart.drafters.proposal import Proposal
-from hf_dart.drafters.uno.drafter import UnoDrafter
 from hf_dart.models import trial as probe
 from support.families import EXPERTS_IN_A_LOOP, FAMILIES, HYBRIDS, OTHERS, PAD, REFUSED, WITHOUT_ATTENTION
 from support.families import VOCABULARY as VOCABULARY
@@ -72,19 +71,6 @@ def tiny_eagle_drafter(target: Any, **config: Any) -> EagleDrafter:
     fields: dict[str, Any] = {"draft_length": 5, "feature_layers": [0, 1, 2], "initializer_range": 0.3, "beam": 3}
     fields["tree"] = {"nodes": 8}
     return EagleDrafter.from_target(target, **{**fields, **config})
-
-
-def tiny_uno_drafter(target: Any, **config: Any) -> UnoDrafter:
-    """A random LoRA on a tiny target; on all that is linear where that is called as it is nowhere else."""
-    usual = any(name.endswith((".q_proj", ".kv_b_proj")) for name, _ in target.named_modules())
-    linear = sorted({name.rpartition(".")[2] for name, part in target.named_modules() if isinstance(part, nn.Linear)})
-    others = {} if usual else {"target_modules": [name for name in linear if name not in ("lm_head", "embed_out")]}
-    drafter = UnoDrafter.from_target(target, **{"mask_token_id": VOCABULARY - 1, "rank": 4, **others, **config})
-    generator = torch.Generator().manual_seed(0)
-    with torch.no_grad():
-        for weight in drafter.lora.parameters():
-            weight.copy_(0.2 * torch.randn(weight.shape, generator=generator, dtype=weight.dtype))
-    return drafter
 
 
 def nearly(target: Any, noise: float = 0.02, seed: int = 0) -> Any:

@@ -70,4 +70,4 @@ def test_help_names_the_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(name in shown for name in ("--train_data", "--revealed_share", "--denoise_steps"))
     assert "--selector_rank" not in shown
     assert main(["train", "--drafter=ngram", "--output_dir", "runs"]) == 2
-    assert "drafter is 'ngram'; give one of dart, edit, diffusion, eagle, uno." in capsys.readouterr().err
+    assert "drafter is 'ngram'; give one of dart, edit, diffusion, eagle." in capsys.readouterr().err

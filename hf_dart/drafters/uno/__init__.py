@@ -1,1 +1,0 @@
-"""The target drafts for itself: through a LoRA, a block of masked tokens in one pass."""
