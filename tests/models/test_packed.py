@@ -7,11 +7,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from support.attention_kernels import attends_to_trees
 from support.tiny import tiny_target
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from hf_dart.drafters.layers import attend
-from hf_dart.models.attention import TreeAttention, attends_to_trees
+from hf_dart.models.attention import TreeAttention
 from hf_dart.models.packed import attend_in_groups, packed_attention
 
 
