@@ -26,7 +26,7 @@ from hf_dart.drafters.proposal import Proposal
 from hf_dart.models.devices import host_by_default
 from hf_dart.models.features import features_request, gather_features
 from hf_dart.models.positions import position_limit
-from hf_dart.models.stock_steps import beside_text, cache_name
+from hf_dart.models.stock_steps import cache_name, extra_inputs
 from hf_dart.models.support import refuse_cache, refuse_target
 from hf_dart.trees.vocabulary import spread
 
@@ -247,7 +247,7 @@ def _refuse(
     refuse_options(model, config, input_ids, synced_gpus, kwargs)
     if getattr(config, "assistant_ensemble_weight", None) is not None:
         raise ValueError("assistant_ensemble_weight trades exactness for speed; leave it or custom_generate= out.")
-    cache, beside = refuse_cache(kwargs.get(cache_name(model))), beside_text(model, kwargs)
+    cache, extra = refuse_cache(kwargs.get(cache_name(model))), extra_inputs(model, kwargs)
     overshot = [type(one).__name__ for one in criteria if type(one) not in (MaxLengthCriteria, EosTokenCriteria)]
     disturbed = [type(one).__name__ for one in processors if type(one) in _KEEPS_STATE or not _is_stocks(one)]
     lengths = {one.max_length for one in criteria if type(one) is MaxLengthCriteria}
@@ -257,7 +257,7 @@ def _refuse(
     differs = {
         "runs one row at a time": len(input_ids) > 1,
         "needs token ids": kwargs.get("inputs_embeds") is not None,
-        f"does not hand on {' and '.join(beside)} as a plain call does": bool(beside),
+        f"does not hand on {' and '.join(extra)} as a plain call does": bool(extra),
         "cannot take back drafts from a running state or a static cache": model._is_stateful
         or isinstance(cache, StaticCache)
         or any(map(keeps_states, cache.layers)),

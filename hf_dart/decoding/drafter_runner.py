@@ -45,17 +45,17 @@ class DrafterRunner:
     keeps: bool
     pending: list[Verified] = field(default_factory=list)
 
-    def propose(self, seen: Verified, level: str, score: Score) -> Proposal | None:
+    def propose(self, seen: Verified, mode: str, score: Score) -> Proposal | None:
         """Return the next draft; None if the round is to have none, or there is none.
 
         Args:
             seen: the positions that the last round verified.
             score: how the tree will rank the drafter's candidates.
-            level: how this round is drafted, one of `pace.MODES`.
+            mode: how this round is drafted, one of `pace.MODES`.
         """
         if self.keeps:
             self.pending.append(seen)
-        if level == PAUSE:
+        if mode == PAUSE:
             return None
         features, next_tokens, counts = joined(self.pending)
         self.pending = []

@@ -19,9 +19,9 @@ from hf_dart.models.devices import users_default
 from hf_dart.models.features import features_request, gather_features, merged_embeddings
 from hf_dart.models.masks import MaskKind, layer_windows, mask_kinds
 from hf_dart.models.positions import refuse_shifted
-from hf_dart.models.stock_steps import beside_text, cache_after, next_inputs, position_shift
+from hf_dart.models.stock_steps import cache_after, extra_inputs, next_inputs, position_shift
 from hf_dart.models.support import refuse_cache, refuse_compressed
-from hf_dart.models.trial import refuse_what_matters
+from hf_dart.models.trial import refuse_extra_inputs
 
 # The first allocation of the key and value buffers reaches this far after the prompt; they double from there.
 _HEADROOM = 512
@@ -99,7 +99,7 @@ class PrefillRecorder:
     Attributes:
         width: how many positions the last chunk had.
         shift: `position_shift` of stock's first step after the prompt.
-        beside: what stock hands the target in that step that is not text.
+        extra_inputs: what stock hands the target in that step that is not text.
     """
 
     def __init__(
@@ -111,14 +111,14 @@ class PrefillRecorder:
         self._reads_embeddings = reads_embeddings
         self.width = 0
         self.shift: Tensor | None = None
-        self.beside: dict[str, Any] = {}
+        self.extra_inputs: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._target, name)
 
     def __call__(self, **inputs: Any) -> Any:
         merged = self._reads_embeddings and inputs.get("input_ids") is not None
-        merged = merged and bool(beside_text(self._target, inputs))
+        merged = merged and bool(extra_inputs(self._target, inputs))
         if not inputs.get("output_hidden_states"):
             inputs.update(features_request(sorted({*self._feature_layers, 0}) if merged else self._feature_layers))
         with users_default():
@@ -148,7 +148,7 @@ class PrefillRecorder:
         outputs = type(self._target)._prefill(self, input_ids, generation_config, model_kwargs)
         grown = torch.cat([input_ids, input_ids.new_zeros(len(input_ids), 1)], dim=1)  # by a token, whichever
         inputs, _ = next_inputs(self._target, grown, outputs, model_kwargs)
-        self.beside = {name: inputs[name] for name in beside_text(self._target, inputs)}
+        self.extra_inputs = {name: inputs[name] for name in extra_inputs(self._target, inputs)}
         self.shift = position_shift(self._target, inputs.get("position_ids"), pads, total)
         return outputs
 
@@ -195,7 +195,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
     """
     model, batch, layers = request.model, len(rows), request.drafter.feature_layers
     tail = request.prompt[:, request.cached - request.total :]
-    if request.sees and not tail.is_floating_point():
+    if request.multimodal and not tail.is_floating_point():
         # Ids of images may have no embedding: such models read another token there, until they put the image's.
         tail = torch.where(tail < model.get_input_embeddings().num_embeddings, tail, 0)
     pads = [max(pad - request.cached, 0) for pad in request.pads]
@@ -216,5 +216,5 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         windows = layer_windows(model, stock) if request.drafter.engine is None else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
-        refuse_what_matters(model, cache, kinds, recorder.shift, recorder.beside)
+        refuse_extra_inputs(model, cache, kinds, recorder.shift, recorder.extra_inputs)
     return Prefilled(outputs, recorder.width, last, recorder.shift, kinds, cache)

@@ -33,7 +33,7 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
         s.stats.trace.end(s.rows.steps)
     leave_generator(s, s.rows.steps)
     if s.request.returns_cache:
-        pending = [*s.drafter_runner.pending, s.seen, *_level_rows(s, sequences)]
+        pending = [*s.drafter_runner.pending, s.seen, *_even_out(s, sequences)]
         s.cache.write_back(s.rows.steps - 1)
         runner = s.drafter_runner
         leave(s.cache.stock, runner.drafter, runner.drafter_state, pending, s.request.first_slot, sequences.clone())
@@ -49,7 +49,7 @@ def result(s: Session) -> Tensor | DartGenerateOutput:
     )
 
 
-def _level_rows(s: Session, sequences: Tensor) -> Iterator[Verified]:
+def _even_out(s: Session, sequences: Tensor) -> Iterator[Verified]:
     """Bring every row to where stock's cache ends, one token short of `sequences` [B, P + T].
 
     Stock runs the pad tokens after a row's end through the model too; these are the positions that come out.

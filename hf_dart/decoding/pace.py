@@ -70,7 +70,7 @@ class PaceRecord:
         chances: [d] estimated chance that a draft is right up to each depth, where the copied text is not.
         counts: [d] drafts behind each of them, those that the prior counts for included.
         rounds: drafted in this mode.
-        added: running mean of what verifying their nodes cost beside copies.
+        added: running mean of what verifying their nodes cost more than copies.
         left, wait: rounds until a better mode is tried now, and after the next one that does not pay.
         pauses: since drafts last paid.
         drafted: rows of drafted rounds in all, and the tokens that they emitted.
@@ -263,7 +263,7 @@ class Pace:
         )
 
     def _cost_of_drafting(self) -> float:
-        """Cost of a draft and its nodes, beside what copies alone cost."""
+        """Cost of a draft and its nodes, above that of copies alone."""
         return self.cost(refined=self._record.mode != CHAIN).draft + max(self._record.added, 0.0)
 
     def _expected(self, copied: Copy, verified: int, deepest: int) -> float:

@@ -28,7 +28,7 @@ from hf_dart.models.masks import layer_windows
 from hf_dart.models.positions import refuse_crossing
 from hf_dart.models.processes import alone, is_shared, refuse_different_calls
 from hf_dart.models.running_states.mixers import takes_levels
-from hf_dart.models.stock_steps import beside_text, cache_name
+from hf_dart.models.stock_steps import cache_name, extra_inputs
 from hf_dart.models.support import drops_out, refuse_cache, refuse_target
 from hf_dart.models.trial import check_verification
 from hf_dart.trees.config import TreeConfig
@@ -66,7 +66,7 @@ class Request:
         total: slots of the prompts, the cached ones included.
         most: slots of the prompts and of all tokens that may be generated.
         max_length: tokens that a row may have, the P of `input_ids` included.
-        sees: there is more than text in it, as images and sounds are; of text in the cache it says nothing.
+        multimodal: the prompt has more than text, such as images or sounds; text in the cache does not count.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
@@ -86,7 +86,7 @@ class Request:
     total: int
     most: int
     max_length: int
-    sees: bool
+    multimodal: bool
     in_step: bool
     traced: bool
     timed: Collection[str]
@@ -209,7 +209,7 @@ def admit(
         total=total,
         most=most,
         max_length=max_length,
-        sees=bool(beside_text(model, model_kwargs)),
+        multimodal=bool(extra_inputs(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, streamer, generation_config),
         traced=bool(trace),
         timed=timed,

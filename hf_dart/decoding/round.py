@@ -14,7 +14,7 @@ def one_round(s: Session) -> None:
     """
     with s.stats.phase("draft"):
         budget = s.budget()
-        proposal = s.drafter_runner.propose(s.seen, budget.level, s.score)  # d distributions per row, or None
+        proposal = s.drafter_runner.propose(s.seen, budget.mode, s.score)  # d distributions per row, or None
     with s.stats.phase("grow"):
         tree = s.grow(proposal, budget)  # [B, N] nodes, the root first
     with s.stats.phase("verify"):

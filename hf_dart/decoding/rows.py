@@ -18,7 +18,7 @@ _ROOM = 512  # tokens after the prompt that there is room for at first
 
 def length_limit(stopping_criteria: Any, prompt_length: int) -> int:
     """Tokens that a row may have, its prompt of `prompt_length` included."""
-    # One of the user's own takes the place of stock's, which has the length of the config; subclasses stand beside it.
+    # A user's `MaxLengthCriteria` replaces the one that `generate` adds; subclasses are applied in addition.
     lengths = [criterion.max_length for criterion in stopping_criteria if type(criterion) is MaxLengthCriteria]
     # Whole tokens, as many as the criterion lets pass; stock too writes one at least.
     return max(math.ceil(min(*lengths, sys.maxsize)), prompt_length + 1)

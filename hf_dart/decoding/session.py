@@ -40,14 +40,14 @@ class Budget:
         deepest: deepest node of each row's tree: a path of k drafts emits k + 1 tokens.
         weights: of the rows' tokens (`pace.row_weights`).
         copies: what may be copied in each row.
-        level: how the round is drafted, one of `pace.MODES`.
+        mode: how the round is drafted, one of `pace.MODES`.
     """
 
     limits: list[int]
     deepest: list[int]
     weights: list[float]
     copies: list[Copy]
-    level: str
+    mode: str
 
 
 class HiddenStates:
@@ -106,9 +106,9 @@ class Session:
             return None
         return self.noise.gumbel([emitted + start for emitted in self.rows.emitted], depth)
 
-    def score(self, level: int, logits: Tensor) -> Tensor:
-        """Log-scores [B, W, V] of the logits [B, W, V] of depth `level`, as the tree will rank them."""
-        return self.grower.score(logits, self.noise_ahead(level, 1))
+    def score(self, depth: int, logits: Tensor) -> Tensor:
+        """Log-scores [B, W, V] of the logits [B, W, V] of `depth`, as the tree will rank them."""
+        return self.grower.score(logits, self.noise_ahead(depth, 1))
 
     def limits(self) -> list[int]:
         """Tokens that each row may emit in the coming round. Noise that no row needs any more is dropped."""
@@ -141,7 +141,7 @@ class Session:
         if proposal is None:
             return self.grower(None, None, budget.deepest, weights=budget.weights, ended=ended, copies=budget.copies)
         gumbel = self.noise_ahead(0, self.grower.depth)
-        chain = budget.level == CHAIN
+        chain = budget.mode == CHAIN
 
         def refine(tokens: Tensor) -> Proposal:
             return self.drafter_runner.refine(proposal, tokens).within(self.vocab_size)
@@ -153,9 +153,9 @@ class Session:
         """Note what came of a round: statistics, whether drafts pay, and what the call collects."""
         if self.hidden_states is not None:
             self.hidden_states.add(self.verify.hidden_states, accepted.path)
-        self.stats.count(accepted.counts, budget.limits, tree.size, budget.level)
+        self.stats.count(accepted.counts, budget.limits, tree.size, budget.mode)
         came = [text[len(text) - count :] for text, count in zip(self.rows.tokens, accepted.counts, strict=True)]
-        self.pace.count(budget.level, came, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
+        self.pace.count(budget.mode, came, budget.limits, tree.size, tree.max_depth, self.stats.seconds)
         if self.stats.trace is not None:
             self.stats.trace.add(tree, accepted, self.stats.seconds)
 
@@ -191,7 +191,7 @@ def begin(request: Request, streamer: Any, noise: NoiseStream | None) -> tuple[S
         with aside():
             state = resume_state(request.stock_cache, drafter, request.input_ids, request.first_slot, request.pads)
             state = state or begun(request, rows)
-            state.sees |= request.sees
+            state.multimodal |= request.multimodal
             ran = read_prompt(request, rows, state)
         hidden_states = None
         if request.collects("output_hidden_states"):

@@ -69,19 +69,19 @@ class DraftStats:
         finally:
             self._spend(name, perf_counter() - start)
 
-    def count(self, emitted: list[int], limits: list[int], nodes: int, level: str = "tree") -> None:
+    def count(self, emitted: list[int], limits: list[int], nodes: int, mode: str = "tree") -> None:
         """Add one round to the counts.
 
         Args:
             emitted: tokens that each row committed; all but the last of them were drafted.
             limits: what each could have committed; rows with 0 took no part.
             nodes: size of the tree, its root included.
-            level: how it was drafted, one of `pace.MODES`.
+            mode: how it was drafted, one of `pace.MODES`.
         """
         self.rounds += 1
         self.plain_rounds += nodes == 1
-        self.chain_rounds += level == "chain"
-        self.paused_rounds += level == "pause"
+        self.chain_rounds += mode == "chain"
+        self.paused_rounds += mode == "pause"
         self.committed.append(emitted)
         for tokens, limit in zip(emitted, limits, strict=True):
             if limit == 0:

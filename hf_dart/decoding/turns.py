@@ -27,13 +27,13 @@ class DrafterState:
         state: as the drafter's `begin` returned it.
         start: slot of the first position that it took in; a prefix that lay in the cache already was left out.
         pads: left padding of each row.
-        sees: is there more in the text than its tokens say, as images are?
+        multimodal: the text has more in it than its tokens say, such as images.
     """
 
     state: Any
     start: int
     pads: list[int]
-    sees: bool = False
+    multimodal: bool = False
 
     def lengths(self, slots: int) -> Tensor:
         """[B] positions that the state has taken in when it covers that many slots."""
@@ -90,7 +90,7 @@ def resume_state(
     if not torch.equal(tokens, input_ids[:, known - first : cached + 1 - first]):
         return None
     # Where not all tokens can be compared, or they do not tell all, the cache has to be the very one that was left.
-    if (known > 0 or left.state.sees) and (left.keys is None or left.keys() is not _first_layer(cache).keys):
+    if (known > 0 or left.state.multimodal) and (left.keys is None or left.keys() is not _first_layer(cache).keys):
         return None
     fits = drafter.resume(left.state.state, left.pending, left.state.lengths(cached))
     return left.state if fits else None

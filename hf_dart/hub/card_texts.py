@@ -106,7 +106,7 @@ DFLASH = CardTexts(
     "a DFlash drafter",
     "drafter",
     "dflash",
-    "A [DFlash](https://arxiv.org/abs/2602.06036) drafter, or a relative of it,",
+    "A [DFlash](https://arxiv.org/abs/2602.06036) drafter, or a variant of it,",
     _dflash_rows,
     bibtex("dflash2026", "DFlash: Block Diffusion for Flash Speculative Decoding", 2026, "2602.06036"),
 )

@@ -1,4 +1,4 @@
-"""Readers of published DFlash drafters and their relatives: the formats that their config.json comes in.
+"""Readers of published DFlash drafters and their variants: the formats that their config.json comes in.
 
 z-lab's (`architectures: ["DFlashDraftModel"]`, a Qwen3 config with a `dflash_config` inside), that of transformers'
 assistants (`model_type: "muse_glimmer_assistant"`) and that of speculators (`speculators_model_type`). They differ in
@@ -120,8 +120,8 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
     reach = None if window is None else window - 1
     cap = at["final_logit_softcapping"]
     bounded = "final_logit_softcapping" in cap and cap.number("final_logit_softcapping", positive=False) > 0
-    relative = _relative(_architecture(content) or "dflash", at, backbone)
-    least = 1 if relative["anchor_predicts"] else 2
+    variant = _variant_fields(_architecture(content) or "dflash", at, backbone)
+    least = 1 if variant["anchor_predicts"] else 2
     config = dict[str, Any](
         layers=tuple((slides if causal is None else causal, reach if slides else None) for slides in sliding),
         num_target_layers=target_layers,
@@ -129,7 +129,7 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
         embedding_scale=at["input_embedding_scale"].number("input_embedding_scale", 1.0),
         logit_scale=at["output_multiplier"].number("output_multiplier", 1.0),
         logit_cap=cap.number("final_logit_softcapping") if bounded else None,
-        **relative,
+        **variant,
         **_common(at["block_size"], at["mask_token_id"], at["target_layer_ids"], backbone, target_layers, least),
     )
     inner.finish()
@@ -137,7 +137,7 @@ def _read_zlab(fields: Fields, content: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def _relative(kind: str, at: Mapping[str, Fields], backbone: Qwen3Config) -> dict[str, Any]:
+def _variant_fields(kind: str, at: Mapping[str, Fields], backbone: Qwen3Config) -> dict[str, Any]:
     """Read the fields that only DFlash2 or DSpark have; fields of the other variants are rejected.
 
     Args:
@@ -191,11 +191,11 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
     scored = fields.integer("draft_vocab_size", 1, vocabulary, vocabulary)
     if (width := fields.integer("target_hidden_size", 1, _MANY, backbone.hidden_size)) != backbone.hidden_size:
         raise fields.wrong("target_hidden_size", width, f"the drafter's own hidden_size, {backbone.hidden_size}")
-    relative = _relative(kind, dict.fromkeys((*_DFLASH2, *_DSPARK), fields), backbone)
+    variant = _variant_fields(kind, dict.fromkeys((*_DFLASH2, *_DSPARK), fields), backbone)
     whole = scored == vocabulary
     config = dict[str, Any](
         **{
-            **relative,
+            **variant,
             "ignored": ("confidence_head.", "embed_tokens.", "verifier_", *(["lm_head."] if whole else [])),
         },
         layers=tuple((slides and not both_ways, window if slides else None) for slides in sliding),
@@ -206,7 +206,7 @@ def _read_speculators(fields: Fields) -> dict[str, Any]:
         embedding_scale=1.0,
         logit_scale=1.0,
         logit_cap=None,
-        block_size=fields.integer("block_size", 1 if relative["anchor_predicts"] else 2, _MOST_SLOTS),
+        block_size=fields.integer("block_size", 1 if variant["anchor_predicts"] else 2, _MOST_SLOTS),
         mask_token_id=fields.integer("mask_token_id", 0, _MANY),
         # Counted as `hidden_states`, the last of which is normed in transformers and not there.
         before_norm=True,

@@ -32,7 +32,7 @@ def rounding_of(model: PreTrainedModel) -> torch.dtype:
 
 
 def refuse_shared_scales(model: PreTrainedModel) -> None:
-    """Raise where what a module computes for a token vanishes beside tokens of much larger numbers.
+    """Raise where a module's output for a token vanishes next to tokens of much larger numbers.
 
     Raises:
         ValueError: the message names the kind of module.
@@ -43,10 +43,10 @@ def refuse_shared_scales(model: PreTrainedModel) -> None:
         quiet, loud = (-8, 12) if x.dtype == torch.float16 else (0, 40)
         x = x * 2.0**quiet
         alone = _run(part, x)
-        beside = _run(part, torch.cat([x[:, :1], x[:, 1:] * 2.0 ** (loud - quiet)], dim=1))
-        if alone is None or beside is None:
+        together = _run(part, torch.cat([x[:, :1], x[:, 1:] * 2.0 ** (loud - quiet)], dim=1))
+        if alone is None or together is None:
             continue
-        (change,) = highest(model, difference(beside[:, :1], alone[:, :1]))
+        (change,) = highest(model, difference(together[:, :1], alone[:, :1]))
         if not change <= allowance(torch.bfloat16):
             raise ValueError(
                 f"{type(model).__name__} rounds activations by the largest of all tokens that its "

@@ -96,7 +96,7 @@ def position_shift(target: PreTrainedModel, position_ids: Tensor | None, pads: l
     return shift if shift.ndim > 1 or bool(shift.any()) else None
 
 
-def beside_text(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
+def extra_inputs(target: PreTrainedModel, inputs: Mapping[str, Any]) -> list[str]:
     """Return the keyword arguments of a forward that say more than text: images, sounds, and marks of their tokens."""
     multimodal = target.config.get_text_config(decoder=True) is not target.config
 

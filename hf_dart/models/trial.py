@@ -64,7 +64,7 @@ _LOUDEST = 64.0
 _TRIES = 3
 
 # Left padding of the rows of a trial: one row, a batch, a padded batch.
-_ONE, _LEVEL, _PADDED = (0,), (0, 0), (0, 3)
+_ONE, _UNPADDED, _PADDED = (0,), (0, 0), (0, 3)
 
 _Case = tuple[Any, ...]
 # Models, and up to how many slots each was found right in this process, as it was then.
@@ -133,7 +133,7 @@ def check_verification(
         ValueError: the target computes something else for a tree; it is not supported, or not with such rows.
     """
     refuse_target(model)
-    pads = _ONE if rows == 1 and not padded else _PADDED if padded else _LEVEL
+    pads = _ONE if rows == 1 and not padded else _PADDED if padded else _UNPADDED
     case = (*identity(model), pads)
     passed = _passed.setdefault(model, {})
     table = position_limit(model)[0] + 1
@@ -353,10 +353,10 @@ class _Trial:
 # ---- a step of stock's that is handed more than text ----------------------------------------------------------
 
 
-def refuse_what_matters(
-    target: PreTrainedModel, cache: TargetCache, kinds: list[MaskKind], shift: Tensor | None, beside: Mapping[str, Any]
+def refuse_extra_inputs(
+    target: PreTrainedModel, cache: TargetCache, kinds: list[MaskKind], shift: Tensor | None, extra: Mapping[str, Any]
 ) -> None:
-    """Raise where a token after the prompt has other logits with what stock hands on beside text than without.
+    """Raise where inputs that stock passes on besides text change the logits of a token after the prompt.
 
     PaliGemma's processor marks the tokens of the prompt, and stock goes on marking those that it generates, which
     nothing looks at; of Qwen2.5-Omni stock keeps the mask of a sound that the prefill has read. GPT-2 has embeddings of
@@ -367,17 +367,17 @@ def refuse_what_matters(
         cache: after the prefill; it is left as it was.
         kinds: `mask_kinds` of it.
         shift: [..., B] of `position_shift`.
-        beside: those inputs of stock's step after the prompt that are not text (`beside_text`).
+        extra: those inputs of stock's step after the prompt that are not text (`stock_steps.extra_inputs`).
 
     Raises:
         ValueError: the message names them.
     """
-    if not beside:
+    if not extra:
         return
     batch, logits = len(cache.lengths), []
-    for handed in ({}, beside):
+    for handed in ({}, extra):
         verify = Verifier(target, cache, kinds, [], shift=shift)
-        verify.beside = handed
+        verify.extra_inputs = handed
         cache.prepare(1)
         roots = cache.lengths - 1  # at the end of the text, where the position table cannot end yet
         root = DraftTree.chain(torch.zeros(batch, 1, dtype=torch.long, device=target.device))
@@ -385,7 +385,7 @@ def refuse_what_matters(
         cache.commit(torch.zeros(batch, 1, dtype=torch.long), [0] * batch)
     if not torch.equal(*logits):
         raise ValueError(
-            f"{type(target).__name__} is handed more than text with every token ({', '.join(beside)}), and drafts are "
+            f"{type(target).__name__} is handed more than text with every token ({', '.join(extra)}), and drafts are "
             "not verified with it; leave it out, or leave assistant= out."
         )
 

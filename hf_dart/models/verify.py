@@ -43,7 +43,7 @@ class Verifier:
 
     Attributes:
         attention: what it verifies by.
-        beside: handed to the target besides the usual arguments.
+        extra_inputs: arguments of the target besides the usual ones, such as token types.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Verifier:
         self.feature_layers = feature_layers
         self.hidden_states: tuple[Tensor, ...] = ()
         self.shift = shift
-        self.beside: Mapping[str, Any] = {}
+        self.extra_inputs: Mapping[str, Any] = {}
         self._keep_hidden_states = keep_hidden_states
         self._takes_positions, self._cache_name = takes_positions(target), cache_name(target)
         self._device = device_of(target.get_input_embeddings())
@@ -152,7 +152,7 @@ class Verifier:
         if self.shift is not None:
             at = positions + self.shift[..., None].to(positions.device)
         masks: Any = self.masks(tree, positions) if masked else self._plain_masks()
-        inputs: dict[str, Any] = dict(self.beside)
+        inputs: dict[str, Any] = dict(self.extra_inputs)
         if self._takes_positions:
             inputs["position_ids"] = at
         keep = self._keep_hidden_states
@@ -180,7 +180,7 @@ class Verifier:
         """
         dtype = self.target.dtype
         # Half of the least number: kernels that take exp2 multiply by log2(e), and -inf of a row that sees nothing in
-        # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 beside any score.
+        # one block of keys would become NaN. It is as good as hidden: exp() of it is 0 next to any score.
         hidden = torch.finfo(dtype).min / 2
         masks: dict[str, Any] = {}
         for kind in self.kinds:

@@ -2,7 +2,7 @@
 
 The idea is prompt lookup decoding (Saxena, 2023; stock's `prompt_lookup_num_tokens`). There the copied chain is the
 whole draft; here its tokens compete with the drafter's for places in the tree, by how often copies of that match length
-have come true in this very call.
+were accepted in this very call.
 """
 
 from __future__ import annotations

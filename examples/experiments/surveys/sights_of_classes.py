@@ -28,7 +28,7 @@ from torch import Tensor
 from transformers.models.auto import modeling_auto
 
 from hf_dart import attach
-from hf_dart.models.stock_steps import beside_text
+from hf_dart.models.stock_steps import extra_inputs
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES",
@@ -271,7 +271,7 @@ def _examined(name: str, model: Any, inputs: dict[str, Tensor], tokens: int) -> 
         return Seen(name, "crash" if told is None else "refused", told or shortened(repr(failure)))
     same = torch.equal(stock.sequences, ours.sequences) and torch.equal(drawn.sequences, drafted.sequences)
     same = same and torch.equal(drawn.state, drafted.state)
-    sees = ", ".join(f"{key} {list(inputs[key].shape)}" for key in beside_text(model, inputs) if "type" not in key)
+    sees = ", ".join(f"{key} {list(inputs[key].shape)}" for key in extra_inputs(model, inputs) if "type" not in key)
     return Seen(name, "exact" if same else "wrong", sees, known.last_stats.tau)
 
 

@@ -1,4 +1,4 @@
-"""`DFlashConfig`: a published DFlash drafter, or a relative of it; `DFlashShape`: what its config.json says."""
+"""`DFlashConfig`: a published DFlash drafter, or a variant of it; `DFlashShape`: what its config.json says."""
 
 from __future__ import annotations
 

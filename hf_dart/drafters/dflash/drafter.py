@@ -47,7 +47,7 @@ _PER_TOKEN = {"lm_head.weight", "selector.markov_w2.weight", "selector.successor
 
 @register("dflash", config=DFlashConfig, card=card_texts.DFLASH, reads=dflash_format)
 class DFlashDrafter(DFlashModel):
-    """A published DFlash drafter (arXiv 2602.06036) or a relative of it: DFlash2, DSpark, JetSpec.
+    """A published DFlash drafter (arXiv 2602.06036) or a variant of it: DFlash2, DSpark, JetSpec.
 
     `DFlashDrafter.from_pretrained("z-lab/Qwen3-8B-DFlash-b16", target=model)` loads one. It drafts block_size - 1
     tokens in one pass (DSpark: block_size), as a chain or a tree (`tree_config`).
