@@ -39,7 +39,7 @@ from transformers import (
 )
 
 from hf_dart import TreeConfig, attach
-from hf_dart.decoding import prefill
+from hf_dart.decoding import feed
 from hf_dart.drafters.proposal import Proposal
 
 TOKENS = 20
@@ -434,9 +434,9 @@ def test_a_prompt_is_fed_in_pieces(make: Any, fields: dict[str, Any], monkeypatc
     )
     states = [drafter.begin(3, 40) for _ in range(2)]
     for size, state in zip((2048, 5), states, strict=True):
-        monkeypatch.setattr(prefill, "AT_ONCE", size)
+        monkeypatch.setattr(feed, "AT_ONCE", size)
         with torch.no_grad():
-            prefill.PromptFeed(drafter, state, prompt, pads)(features)
+            feed.PromptFeed(drafter, state, prompt, pads)(features)
     assert widths == [22, 5, 5, 5, 5, 2]
     assert torch.equal(*(state.lengths for state in states))
     for index in range(len(states[0].store.specs)):
