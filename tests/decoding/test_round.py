@@ -19,7 +19,7 @@ from hf_dart.decoding.session import Session
 
 LIBRARY = Path(hf_dart.__file__).parent
 LIST = Path(__file__).parents[2] / "CONTRIBUTING.md"
-MOST = 36
+MOST = 34
 """Files that a round enters; it goes down when one is merged into another, and is to come to 22."""
 
 
@@ -64,5 +64,6 @@ def test_the_files_of_a_round(entered: list[set[str]]) -> None:
     listed = re.findall(r"\]\(hf_dart/([\w/]+\.py)\)", steps[0])
     assert len(listed) == len(set(listed))
     print(f"A round enters {len(steady)} files of hf_dart.")
-    assert sorted(listed) == sorted(steady)
+    assert set(listed) - steady == set(), "listed in CONTRIBUTING.md, and not entered"
+    assert steady - set(listed) == set(), "entered, and not listed in CONTRIBUTING.md"
     assert len(steady) <= MOST
