@@ -11,6 +11,7 @@ from support.caches import prefill
 from support.cases import batch
 from support.compare import assert_identical, run, tally
 from support.engines import counting, engine
+from support.families import needs_running_states
 from support.tiny import prompts, tiny_head, tiny_target
 from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
@@ -19,6 +20,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.target_cache import TargetCache
 from hf_dart.decoding.drafter_runner import DrafterRunner
 from hf_dart.decoding.pace import PAUSE
+from hf_dart.engine.memory import Memory
 from hf_dart.engine.parts import CapturedDraft, CapturedForward
 
 pytestmark = pytest.mark.filterwarnings("error:This call runs uncompiled")
@@ -93,6 +95,28 @@ def test_rows_go_back_to_their_places() -> None:
     assert torch.equal(cache.store.buffer(0)[1, :, :4], before[1, :, :4])
     assert (cache.store.buffer(0)[0, :, :2] == 0).all()
     assert (cache.store.buffer(0)[2, :, :6] == 1).all()
+
+
+@needs_running_states
+def test_seats_are_filled_by_any_rows() -> None:
+    """Rows 2 and 0 of three take two seats: their lengths, entries and running states; and go back."""
+    cache = TargetCache(prefill(tiny_target("lfm2"), prompts([4, 6, 5])), [2, 0, 1], 8, keep=True)
+    seats = cache.as_fixed(2, 16, 8, torch.device("cpu"), Memory().of)
+    rows = [2, 0]
+    seats.load(cache, rows)
+    assert seats.lengths.tolist() == seats.entries.counted.tolist() == [5, 4]
+    for seat, row in enumerate(rows):
+        held, given = (part.entries.store.buffer(0) for part in (seats, cache))
+        length = int(cache.lengths[row])
+        assert torch.equal(held[seat, :, :length], given[row, :, :length])
+        for slot, state in cache.states.committed.items():
+            assert torch.equal(seats.states.committed[slot][seat], state[row])
+            seats.states.committed[slot][seat] = row
+    before = dict(cache.states.committed)
+    cache.take_in(seats, rows)
+    for slot, state in cache.states.committed.items():
+        assert torch.equal(state[1], before[slot][1])
+        assert all((state[row] == row).all() for row in rows)
 
 
 def test_a_cache_that_is_kept() -> None:
