@@ -31,20 +31,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LISTED = ROOT / "tests" / "mutants.toml"
-_ENGINE = [
-    "engine/test_follow.py",
-    "engine/test_engine_walk.py",
-    "engine/test_engine_reuse.py",
-    "engine/test_engine_exact.py",
-    "engine/test_engine_ended.py",
-    "engine/test_engine_budget.py",
-]
+_PARTS = ["engine/test_tier.py", "engine/test_engine.py", "engine/test_fixed_states.py"]
 _CACHES = ["cache/test_tree_caches.py", "decoding/test_turns.py", "decoding/test_interruption.py"]
 # The tests of each module's room, the quick ones first.
 ROOMS = {
     "decoding/walk.py": [
         "decoding/test_walk.py",
-        "engine/test_follow.py",
         "decoding/test_rows.py",
         "exact/test_exact.py",
         "exact/test_options.py",
@@ -67,17 +59,16 @@ ROOMS = {
         "exact/test_options.py",
         "decoding/test_interruption.py",
     ],
-    "cache/ragged.py": _CACHES,
-    "cache/aligned.py": _CACHES,
-    "cache/windows.py": ["cache/test_tree_caches.py", "decoding/test_turns.py"],
+    "cache/slot_cache.py": [*_CACHES, "engine/test_tier.py"],
+    "cache/target_cache.py": [*_CACHES, "engine/test_tier.py", "models/test_running_states.py"],
     "cache/slots.py": [
         "cache/test_tree_caches.py",
         "decoding/test_turns.py",
         "exact/test_options.py",
-        "engine/test_engine_reuse.py",
+        "engine/test_tier.py",
     ],
-    "engine/fixed_round.py": _ENGINE,
-    "engine/processing.py": _ENGINE,
+    "engine/parts.py": _PARTS,
+    "engine/tier.py": _PARTS,
 }
 COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,

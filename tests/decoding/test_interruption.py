@@ -15,11 +15,13 @@ from support.cases import replay
 from support.compare import assert_identical, run
 from support.engines import engine
 from support.interruptions import (
+    GREEDY,
     SAMPLED,
     Broken,
     FailingCriterion,
     Listener,
     assert_goes_on,
+    assert_holds_a_prefix,
     interrupt,
     used,
 )
@@ -165,6 +167,20 @@ def test_what_the_user_passed_fails(pair: tuple[Any, DartHead], what: str, lengt
         assert heard[0] == heard[1] == heard[2]
     assert (snapshot(target), [weight.sum().item() for weight in head.parameters()]) == before
     assert_identical(target, head, inputs, **SAMPLED)
+
+
+def test_a_row_has_ended_before(pair: tuple[Any, DartHead]) -> None:
+    """The cache holds as much as that row has committed, though the others are further."""
+    target, head = pair
+    inputs = prompts(RAGGED)
+    slots = inputs["input_ids"].shape[1]
+    text = run(target, inputs, 0, **GREEDY).sequences
+    options = {**GREEDY, "eos_token_id": int(text[0, slots + 4]), "pad_token_id": 0}
+    text = run(target, inputs, 0, **options).sequences
+    cache = DynamicCache(config=target.config)
+    with pytest.raises(Broken):
+        run(target, inputs, 0, past_key_values=cache, streamer=FailingListener(9), assistant=head, **options)
+    assert assert_holds_a_prefix(target, cache, inputs, text) == slots + 4
 
 
 @pytest.mark.filterwarnings("error::UserWarning")
