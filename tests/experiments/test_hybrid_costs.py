@@ -18,21 +18,6 @@ def test_the_page_is_of_its_json() -> None:
     assert table.strip().splitlines() == made.table(found)
 
 
-def test_a_level_and_its_state_are_measured() -> None:
-    made = experiment("hybrid_costs")
-    made._ALL |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4}
-    found = made.measured("falcon_h1", rounds=1, repeats=1)
-    assert found["level_cost"] is not None
-    assert found["state_bytes"] > 0
-    assert [size for size, _ in found["verify_costs"]] == list(made.SIZES)
-
-
-def test_nothing_is_known_of_levels_where_none_is_computed_alone() -> None:
-    made = experiment("hybrid_costs")
-    made._ALL |= {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "head_dim": 8, "num_attention_heads": 4}
-    assert "level_cost" not in made.measured("qwen3_5_text", rounds=1, repeats=1)
-
-
 def test_the_page_of_forms_is_of_its_json() -> None:
     made, folder = experiment("tree_forms"), ROOT / "model_cards" / "hybrid_costs"
     found = json.loads((folder / "forms.json").read_text())
