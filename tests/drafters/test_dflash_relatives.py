@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.attacks import changed, damaged, seeds, survives
 from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, tally
 from support.eagle3 import reordered
@@ -123,20 +122,6 @@ def test_saved_in_our_format_and_pushed(target: Any, tmp_path: Path, name: str) 
     (tmp_path / "ours" / "config.json").write_text(json.dumps({**content, "published": {"model_type": "dart_dflash"}}))
     with pytest.raises(ValueError, match="architectures"):
         load_drafter(str(tmp_path / "ours"), target=target)
-
-
-@pytest.mark.parametrize("part", seeds(16, 600))
-@pytest.mark.parametrize("name", ["DFlash2", "speculators' DSpark"])
-def test_files_under_attack(target: Any, tmp_path: Path, name: str, part: range) -> None:
-    folder = relative(tmp_path, target, name)
-    config, weights = json.loads((tmp_path / "config.json").read_text()), (tmp_path / "model.safetensors").read_bytes()
-    for seed in part:
-        (tmp_path / "config.json").write_text(changed(config, seed), encoding="latin1")
-        survives(lambda: load_drafter(folder, target=target))
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    for seed in part:
-        (tmp_path / "model.safetensors").write_bytes(damaged(weights, seed))
-        survives(lambda: load_drafter(folder, target=target))
 
 
 def test_a_last_layer_before_the_norm_is_refused(target: Any, tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from support.attacks import changed, damaged, seeds, survives
 from support.cases import MODES
 from support.compare import assert_identical, tally
 from support.eagle3 import reordered
@@ -212,23 +211,3 @@ def test_targets_that_it_was_not_made_for(target: Any, tmp_path: Path) -> None:
         other = tiny_target("qwen3", **{"num_hidden_layers": 8, **config})
         refused(lambda other=other: load(path, other), words)
         assert "generate" not in vars(other)
-
-
-@pytest.mark.parametrize("part", seeds(30, 1100))
-def test_configs_under_attack(target: Any, tmp_path: Path, part: range) -> None:
-    config = original_config(target, draft_vocab_size=30)
-    path = Path(save(tmp_path, config, original_tensors(config)))
-    read = 0
-    for seed in part:
-        (path / "config.json").write_text(changed(config, seed), encoding="latin1")
-        read += survives(lambda: DartHead.from_pretrained(str(path), target=target))
-    assert 0 < read < len(part)
-
-
-@pytest.mark.parametrize("part", seeds(30, 1100))
-def test_weights_under_attack(target: Any, tmp_path: Path, part: range) -> None:
-    path = Path(original_checkpoint(tmp_path, target, draft_vocab_size=30))
-    content = (path / "model.safetensors").read_bytes()
-    for seed in part:
-        (path / "model.safetensors").write_bytes(damaged(content, seed))
-        survives(lambda: DartHead.from_pretrained(str(path), target=target))
