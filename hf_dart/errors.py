@@ -18,7 +18,7 @@ LEAST_TEMPERATURE = 1e-6
 
 
 class UserError(Exception):
-    """Something that the caller of a command can fix; the message is one sentence."""
+    """Error that the caller of a command can fix; the message is one sentence."""
 
 
 def sentence(error: BaseException) -> str:

@@ -32,7 +32,7 @@ _MODES = ("greedy", "sampled, T=1")
 
 
 class _SampleWhenGreedy(LogitsProcessor):
-    """Makes a greedy run draw each row's tokens with the noise that a sampled run of that row alone has.
+    """Processor that makes a greedy run draw each row's tokens with the noise that a sampled run of that row alone has.
 
     `torch.multinomial(p, 1)` is argmax(p / E), E ~ Exp(1); a sampled batch gives every row other noise, so
     that it says nothing about the same prompts alone.

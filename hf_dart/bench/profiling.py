@@ -51,7 +51,7 @@ class Profile:
 
 
 class _AnyDraft(LookupDrafter):
-    """Stands in for a drafter of copied text, which has nothing to fill a tree of a given size with."""
+    """Placeholder for a drafter of copied text, which has nothing to fill a tree of a given size with."""
 
     def __init__(self, vocabulary: int, device: torch.device) -> None:
         super().__init__()

@@ -129,7 +129,7 @@ class Measurement:
 
 
 def in_turn(items: list[T], number: int) -> list[T]:
-    """All of them, another one first at every `number`, so that a busy moment of the machine falls on all."""
+    """Return all methods, another one first at every `number`, so that a busy machine slows down all alike."""
     first = number % len(items)
     return items[first:] + items[:first]
 

@@ -177,7 +177,7 @@ class SlotCache:
             buffers.prepare(self.counted, self.longest, entries)
 
     def place(self, slots: Tensor, end: int) -> None:
-        """Let the next forward write its entries at `slots` [B, Q] and see the first `end` slots."""
+        """Let the next forward write its entries at `slots` [B, Q] and attend to the first `end` slots."""
         self.places, self.end = slots, end
         for buffers in self.buffers:
             buffers.store.reserve(end)

@@ -69,7 +69,7 @@ class SlotStore:
         return [spec for spec, _ in self._place]
 
     def _store(self, storage: dict[SlotSpec, Tensor]) -> None:
-        """Keep the buffers in these."""
+        """Keep the buffers in these tensors."""
         self._storage = storage
         self._buffers = [storage[spec][place] for spec, place in self._place]
 

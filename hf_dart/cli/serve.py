@@ -69,7 +69,7 @@ def build_app(pair: Pair, enable_cors: bool = False) -> Any:
     from hf_dart.decoding.api import attach
 
     class OneModel(ModelManager):
-        """Serves what is loaded already."""
+        """Model manager of transformers' server for the one model that is loaded already."""
 
         def get_gen_models(self, cache_dir: str | None = None) -> list[dict[str, Any]]:
             return [{"id": self.force_model, "object": "model", "created": 0, "owned_by": ""}]

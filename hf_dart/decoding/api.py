@@ -150,7 +150,7 @@ def _refusals(optional: bool) -> Iterator[None]:
 
 
 def _stocks(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Without the keywords that `attach` adds."""
+    """Return the call's arguments without the keywords that `attach` adds."""
     return {name: value for name, value in kwargs.items() if name not in _KEYWORDS}
 
 

@@ -176,7 +176,7 @@ class DartCandidateGenerator(CandidateGenerator):
 
 
 class _WithCandidates:
-    """Stands in for the target in one run of the stock loop; only the choice of a candidate generator is its own."""
+    """Proxy of the target in one run of the stock loop; only the choice of a candidate generator is its own."""
 
     def __init__(self, target: PreTrainedModel, generator: DartCandidateGenerator) -> None:
         self._target = target

@@ -22,7 +22,7 @@ ProposeFunction = Callable[[Any, Tensor, Tensor, Tensor, "int | None", Score], "
 
 @dataclass
 class DrafterRunner:
-    """Hands verified positions to the drafter, and asks it for drafts in rounds that are to have one.
+    """Runner of the drafter: hands it verified positions, and asks it for drafts in rounds that are to have one.
 
     Attributes:
         drafter: what drafts.

@@ -34,7 +34,7 @@ _NOT_THE_PROMPT = (
 
 
 class PromptFeed:
-    """Hands prompt positions to the drafter, each with the token after it.
+    """Feed of prompt positions to the drafter, each with the token after it.
 
     The last position has no such token yet: its features wait for the first generated token (`finish`).
 
@@ -91,7 +91,7 @@ class PromptFeed:
 
 
 class PrefillRecorder:
-    """Stands in for the target during stock `_prefill` and hands on the features of every chunk.
+    """Proxy of the target during stock `_prefill`, which hands on the features of every chunk.
 
     `_prefill` returns the last chunk's outputs only, and hooks on the target would be state that concurrent
     calls see; this proxy is neither.
@@ -130,7 +130,7 @@ class PrefillRecorder:
         return outputs
 
     def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
-        """Asked by `_prefill` before it runs chunks; a compiled forward would pass this recorder by."""
+        """Return False, so that `_prefill` does not compile the forward, which would bypass this recorder."""
         return False
 
     def prefill(

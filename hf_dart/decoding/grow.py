@@ -25,7 +25,7 @@ from hf_dart.trees.tree import DraftTree
 
 
 class TreeGrower:
-    """Grows the trees of one `generate` call. Nothing here can change the output.
+    """Grower of the trees of one `generate` call. Nothing here can change the output.
 
     Args:
         drafter: whose proposals grow.

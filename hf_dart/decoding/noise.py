@@ -54,7 +54,7 @@ class NoiseStream:
         self._states: dict[int, Tensor] = {}  # before the block of that position was drawn
 
     def begin(self) -> Self:
-        """Go on where the default generator is; `end` has to follow, whatever happens in between."""
+        """Go on from the state of the default generator; `end` has to follow, whatever happens in between."""
         with _lock:
             alone = self._device not in _leading
             if alone or self._forecast:
@@ -127,7 +127,7 @@ class NoiseStream:
             self.end()
 
     def end(self) -> None:
-        """Let the next stream begin where the default generator is."""
+        """Let the next stream begin at the state of the default generator."""
         with _lock:
             if self._leads:
                 del _leading[self._device]
@@ -135,7 +135,7 @@ class NoiseStream:
 
 @contextmanager
 def put_back(device: torch.device) -> Iterator[None]:
-    """Around code that may draw, where tokens are drawn from the default generator: its draws are none of stock's."""
+    """Put the default generator back after code that may draw, if tokens are drawn from it: stock has no such draws."""
     state = generator_state(device)
     try:
         yield

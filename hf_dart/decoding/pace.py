@@ -94,7 +94,7 @@ class PaceRecord:
 
 
 class Pace:
-    """Chooses how each round of one call is drafted, and says what rounds cost.
+    """Choice of how each round of one call is drafted, and estimates of what rounds cost.
 
     `choose` is called before a round and `count` after it; `finish` at the end of the call.
 

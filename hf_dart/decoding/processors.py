@@ -77,7 +77,7 @@ def scores_alone(processors: LogitsProcessorList) -> bool:
 
 
 def of_rows(processors: LogitsProcessorList, batch_size: int) -> list[LogitsProcessorList] | None:
-    """For each row alone, what does to it what `processors` do to it in the batch; None where that is not known."""
+    """Return processors for each row that do to it alone what `processors` do in the batch; None if not known."""
     if batch_size == 1:
         return [processors]
     if any(type(processor) not in _ROW_FREE for processor in processors):

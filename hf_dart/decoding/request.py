@@ -290,7 +290,7 @@ def _is_sharded(model: PreTrainedModel) -> bool:
 
 
 def _refuse_soft_prompts(model: PreTrainedModel) -> None:
-    """Soft prompts have no token ids; a PEFT wrapper shows itself in what it overrides during its `generate`."""
+    """Refuse soft prompts, which have no token ids; a PEFT wrapper is found by what its `generate` overrides."""
     wrapper = getattr(vars(model).get("prepare_inputs_for_generation"), "__self__", None)
     config = getattr(wrapper, "active_peft_config", None)
     if config is not None and config.is_prompt_learning:

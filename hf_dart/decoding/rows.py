@@ -76,7 +76,7 @@ class Rows:
 
     @property
     def device(self) -> torch.device:
-        """Where the token ids lie."""
+        """Device of the token ids."""
         return self._ids.device
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class Rows:
 
     @property
     def finished(self) -> bool:
-        """Every row has met a stopping criterion and is as long as the longest one needs."""
+        """True if every row has met a stopping criterion and is as long as the longest one needs."""
         return not any(self.active(row) for row in range(len(self)))
 
     def active(self, row: int) -> bool:
@@ -219,7 +219,7 @@ class Rows:
 
 
 class Streaming:
-    """Hands tokens to a streamer position by position, as far as all rows have come."""
+    """Stream of tokens to a streamer, position by position, as far as all rows have come."""
 
     def __init__(self, streamer: Any, rows: Rows) -> None:
         self._streamer = streamer

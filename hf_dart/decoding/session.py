@@ -58,7 +58,7 @@ class HiddenStates:
         self._axes = [row_axis(layer, rows, positions) for layer in of_prefill]
 
     def add(self, states: Sequence[Tensor], path: Tensor) -> None:
-        """Keep those of the nodes `path` [B, A] from `states` of a tree, [..., B, N, ..., H] of each layer."""
+        """Keep the states of nodes `path` [B, A] from a tree's `states`, [..., B, N, ..., H] of each layer."""
         for nodes in path.T:
             layers = zip(states, self._axes, strict=True)
             self.steps.append(tuple(states_at(layer, axis, nodes) for layer, axis in layers))

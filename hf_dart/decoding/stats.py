@@ -114,7 +114,7 @@ class DraftStats:
             self.accepted_per_depth[depth] += count
 
     def _repr_html_(self) -> str:
-        """For notebooks."""
+        """Return the statistics as HTML, for notebooks."""
         return summary(self)
 
     def to_dict(self) -> dict[str, Any]:

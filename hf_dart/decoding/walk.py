@@ -30,7 +30,7 @@ class Accepted:
 
 
 class Walker:
-    """Chooses tokens with the processors, noise and stopping rules of one `generate` call.
+    """Walker through verified trees by the processors, noise and stopping rules of one `generate` call.
 
     Args:
         processors: as `generate` prepared them.

@@ -244,7 +244,7 @@ def _copied(cls: Any, content: dict[str, Any], target: PreTrainedModel, tokenize
 def _base_named(
     path: str, base: str | None, listed: dict[str, Any], where: dict[str, Any]
 ) -> tuple[str, dict[str, Any]]:
-    """Where the head of an adapter lies: in `base`, else where its adapter_config.json says."""
+    """Return the place of an adapter's head: `base`, else the one that its adapter_config.json names."""
     base, revision = (base, None) if base else (listed.get("base_model_name_or_path"), listed.get("revision"))
     if not base or not isinstance(base, str):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Was this drafter made for this target? Every mismatch is one sentence that names the remedy."""
+"""Checks that a drafter was made for a target; every mismatch is one sentence that names the remedy."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from hf_dart.models.packed import attend_in_groups
 
 
 class KeyValueWriter(Protocol):
-    """Keeps keys and values [B, kv heads, Q, head_dim] and returns all there are [B, kv heads, S, head_dim]."""
+    """Function that keeps keys and values [B, kv heads, Q, head_dim] and returns all [B, kv heads, S, head_dim]."""
 
     def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
 

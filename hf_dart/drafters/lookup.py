@@ -32,7 +32,7 @@ class LookupDrafter(Drafter[None]):
         return []
 
     def check_target(self, target: nn.Module) -> None:
-        """Refuses no target: every one can be drafted for by copies."""
+        """Accept any target: every one can be drafted for by copies."""
 
     def begin(self, batch_size: int, capacity: int) -> None:
         """Begin a call without a state: the decoding loop keeps the texts."""
@@ -43,4 +43,4 @@ class LookupDrafter(Drafter[None]):
     def propose(
         self, state: None, features: Tensor, next_tokens: Tensor, counts: Tensor, depth: int | None = None
     ) -> None:
-        """No distributions: the tree is made of copies of earlier text alone."""
+        """Return no distributions: the tree is made of copies of earlier text alone."""

@@ -107,7 +107,7 @@ def register(
 
 
 def registered() -> dict[str, Registered]:
-    """All kinds by their names; those of this package are imported first."""
+    """Return all kinds by their names; those of this package are imported first."""
     for folder in iter_modules([str(Path(__file__).parent)]):
         if folder.ispkg:
             import_module(f"{__package__}.{folder.name}.drafter")

@@ -59,7 +59,7 @@ class StockDrafter(BeamDrafter[ModuleCache]):
     @property
     @abstractmethod
     def runs_in(self) -> tuple[torch.device, torch.dtype]:
-        """Where its modules run, and in which dtype their keys and values are."""
+        """Return the device of the modules, and the dtype of their keys and values."""
 
     def resume(self, state: ModuleCache, pending: list[Verified], lengths: Tensor) -> bool:
         if not state.writable(*self.runs_in):
@@ -71,7 +71,7 @@ class StockDrafter(BeamDrafter[ModuleCache]):
 
 @dataclass(frozen=True)
 class View:
-    """Where the entries of one forward stand and what they see.
+    """Slots and positions of one forward's entries, and the mask of what they attend to.
 
     Attributes:
         positions: [B, Q].

@@ -33,7 +33,7 @@ class TargetModules:
         return self
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Pickled, a drafter has no target: its modules are no part of it, and `bind` lends them again."""
+        """Leave the target out of a pickled drafter: its modules are no part of it, and `bind` lends them again."""
         return _nothing, ()
 
 

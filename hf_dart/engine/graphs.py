@@ -150,7 +150,7 @@ def _captured(step: Callable[[], None], device: torch.device, pool: Pool) -> tor
 
 @contextmanager
 def _without_cached_casts() -> Iterator[None]:
-    """Let autocast cast each time: copies that it keeps are freed with its context, and a graph would read them."""
+    """Let autocast cast weights in each call: kept copies are freed with its context, and a graph would read them."""
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:

@@ -69,7 +69,7 @@ class Tier:
 
     @contextmanager
     def taken_by(self, session: Session) -> Iterator[None]:
-        """Let the rounds of a session run here, and bring its own caches to where they end."""
+        """Let the rounds of a session run on this tier, and bring its own caches to where they end."""
         runner, rows = session.drafter_runner, range(len(session.rows))
         cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
         self.load(session)

@@ -41,7 +41,7 @@ class Fields:
         return value
 
     def integers(self, name: str, least: int, most: int) -> tuple[int, ...]:
-        """Different whole numbers, at least one."""
+        """Return a list of different whole numbers, at least one."""
         value = self._value(name, None)
         numbers = value if isinstance(value, list) else []
         right = all(type(number) is int and least <= number <= most for number in numbers)

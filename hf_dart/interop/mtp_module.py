@@ -136,7 +136,7 @@ def read_module(path: str, target: PreTrainedModel, **where: Any) -> Any:
 
 
 def _folder(path: str, **where: Any) -> str:
-    """Where the files of a checkpoint lie on this machine."""
+    """Return the local folder of a checkpoint's files."""
     if Path(path).is_dir():
         return path
     with hub_errors(path, **{name: where.get(name) for name in ("token", "revision")}):

@@ -133,7 +133,7 @@ def write_vllm(
 def _content(
     config: PreTrainedConfig, dtype: torch.dtype, architecture: str, max_positions: int, verifier: str
 ) -> dict[str, Any]:
-    """Every flag is said: defaults differ between vLLM, its algorithms and their versions."""
+    """Write every flag out: defaults differ between vLLM, its algorithms and their versions."""
     layer = {
         **llama_fields(config),
         "num_hidden_layers": config.num_layers,

@@ -37,7 +37,7 @@ def host_by_default(function: Function) -> Function:
 
 
 def users_default() -> AbstractContextManager[Any]:
-    """Inside of `host_by_default`, the default device that the user's own code counts on."""
+    """Return the default device that the user's own code counts on, also inside of `host_by_default`."""
     named = None if torch.compiler.is_compiling() else _named.get()
     return nullcontext() if named is None else named
 

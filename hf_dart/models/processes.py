@@ -37,7 +37,7 @@ def is_shared(model: Any) -> bool:
 
 
 def highest(model: Any, *numbers: float) -> list[float]:
-    """Each of the numbers, the highest one where several processes hold the model: they may differ by rounding."""
+    """Return each number, or its highest value if several processes hold the model, which may differ by rounding."""
     group = group_of(model)
     if group is None:
         return [*numbers]

@@ -63,7 +63,7 @@ def drops_out(model: nn.Module) -> bool:
 
 
 def _draws(part: nn.Module) -> bool:
-    """Would a module draw numbers in train mode? Many call functions with a share that they, or their config, name."""
+    """Return True if a module would draw numbers in train mode, by dropout rates that it or its config names."""
     if isinstance(part, _DropoutNd):
         return part.p > 0
     named = {**getattr(getattr(part, "config", None), "__dict__", {}), **vars(part)}

@@ -77,7 +77,7 @@ class _RefusalError(ValueError):
 
 @contextmanager
 def _explained(model: PreTrainedModel, what: str) -> Iterator[None]:
-    """Unknown code may fail in any way at all."""
+    """Turn any failure of unknown code inside into a refusal."""
     try:
         yield
     except (torch.OutOfMemoryError, _RefusalError):

@@ -27,7 +27,7 @@ from hf_dart.trees.tree import MAX_DRAFT_LENGTH, DraftTree
 
 
 class Verifier:
-    """Runs trees through a target whose cache holds the committed tokens.
+    """Verifier of trees: runs them through a target whose cache holds the committed tokens.
 
     A step without a draft is run as stock would where that needs no mask of ours: by the user's attention.
 
@@ -139,7 +139,7 @@ class Verifier:
 
     @contextmanager
     def takes_trees(self) -> Iterator[None]:
-        """Within it, in this thread, the target's attention and its modules with running states take trees."""
+        """Return a context in which this thread's target takes trees, in attention and modules with running states."""
         with self.attention.packed(), self._takes_states():
             yield
 

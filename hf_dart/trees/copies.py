@@ -48,7 +48,7 @@ class RowLookup:
         self._seen = [PRIOR_WEIGHT] * len(PRIOR)
 
     def suggest(self, length: int) -> Copy:
-        """Up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
+        """Return up to `length` tokens that followed the longest match, and the log-probability of each to be right."""
         self._learn()
         self._index()
         tokens, ends = self._tokens, len(self._tokens)

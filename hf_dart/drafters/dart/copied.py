@@ -168,7 +168,7 @@ def _load(layer: nn.Module, state: dict[str, Tensor], target: PreTrainedModel) -
 
 @torch.no_grad()
 def _try(copy: Any, source: Any, config: DartConfig, target: PreTrainedModel) -> None:
-    """Both on the same random input, at positions that are far apart; the generators are not moved."""
+    """Run both on the same random input, at positions that are far apart; the generators are not moved."""
     weight = copy.self_attn.q_proj.weight
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(1, 9, config.hidden_size, generator=generator).to(weight)

@@ -29,7 +29,7 @@ from hf_dart.hub import card_texts
 
 
 class View(NamedTuple):
-    """Where new entries stand and what they see of the cache.
+    """Slots and positions of new entries, and the mask of what they attend to in the cache.
 
     Attributes:
         rotation: of their positions.

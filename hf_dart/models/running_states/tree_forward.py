@@ -56,7 +56,7 @@ class TreeForward:
         self.look()
 
     def look(self) -> None:
-        """See what the module has now."""
+        """Note the forward that the module has now."""
         self.before, self._forward = vars(self._mixer.module).get("forward"), self._mixer.module.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

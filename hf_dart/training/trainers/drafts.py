@@ -34,7 +34,7 @@ class Drafts:
         return replace(self, hidden=self.hidden[chosen], goals=self.goals[chosen], labels=self.labels[chosen])
 
     def split(self, size: int) -> Iterator[Drafts]:
-        """So many blocks at a time; 0 gives all at once."""
+        """Yield so many blocks at a time; 0 gives all at once."""
         parts = (one.split(size or max(len(one), 1)) for one in (self.hidden, self.goals, self.labels))
         for hidden, goals, labels in zip(*parts, strict=True):
             yield replace(self, hidden=hidden, goals=goals, labels=labels)

@@ -178,7 +178,7 @@ class DrafterTrainer(WholeCheckpoints, Generic[AnyDrafter]):
         return chunked(block_losses, drafts.hidden, drafts.goals, labels, chunk_size=self.args.loss_chunk)
 
     def own_record(self) -> dict[str, Any]:
-        """More for the record of the training, where a kind of drafter has it."""
+        """Return further fields for the record of the training, where a kind of drafter has them."""
         return {}
 
     # ---- the loss -----------------------------------------------------------------------------------------

@@ -217,7 +217,7 @@ def _added_up(parts: Sequence[tuple[Array, Array]]) -> Iterator[tuple[Array, Arr
 
 
 class TableWriter:
-    """Writes a table piece by piece: safetensors' own writers take whole tensors in memory.
+    """Writer of a table, piece by piece: safetensors' own writers take whole tensors in memory.
 
     Attributes:
         unigrams: [V] int64, to be filled in.
