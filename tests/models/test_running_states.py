@@ -138,7 +138,7 @@ def test_a_commit_takes_the_state_of_the_accepted_node(family: str) -> None:
 def test_what_is_written_back_is_stocks_cache() -> None:
     stand = Stand("falcon_h1")
     verify = stand.verifier()
-    stock = verify.cache._stock
+    stock = verify.cache.stock
     addresses = {slot: state.data_ptr() for slot, state in states_of(stock).items()}
     tokens = torch.tensor([[7, 8, 9]] * len(PADS))
     verify(DraftTree.chain(tokens))
@@ -160,7 +160,7 @@ def test_a_row_that_went_too_far_goes_back_to_its_prompt() -> None:
     path, prompts = torch.tensor([[0, 1, 2]] * len(PADS)), verify.cache.prompt_lengths
     verify.cache.commit(path, [1, 3, 2])
     assert verify.cache.write_back(1) is None
-    assert verify.cache._stock.get_seq_length() == PROMPT, "rows of other lengths were written"
+    assert verify.cache.stock.get_seq_length() == PROMPT, "rows of other lengths were written"
     verify.cache.truncate(prompts + 2)
     assert (verify.cache.lengths - prompts).tolist() == [1, 0, 2]
     rest = DraftTree.chain(torch.tensor([[8, 9], [7, 8], [9, 9]]))
