@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hf_dart.trees.vocabulary import columns_of
 
@@ -34,18 +34,8 @@ _LAYER_PARTS = {
     **{f"self_attn.{x}_proj.weight": f"self_attn.{x}_proj.weight" for x in "qkvo"},
     **{f"mlp.{x}_proj.weight": f"mlp.{x}_proj.weight" for x in ("gate", "up", "down")},
 }
-
-
-def lm_head_rows(lm_head: nn.Module, vocabulary: Tensor | None) -> Tensor | None:
-    """Rows of an LM head, on the CPU; None if they alone do not give its logits (quantized, adapted, with a bias).
-
-    Args:
-        vocabulary: [M] the rows wanted; None for all.
-    """
-    if type(lm_head) is not nn.Linear or lm_head.bias is not None or not lm_head.weight.dtype.is_floating_point:
-        return None
-    weight = lm_head.weight.detach().cpu()
-    return weight if vocabulary is None else weight[vocabulary.cpu()]
+_SHAPE = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+          "rms_norm_eps")  # fmt: skip
 
 
 def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -54,65 +44,34 @@ def vocabulary_maps(config: PreTrainedConfig, vocabulary: Tensor | None) -> tupl
     return tokens - torch.arange(len(tokens)), columns_of(torch.arange(config.vocab_size), tokens, -1) >= 0
 
 
-def llama_fields(config: PreTrainedConfig) -> dict[str, Any]:
-    """Return the shape of a head's layers, as the config.json of a Llama names it."""
-    same = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
-            "rms_norm_eps")  # fmt: skip
-    named = {name: getattr(config, name) for name in same}
-    return {**named, "model_type": "llama", "hidden_act": "silu", "tie_word_embeddings": False}
-
-
-def write_checkpoint(folder: str | Path, content: dict[str, Any], tensors: dict[str, Tensor]) -> None:
-    """Write config.json and model.safetensors to a folder, which is made if there is none."""
-    folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
-
-
-def refuse(has: dict[str, bool], rest: str) -> None:
-    """Raise a `ValueError` that names the first thing that a head has; `rest` ends the sentence."""
-    for what, applies in has.items():
-        if applies:
-            raise ValueError(f"This head has {what}, {rest}")
-
-
-def write_vllm(
-    config: PreTrainedConfig,
-    weights: dict[str, Tensor],
-    folder: str | Path,
-    *,
-    lm_head: nn.Module,
-    architecture: str,
-    max_positions: int,
-    verifier: str | None = None,
-) -> None:
+def write_vllm(head: Any, folder: str | Path, *, target: PreTrainedModel, verifier: str | None = None) -> None:
     """Write a head for vLLM: config.json and model.safetensors, without token embeddings, which are the target's.
 
     Args:
-        config: the `DartConfig` of the head.
-        weights: of the head, by our names.
+        head: a `DartHead`, bound to its target, without an adapter.
         folder: is made if there is none.
-        lm_head: of the target, which is copied if the head has none of its own.
-        architecture: the target's class.
-        max_positions: of the target.
-        verifier: its Hub id or folder, for vLLM to find; the config's `target_name` if left out.
+        target: the model that it drafts for; its LM head is copied if the head has none of its own.
+        verifier: the target's Hub id or folder, for vLLM to find; the head's `target_name` if left out.
 
     Raises:
         ValueError: vLLM knows no such head; the message says why.
     """
+    if head.adapted:
+        raise ValueError("This head has an adapter, which vLLM does not know; call head.merge_adapter() first.")
+    config = head.config
     _refuse(config)
-    dtype = weights["fc.weight"].dtype
-    state = {name: tensor.detach().cpu() for name, tensor in weights.items()}
+    state = {name: tensor.detach().cpu() for name, tensor in head.state_dict().items()}
+    dtype = state["fc.weight"].dtype
     vocabulary = state.pop("draft_vocabulary", None)
     if not config.own_lm_head:
-        rows = lm_head_rows(lm_head, vocabulary)
-        if rows is None:
+        lm_head = head.shared.lm_head
+        if type(lm_head) is not nn.Linear or lm_head.bias is not None or not lm_head.weight.dtype.is_floating_point:
             raise ValueError(
                 "The target's LM head is quantized, adapted or has a bias, and vLLM's drafters have a plain one of "
                 "their own; convert with the unquantized target."
             )
-        state["lm_head.weight"] = rows.to(dtype)
+        weight = lm_head.weight.detach().cpu()
+        state["lm_head.weight"] = (weight if vocabulary is None else weight[vocabulary]).to(dtype)
     names = dict(_PARTS)
     for index in range(config.num_layers):
         names |= {f"layers.{index}.{ours}": f"layers.{index}.{theirs}" for ours, theirs in _LAYER_PARTS.items()}
@@ -127,7 +86,12 @@ def write_vllm(
     name = verifier or config.target_name
     if name is None:
         raise ValueError("vLLM has to be told the target; give verifier=, its Hub id or folder.")
-    write_checkpoint(folder, _content(config, dtype, architecture, max_positions, name), tensors)
+    positions = int(target.config.get_text_config(decoder=True).max_position_embeddings)
+    content = _content(config, dtype, type(target).__name__, positions, name)
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf8")
 
 
 def _content(
@@ -135,7 +99,10 @@ def _content(
 ) -> dict[str, Any]:
     """Write every flag out: defaults differ between vLLM, its algorithms and their versions."""
     layer = {
-        **llama_fields(config),
+        **{name: getattr(config, name) for name in _SHAPE},
+        "model_type": "llama",
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
         "num_hidden_layers": config.num_layers,
         "max_position_embeddings": max_positions,
         "rope_parameters": {"rope_type": "default", "rope_theta": config.rope_theta},
@@ -189,4 +156,9 @@ def _refuse(config: PreTrainedConfig) -> None:
         f"widths that differ ({config.hidden_size}, {config.embedding_size} of embeddings, {config.feature_size} of "
         "features)": not config.hidden_size == config.embedding_size == config.feature_size,
     }
-    refuse(has, "which vLLM's P-EAGLE does not know; it would be served as another head, so it is not written.")
+    for what, applies in has.items():
+        if applies:
+            raise ValueError(
+                f"This head has {what}, which vLLM's P-EAGLE does not know; it would be served as another head, so it "
+                "is not written."
+            )

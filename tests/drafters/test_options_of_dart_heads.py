@@ -21,10 +21,10 @@ from transformers import DynamicCache
 
 from hf_dart import DartCandidateGenerator, DartConfig, DartHead
 from hf_dart.decoding.api import attach
-from hf_dart.drafters.dart.export import write_vllm
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.vocabulary import check_unused, unused_token
 from hf_dart.hub.loading import load_target
+from hf_dart.interop.vllm import write_vllm
 from hf_dart.training.data.frequent import frequent_tokens
 from hf_dart.trees.vocabulary import spread
 

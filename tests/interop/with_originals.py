@@ -44,7 +44,7 @@ def write(folder: Path) -> None:
     from support.tiny import prompts, tiny_target
 
     from hf_dart import load_drafter
-    from hf_dart.drafters.dart.export import write_vllm
+    from hf_dart.interop.vllm import write_vllm
     from hf_dart.models.features import features_request, gather_features
 
     target = tiny_target("llama", dtype=torch.float32, num_hidden_layers=8)
