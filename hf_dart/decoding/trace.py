@@ -52,7 +52,7 @@ class Trace:
             self.rounds[number] = replace(one, paths=paths)
 
     def add(self, tree: DraftTree, accepted: Accepted, seconds: dict[str, float]) -> None:
-        """Keep a round.
+        """Add a round to the record.
 
         Args:
             tree: as it was verified.

@@ -81,7 +81,7 @@ def add(head: TrainedDrafter, config: PeftConfig, name: str, seed: int) -> None:
 
 
 def _base_of(head: TrainedDrafter) -> tuple[str, str | None]:
-    """Where the head lies, as its adapters will name it, and in which revision.
+    """Return the path or id of the head, as its adapters will name it, and its revision.
 
     Raises:
         ValueError: it does not lie there as it is now, or adapters cannot name the place.

@@ -83,7 +83,7 @@ class Launch:
 
 
 class NoHost(TorchDispatchMode):
-    """Inside, an operation that reads a number back to the host, or brings one from there, raises a RuntimeError.
+    """Mode in which an operation that reads a number back to the host, or brings one from there, raises a RuntimeError.
 
     As `torch.cuda.set_sync_debug_mode("error")`, but for this thread alone, and on a CPU too.
     """

@@ -74,7 +74,7 @@ class DiffusionConfig(DrafterConfig):
 
     @classmethod
     def for_target(cls, target: PreTrainedModel, **overrides: Any) -> Self:
-        """Two layers as wide as those of `target` (a causal LM), without features; any field can be overridden.
+        """Make a config of two layers as wide as those of `target` (a causal LM), without features, plus any overrides.
 
         Raises:
             ValueError: the target has no token embeddings or no LM head to share.
