@@ -18,6 +18,7 @@ from support.tiny import prompts, tiny_head, tiny_target
 
 import hf_dart
 from hf_dart import TreeConfig
+from hf_dart.decoding.session import Session
 from hf_dart.engine.engine import Engine
 
 pytestmark = [
@@ -89,6 +90,33 @@ def test_one_launch_per_forward(gpu: SimulatedGpu | None) -> None:
     names = [event.name for event in profile.events()]
     assert sum(name == "cudaGraphLaunch" for name in names) == 1
     assert not any(name in ("cudaLaunchKernel", "cudaLaunchKernelExC") for name in names)
+
+
+@pytest.mark.parametrize("sampled", [False, True])
+def test_what_a_round_asks(sampled: bool, gpu: SimulatedGpu | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two launches of graphs, three reads and few copies: what docs/gpu.md says of a round."""
+    if gpu is None:
+        pytest.skip("counted on the simulated device")
+    target, head, _ = on_gpu("llama", None)
+    options = {"do_sample": sampled, "top_k": 0, "max_new_tokens": 24, "tree_config": TreeConfig(nodes=8)}
+    same = {name: part.to("cuda") for name, part in prompts([9] * 4).items()}
+    torch.manual_seed(0)
+    target.generate(**same, assistant=head, **options)
+    found: list[tuple[int, ...]] = []
+    count = Session.count
+
+    def counted(self: Session, *round_: Any) -> None:
+        count(self, *round_)
+        asked, reads = gpu.questions.total(), gpu.questions["tolist"]
+        found.append((gpu.replays, reads, asked - reads, gpu.launches))
+
+    monkeypatch.setattr(Session, "count", counted)
+    torch.manual_seed(0)  # trees and tiers as in the first call: nothing is captured now
+    target.generate(**same, assistant=head, **options)
+    replays, reads, copies, launches = (last - first for first, last in zip(found[1], found[5], strict=True))
+    assert (replays, reads) == (4 * 2, 4 * 3)
+    assert copies <= 4 * 25
+    assert launches <= 4 * 400
 
 
 def test_weights_that_move() -> None:
