@@ -256,11 +256,16 @@ class SlotCache:
         self.counted = other.counted[rows]
         self.store.clear_from(0)  # what another call left here might be NaN
         self.store.copy_from(other.store, self.longest, [*enumerate(rows)])
-        self.lengths.copy_(self.counted)
+        if self.fixed:
+            self.lengths.copy_(self.counted)
+        else:
+            self.set_lengths(self.counted)
 
     def take_in(self, other: SlotCache, rows: Sequence[int]) -> None:
         """Hold what another cache of the same layers does, row i of it in this one's row `rows[i]`."""
         rows = list(rows)
+        for row in rows:
+            self.store.clear_row(row)
         counted = self.counted.clone()
         counted[rows] = other.counted
         self.set_lengths(counted)

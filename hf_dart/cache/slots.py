@@ -130,6 +130,11 @@ class SlotStore:
         for storage in self._storage.values():
             storage[..., slot:, :] = 0
 
+    def clear_row(self, row: int) -> None:
+        """Put zeros into all slots of a row, for the reason that `clear_from` gives."""
+        for storage in self._storage.values():
+            storage[:, row] = 0
+
     def buffer(self, index: int) -> Tensor:
         """Buffer `index`, [B, heads, capacity, head_dim], a view."""
         if torch.is_grad_enabled():  # a view made without gradients cannot be written to with them

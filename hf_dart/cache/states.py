@@ -124,10 +124,16 @@ class RunningStates:
         }
 
     def take_in(self, states: Mapping[Any, Tensor], rows: list[int]) -> None:
-        """Take `states` [R, ...] of some rows [R] from elsewhere; the others go back to the prompt."""
-        self.committed, self._nodes = {}, {}
-        for slot, state in self.prompt.items():
-            self.committed[slot] = state.index_copy(0, torch.tensor(rows, device=state.device), states[slot])
+        """Take `states` [R, ...] of some rows [R] from elsewhere."""
+        self._nodes = {}
+        self.committed = {
+            slot: state.index_copy(0, torch.tensor(rows, device=state.device), states[slot])
+            for slot, state in self.committed.items()
+        }
+
+    def load(self, like: RunningStates, rows: Sequence[int]) -> None:
+        """Hold the states of the `rows` [B] of another cache."""
+        self.committed = {slot: like.committed[slot][list(rows)] for slot in self.committed}
 
     def back_to_prompt(self, rows: Tensor) -> None:
         """Take the states after the prompt again in some rows, [B] bool."""
@@ -163,12 +169,6 @@ class FixedStates(RunningStates):
         """Take over the states of a call's rows [B]."""
         for slot, state in self.committed.items():
             state.copy_(like.committed[slot][list(rows)])
-
-    def accepted(self, path: Tensor, counts: Tensor) -> list[Tensor]:
-        """Return the argument of `take` for the first `counts` [B] nodes of `path` [B, A], and drop node states."""
-        new = [*self.after(path, counts).values()]
-        self._nodes, self._paths = {}, {}
-        return new
 
     def commit(self, path: Tensor, counts: list[int]) -> None:
         # Node states stay: a captured forward leaves those of the next tree in their place.

@@ -115,17 +115,32 @@ class TargetCache:
             device: on which rounds count entries.
             memory_of: makes storage, by the name of its owner.
         """
-        other = copy(self)
-        other.stock = Cache(layers=[])
-        other.entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
-        layers = list(self.cache.layers)
-        for order, place in enumerate(attention_places(self.cache) if other.entries.buffers else ()):
-            layers[place] = SlotLayer(other.entries, other.entries.buffers[0], order)
-        other.cache = Cache(layers=layers)
+        entries = self.entries.as_fixed(batch_size, slots + nodes, device, memory_of("target"))
+        states = None if self.states is None else FixedStates(self.states, batch_size, memory_of("states"))
+        return self._with(entries, states)
+
+    def of_seats(self, seats: int) -> Self:
+        """Make one with the same layers for that many rows, whose entries are to be taken in (`take_in`)."""
+        entries = SlotCache(torch.ones(seats, dtype=torch.long), self.entries.capacity)
+        entries.add(self.entries.specs)
+        states = None
         if self.states is not None:
+            states = RunningStates(
+                {slot: state.new_zeros(seats, *state.shape[1:]) for slot, state in self.states.committed.items()}
+            )
+        return self._with(entries, states)
+
+    def _with(self, entries: SlotCache, states: Any) -> Self:
+        """Make one with the same layers over other entries and states, which belongs to no stock cache."""
+        other = copy(self)
+        other.stock, other.entries, other.states = Cache(layers=[]), entries, states
+        layers = list(self.cache.layers)
+        for order, place in enumerate(attention_places(self.cache) if self.entries.buffers else ()):
+            layers[place] = SlotLayer(entries, entries.buffers[0], order)
+        other.cache = Cache(layers=layers)
+        if states is not None:
             assert isinstance(self.cache, StatefulCache)
-            other.states = FixedStates(self.states, batch_size, memory_of("states"))
-            other.cache = self.cache.like(layers, other.states)
+            other.cache = self.cache.like(layers, states)
         return other
 
     def for_nodes(self) -> Self:
@@ -143,7 +158,7 @@ class TargetCache:
         self.entries.load(other.entries, rows)
         if self.states is not None:
             self.states.load(other.states, rows)
-        self._whole = True
+        self._whole = other._whole
 
     def release(self) -> None:
         """Free entries and states, which another cache holds until it hands them back (`take_in`)."""

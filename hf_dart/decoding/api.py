@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import inspect
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from os import PathLike
 from typing import Any
 
@@ -22,9 +23,9 @@ from transformers import (
 
 from hf_dart.decoding.finish import DartGenerateOutput, break_off, result
 from hf_dart.decoding.noise import NoiseStream
-from hf_dart.decoding.request import admit
+from hf_dart.decoding.request import admit, refuse_in_seat
 from hf_dart.decoding.round import one_round
-from hf_dart.decoding.session import begin
+from hf_dart.decoding.session import Session, begin
 from hf_dart.drafters.base import Drafter
 from hf_dart.drafters.compatibility import unwrapped
 from hf_dart.models.devices import host_by_default, users_default
@@ -193,8 +194,15 @@ def generate(
     return _drafted(model, args, {**named, **kwargs})
 
 
-def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any], *, optional: bool = False) -> Any:
-    """Run `generate` with `assistant` (of `kwargs`) as drafter.
+def _drafted(
+    model: PreTrainedModel,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    optional: bool = False,
+    run: Callable[..., Any] | None = None,
+) -> Any:
+    """Run `generate` with `assistant` (of `kwargs`) as drafter, or `run` with all that it has prepared.
 
     Raises:
         UndraftedError: it cannot be drafted, and drafts are `optional`.
@@ -219,7 +227,7 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         _refuse_token_healing(model, kwargs)
         _take_stop_strings(model, kwargs, tokenizer)
     decode = functools.partial(
-        speculative_generate,
+        run or speculative_generate,
         assistant=assistant,
         tree_config=tree_config,
         refine=refine,
@@ -229,6 +237,24 @@ def _drafted(model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, An
         optional=optional,
     )
     return stock(model, **{**kwargs, "custom_generate": decode})
+
+
+def opened(
+    model: PreTrainedModel, *args: Any, assistant: Drafter[Any], generator: torch.Generator | None = None, **kwargs: Any
+) -> Session:
+    """Begin the call `generate(model, *args, assistant=assistant, **kwargs)` of one row, for a seat (`seats.Seats`).
+
+    Args:
+        model: the target.
+        args, kwargs: those of `generate`.
+        assistant: the drafter.
+        generator: that tokens are drawn from; None for the default one.
+
+    Raises:
+        ValueError: as `generate` does, and for calls that no seat takes.
+    """
+    run = functools.partial(open_call, generator=generator, in_seat=True)
+    return _drafted(model, args, {"assistant": assistant, **kwargs}, run=run)
 
 
 def _refuse_other(drafter: Any, target: Any) -> None:
@@ -322,6 +348,56 @@ def speculative_generate(
     Raises:
         ValueError: something was asked for that could not equal stock's output.
     """
+    session = open_call(
+        model,
+        input_ids,
+        logits_processor,
+        stopping_criteria,
+        generation_config,
+        assistant,
+        tree_config,
+        refine,
+        trace,
+        synced_gpus,
+        streamer,
+        optional,
+        **model_kwargs,
+    )
+    with broken_off_on_failure(session):
+        if assistant.engine is not None and not session.rows.finished:
+            assistant.engine.run(session)
+        while not session.rows.finished:
+            one_round(session)
+        return close_call(session)
+
+
+def open_call(
+    model: PreTrainedModel,
+    input_ids: Tensor,
+    logits_processor: LogitsProcessorList,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config: Any,
+    assistant: Drafter[Any],
+    tree_config: TreeConfig | None = None,
+    refine: int | None = None,
+    trace: bool | None = None,
+    synced_gpus: bool = False,
+    streamer: Any = None,
+    optional: bool = False,
+    generator: torch.Generator | None = None,
+    in_seat: bool = False,
+    **model_kwargs: Any,
+) -> Session:
+    """Begin a call: read the prompt and emit the first token of every row.
+
+    Args: as for `speculative_generate`, and
+        generator: that tokens are drawn from; None for the default one.
+        in_seat: its rounds will run in a seat (`hf_dart.decoding.seats`).
+
+    Returns:
+        The session, whose rounds are to be run until all rows have finished; then `close_call` follows, or
+        `finish.break_off` where one fails.
+    """
     with _refusals(optional):
         request = admit(
             model,
@@ -337,28 +413,47 @@ def speculative_generate(
             streamer,
             model_kwargs,
         )
+        if in_seat:
+            request = replace(request, windowed=False)
+            refuse_in_seat(request)
     if streamer is not None:
         with users_default():
             streamer.put(input_ids.cpu())
     noise = None
     if generation_config.do_sample:
-        noise = NoiseStream(len(request.input_ids), 0, request.input_ids.device, forecast=request.in_step)
+        rows, device = len(request.input_ids), request.input_ids.device
+        noise = NoiseStream(rows, 0, device, forecast=request.in_step, generator=generator)
     try:
         session, logits = begin(request, streamer, noise)
-        try:
-            session.first_token(logits)
-            if assistant.engine is not None and not session.rows.finished:
-                assistant.engine.run(session)
-            while not session.rows.finished:
-                one_round(session)
-            output = result(session)
-        except BaseException:
-            break_off(session)
-            raise
-    finally:
+    except BaseException:
         if noise is not None:
             noise.end()
-    assistant.last_stats = session.stats  # before who reads the streamer is told that it has ended
+        raise
+    with broken_off_on_failure(session):
+        session.first_token(logits)
+    return session
+
+
+@contextmanager
+def broken_off_on_failure(session: Session) -> Iterator[None]:
+    """Leave generator and cache as stock would have, should the block raise."""
+    try:
+        yield
+    except BaseException:
+        try:
+            break_off(session)
+        finally:
+            if session.noise is not None:
+                session.noise.end()
+        raise
+
+
+def close_call(session: Session) -> Tensor | DartGenerateOutput:
+    """End a call whose rows have all finished; returns what `speculative_generate` does."""
+    output, drafter = result(session), session.request.drafter
+    if session.noise is not None:
+        session.noise.end()
+    drafter.last_stats = session.stats  # before who reads the streamer is told that it has ended
     session.streaming.end()
-    session.pace.finish(assistant)
+    session.pace.finish(drafter)
     return output

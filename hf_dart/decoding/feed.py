@@ -212,8 +212,7 @@ def read_prompt(request: Request, rows: Rows, drafter_state: DrafterState) -> Pr
         refuse_compressed(stock, request.total)
         kinds = mask_kinds(model, stock)
         nodes = request.tree_config.resolve_nodes(batch, rows.device.type)
-        # Shapes of the engine are those of the whole text.
-        windows = layer_windows(model, stock) if request.drafter.engine is None else None
+        windows = layer_windows(model, stock) if request.windowed else None
         capacity = request.total + min(rows.room(0), _HEADROOM) + nodes
         cache = TargetCache(stock, request.pads, capacity, request.returns_cache, request.most + nodes, windows)
         refuse_extra_inputs(model, cache, kinds, recorder.shift, recorder.extra_inputs)

@@ -38,13 +38,22 @@ class NoiseStream:
     Args:
         vocab_size: V; 0 if that is not known yet, and `vocab_size` is set before anything is drawn.
         forecast: tokens will be drawn from the default generator itself, as they come; this stream leaves it alone.
+        generator: whose numbers it draws and moves in the place of the default generator's; None for that one.
     """
 
-    def __init__(self, batch_size: int, vocab_size: int, device: torch.device, *, forecast: bool = False) -> None:
+    def __init__(
+        self,
+        batch_size: int,
+        vocab_size: int,
+        device: torch.device,
+        *,
+        forecast: bool = False,
+        generator: torch.Generator | None = None,
+    ) -> None:
         self._batch_size, self.vocab_size = batch_size, vocab_size
         self._device = device
         self._generator = torch.Generator(device)
-        self._forecast = forecast
+        self._forecast, self._given = forecast, generator
         self._drawn = 0  # positions
         self._needed = 0  # the oldest position that a row still needs
         # By position; the oldest are dropped when no row needs them any more. Each entry is complete by itself, so
@@ -57,12 +66,14 @@ class NoiseStream:
         """Go on from the state of the default generator; `end` has to follow, whatever happens in between."""
         with _lock:
             alone = self._device not in _leading
-            if alone or self._forecast:
+            if self._given is not None:
+                self._generator.set_state(self._given.get_state())
+            elif alone or self._forecast:
                 self._generator.set_state(generator_state(self._device))
             else:
                 self._generator.manual_seed(int(torch.randint(2**63 - 1, (), device=self._device)))
             self._states[0] = self._generator.get_state()
-            if alone and not self._forecast:
+            if alone and not self._forecast and self._given is None:
                 _leading[self._device] = self
         return self
 
@@ -116,7 +127,7 @@ class NoiseStream:
                 del kept[old]
 
     def leave_as_stock(self, steps: int) -> None:
-        """Put the default generator where stock `generate` leaves it after `steps` output positions, and end.
+        """Put the generator where stock `generate` leaves it after `steps` output positions, and end.
 
         Should it be broken off, it is to be called again, or `end`.
         """
@@ -125,6 +136,9 @@ class NoiseStream:
             if steps:  # else it was not moved, unless by others
                 set_generator_state(self._device, self._states[steps])
             self.end()
+        elif self._given is not None:
+            self._draw_to(steps)
+            self._given.set_state(self._states[steps])
 
     def end(self) -> None:
         """Let the next stream begin at the state of the default generator."""

@@ -69,6 +69,7 @@ class Request:
         multimodal: the prompt has more than text, such as images or sounds; text in the cache does not count.
         in_step: all rows go position by position, as stock's do, because processors or criteria may do anything.
         traced: keep every round and its tree in the statistics.
+        windowed: layers with a sliding window may drop what has left it; else the cache holds the whole text.
         timed: fields of `tree_config` that are estimates, to be replaced by measured times (`Pace.timed_costs`).
     """
 
@@ -89,6 +90,7 @@ class Request:
     multimodal: bool
     in_step: bool
     traced: bool
+    windowed: bool
     timed: Collection[str]
 
     @property
@@ -212,8 +214,26 @@ def admit(
         multimodal=bool(extra_inputs(model, model_kwargs)),
         in_step=needs_stocks_steps(processors, criteria, streamer, generation_config),
         traced=bool(trace),
+        windowed=drafter.engine is None,
         timed=timed,
     )
+
+
+def refuse_in_seat(request: Request) -> None:
+    """Raise for calls that no seat takes (`hf_dart.decoding.seats`).
+
+    Raises:
+        ValueError: several rows; collected hidden states; processors, criteria or streamers that may draw.
+    """
+    refused = {
+        f"has {len(request.input_ids)} rows": len(request.input_ids) > 1,
+        "collects hidden states": request.collects("output_hidden_states"),
+        "draws with processors, criteria or a streamer of its own": request.in_step
+        and request.generation_config.do_sample,
+    }
+    for what, applies in refused.items():
+        if applies:
+            raise ValueError(f"A seat takes calls of one row that draw nothing themselves, and this one {what}.")
 
 
 def refuse_drafter(drafter: Drafter[Any]) -> None:
