@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.models.packed import attend_in_groups
 
@@ -26,6 +27,29 @@ class KeyValueWriter(Protocol):
     """Function that keeps keys and values [B, kv heads, Q, head_dim] and returns all [B, kv heads, S, head_dim]."""
 
     def __call__(self, key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]: ...
+
+
+def memory(
+    state: SlotCache, layer: int, slots: Tensor | int, keys: slice, buffers_per_layer: int = 2
+) -> KeyValueWriter:
+    """Return a function that writes a layer's new keys and values into a cache and returns those that are seen.
+
+    Args:
+        state: the cache.
+        layer: its number.
+        slots: [B, Q] of the new entries, or the first of consecutive ones; injected features take the first R of them.
+        keys: the slots that are seen.
+        buffers_per_layer: 2, or 4 where features are injected.
+    """
+
+    def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
+        first, places = buffers_per_layer * layer + 2 * injected, slots
+        if isinstance(places, Tensor):
+            places = places[:, : key.shape[2]]
+        written = state.store.write(first, key, places), state.store.write(first + 1, value, places)
+        return written[0][:, :, keys], written[1][:, :, keys]
+
+    return remember
 
 
 class DartAttention(nn.Module):

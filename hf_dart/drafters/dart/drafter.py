@@ -21,7 +21,7 @@ from hf_dart.drafters.dart.copied import copied_fields, copied_names, fill, init
 from hf_dart.drafters.dart.editor import Editor
 from hf_dart.drafters.dart.modeling import DartModel, Entries
 from hf_dart.drafters.dart.selector import BigramSelector
-from hf_dart.drafters.layers import rotation_at
+from hf_dart.drafters.layers import memory, rotation_at
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.published import load_published
 from hf_dart.drafters.registry import register
@@ -266,15 +266,9 @@ class DartHead(DartModel):
         end = state.reach(max(queries, block))
         rotation = rotation_at(positions, self.config, self.dtype)
         masks = self._masks(state.lengths + counts, positions, end)
+        slots = positions if state.ragged else state.longest
         for index, layer in enumerate(self.layers):
-
-            def remember(
-                key: Tensor, value: Tensor, injected: bool = False, index: int = index
-            ) -> tuple[Tensor, Tensor]:
-                first = index * self._buffers_per_layer + 2 * injected
-                keys, values = state.write(first, key, positions), state.write(first + 1, value, positions)
-                return keys[:, :, :end], values[:, :, :end]
-
+            remember = memory(state, index, slots, slice(end), self._buffers_per_layer)
             x = residual = layer(x, residual, rotation, masks[index % len(masks)], remember, context)
         return self.final(x)
 

@@ -27,6 +27,7 @@ from hf_dart.drafters.base_config import told_of
 from hf_dart.drafters.compatibility import check_compatible
 from hf_dart.drafters.dflash.configuration import DFlashConfig
 from hf_dart.drafters.dflash.modeling import DFlashLayer, DFlashModel
+from hf_dart.drafters.layers import memory
 from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.registry import register
 from hf_dart.drafters.trained import attach_to
@@ -196,7 +197,7 @@ class DFlashDrafter(DFlashModel):
         positions, slots, _ = self._places(state, features.shape[1])
         rotation = self.rotation(positions)
         for index, layer in enumerate(self.stack):
-            self._remember(state, index, layer.self_attn.keys_and_values(known, rotation), slots)
+            memory(state, index, slots, slice(0))(*layer.self_attn.keys_and_values(known, rotation))
         state.advance(counts)
 
     def propose(
@@ -215,8 +216,8 @@ class DFlashDrafter(DFlashModel):
         for index, layer in enumerate(self.stack):
 
             def attention(normed: Tensor, index: int = index, layer: DFlashLayer = layer) -> Tensor:
-                memory = self._remember(state, index, layer.self_attn.keys_and_values(normed, rotation), slots)
-                keys, values = (buffer[:, :, :end] for buffer in memory)
+                remember = memory(state, index, slots, slice(end))
+                keys, values = remember(*layer.self_attn.keys_and_values(normed, rotation))
                 return layer.self_attn(normed, rotation, keys, values, layer.sees(positions, slots_at))
 
             x = layer(x, attention)
@@ -239,13 +240,6 @@ class DFlashDrafter(DFlashModel):
         end = state.longest + entries
         state.store.reserve(end)
         return positions, state.longest if len(positions) == 1 else positions, end
-
-    def _remember(
-        self, state: SlotCache, index: int, pair: tuple[Tensor, Tensor], slots: Tensor | int
-    ) -> tuple[Tensor, Tensor]:
-        """Write keys and values of a layer into their slots; returns all of them."""
-        key, value = pair
-        return state.store.write(2 * index, key, slots), state.store.write(2 * index + 1, value, slots)
 
 
 def _config(path: str, content: dict[str, Any], **where: Any) -> DFlashConfig:

@@ -22,7 +22,7 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.diffusion.configuration import UNMASKING, DiffusionConfig
 from hf_dart.drafters.diffusion.modeling import MASK, DiffusionModel
-from hf_dart.drafters.layers import rotation_at, take
+from hf_dart.drafters.layers import memory, rotation_at, take
 from hf_dart.drafters.proposal import Proposal, Verified
 from hf_dart.drafters.registry import register
 from hf_dart.hub import card_texts
@@ -187,12 +187,7 @@ class DiffusionDrafter(DiffusionModel):
             wanted: [B, W] entries whose output is wanted; None is all.
         """
         for index, layer in enumerate(self.layers):
-
-            def remember(key: Tensor, value: Tensor, index: int = index) -> tuple[Tensor, Tensor]:
-                keys = state.store.write(2 * index, key, view.slots)
-                values = state.store.write(2 * index + 1, value, view.slots)
-                return keys[:, :, view.keys], values[:, :, view.keys]
-
+            remember = memory(state, index, view.slots, view.keys)
             asked = wanted if index == len(self.layers) - 1 else None
             x = layer(x, view.rotation, take(view.mask, asked)[:, None], remember, asked)
         return self.read_out(x)

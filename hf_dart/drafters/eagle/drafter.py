@@ -19,8 +19,8 @@ from hf_dart.cache.slot_cache import SlotCache
 from hf_dart.cache.slots import SlotSpec
 from hf_dart.drafters.beams import BeamDrafter
 from hf_dart.drafters.eagle.configuration import EagleConfig
-from hf_dart.drafters.eagle.modeling import EagleModel, Memory
-from hf_dart.drafters.layers import KeyValueWriter
+from hf_dart.drafters.eagle.modeling import EagleModel
+from hf_dart.drafters.layers import memory
 from hf_dart.drafters.proposal import Verified
 from hf_dart.drafters.published import eagle_layers, load_published
 from hf_dart.drafters.registry import register
@@ -103,9 +103,9 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
         mask = (ages >= 0).repeat(1, width, 1)
         mask.scatter_(2, slots[:, None].expand(-1, width, -1), sees)
         positions = (state.lengths + level - 1)[:, None].expand(-1, width)
-        memory = _memory(state, slots[:, -width:], end)
+        remember = partial(memory, state, slots=slots[:, -width:], keys=slice(end))
         embeddings, rotation = self.embed(tokens), self.rotation(positions)
-        return self.step(embeddings, previous, rotation, mask[:, None], ages[:, None], memory)
+        return self.step(embeddings, previous, rotation, mask[:, None], ages[:, None], remember)
 
     def log_chances(self, states: Tensor) -> Tensor:
         logits = self.logits(self.final(states)).float()
@@ -120,18 +120,5 @@ class EagleDrafter(BeamDrafter[SlotCache], EagleModel):
         end = state.longest + len(entries)
         state.store.reserve(end)
         ages = (positions[..., None] - torch.arange(end, device=self.device))[:, None]
-        memory = _memory(state, positions, end)
-        return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, memory)
-
-
-def _memory(state: SlotCache, slots: Tensor, end: int) -> Memory:
-    """Return a function that keeps keys and values in `slots` [B, Q] and returns those of slots 0..end - 1."""
-
-    def of_layer(number: int) -> KeyValueWriter:
-        def remember(key: Tensor, value: Tensor, injected: bool = False) -> tuple[Tensor, Tensor]:
-            keys, values = state.store.write(2 * number, key, slots), state.store.write(2 * number + 1, value, slots)
-            return keys[:, :, :end], values[:, :, :end]
-
-        return remember
-
-    return of_layer
+        remember = partial(memory, state, slots=positions, keys=slice(end))
+        return self.step(self.embed(next_tokens), fused, self.rotation(positions), ages >= 0, ages, remember)
