@@ -130,6 +130,7 @@ CALLS: dict[str, dict[str, dict[str, Any]]] = {
         "turns": {"cache": "dynamic", "turns": 2},
     },
     "streamer": {"none": {}, "one": {"streamer": "records"}},
+    "route": {name: {"route": name} for name in ("keywords", "config and keywords", "custom_generate")},
     "drafter": {kind: {"drafter": kind} for kind in ("head", "replay", "eagle", "diffusion", "lookup")},
     "executor": {"called": {}, "captured": {"captured": True}},
 }

@@ -311,6 +311,7 @@ def run_case(case: dict[str, Any], tallies: Tallies) -> None:
         if kind != "same":
             break
         if not isinstance(stock[0].output, Tensor):
+            assert not drafting or mine[0].output.draft_stats is drafter.last_stats
             assert_same_cache(mine[0].output.past_key_values, stock[0].output.past_key_values, pads, close=tolerance)
         if theirs is not None:
             assert_same_cache(ours, theirs, pads, close=tolerance)
