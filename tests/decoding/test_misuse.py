@@ -52,6 +52,17 @@ MISTAKES: dict[str, tuple[Call, str]] = {
         lambda model, head, run: model.generate(**GREEDY, assistant=run),
         r"assistant= takes a drafter, not a path; give load_drafter\('.*', target=model\)",
     ),
+    **{
+        f"{assistant!r} as the drafter": (
+            lambda model, head, run, assistant=assistant: model.generate(**GREEDY, assistant=assistant),
+            "assistant=",
+        )
+        for assistant in (3, torch.nn.Linear(2, 2))
+    },
+    "a small model as the drafter": (
+        lambda model, head, run: model.generate(**GREEDY, assistant=tiny_target("qwen3")),
+        "assistant_model=",
+    ),
     "a path as the default drafter": (
         lambda model, head, run: attach(model, cast(Any, Path(run))),
         "give load_drafter",

@@ -1,10 +1,11 @@
-"""Attaching, what stays untouched by it, and what is refused."""
+"""Ways into drafted calls: `attach`, with a default drafter or without, and `custom_generate`."""
 
 from __future__ import annotations
 
 import copy
 import functools
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -15,25 +16,20 @@ from support.compare import assert_identical, run
 from support.outcome import snapshot
 from support.tiny import prompts, tiny_head, tiny_target
 from support.users import TOKENIZER
-from torch import Tensor
 from transformers import (
-    DynamicCache,
     GenerationConfig,
-    LogitsProcessor,
-    LogitsProcessorList,
     PreTrainedTokenizerFast,
-    StoppingCriteria,
     StopStringCriteria,
     pipeline,
 )
 from transformers.generation.streamers import BaseStreamer
 
-from hf_dart import DartHead, TreeConfig
-from hf_dart.decoding.api import attach, detach
+from hf_dart import DartHead, LookupDrafter, TreeConfig, attach, detach, load_drafter
 
 GREEDY = {"do_sample": False, "max_new_tokens": 16}
 SAMPLED = {"do_sample": True, "top_k": 0, "max_new_tokens": 16}
-INPUTS = prompts([7])
+INPUTS, PAIR = prompts([7]), prompts([7, 4])
+BEAMS = {"num_beams": 2, "do_sample": False, "max_new_tokens": 8}
 
 
 @pytest.fixture
@@ -47,6 +43,25 @@ def target() -> Any:
 @pytest.fixture
 def head(target: Any) -> DartHead:
     return tiny_head(target)
+
+
+class Record(BaseStreamer):
+    """Keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def put(self, value: torch.Tensor) -> None:
+        self.shown.append(value.flatten().tolist())
+
+    def end(self) -> None:
+        self.shown.append([])
+
+
+def drafted(head: DartHead) -> bool:
+    """Has the head drafted since it was last asked?"""
+    stats, head.last_stats = head.last_stats, None
+    return stats is not None and stats.accepted > 0
 
 
 # ---- attached and not -------------------------------------------------------------------------------------
@@ -91,14 +106,6 @@ def test_another_instance_is_not_touched(head: DartHead) -> None:
         other.generate(**INPUTS, **GREEDY, assistant=head)
 
 
-def test_a_call_leaves_the_model_as_it_was(target: Any, head: DartHead) -> None:
-    before, own = snapshot(target), set(vars(head))
-    for options in (GREEDY, SAMPLED, {**SAMPLED, "return_dict_in_generate": True, "output_scores": True}):
-        run(target, INPUTS, 0, assistant=head, **options)
-        assert snapshot(target) == before
-    assert set(vars(head)) == own
-
-
 @pytest.mark.usefixtures("head")
 def test_saving_an_attached_model(target: Any, tmp_path: Any) -> None:
     target.save_pretrained(tmp_path)
@@ -135,6 +142,9 @@ def test_peft_wrapped_target(target: Any, head: DartHead, task: str | None) -> N
     assert "generate" not in vars(target)
     made = tiny_head(wrapped)
     assert_identical(wrapped, made, INPUTS, **GREEDY)
+    attach(wrapped, made)
+    assert torch.equal(run(wrapped, INPUTS, 0, **GREEDY).sequences, adapted)
+    assert drafted(made)
 
 
 def test_pickled_targets_keep_the_keyword() -> None:
@@ -155,7 +165,10 @@ def test_compiled_targets(target: Any) -> None:
     detach(compiled)
     assert "generate" not in vars(target)
     assert attach(compiled) is compiled
-    assert_identical(compiled, head, INPUTS, **SAMPLED)
+    stock, _ = assert_identical(compiled, head, INPUTS, **SAMPLED)
+    attach(compiled, head)
+    assert torch.equal(run(compiled, INPUTS, 0, **SAMPLED).sequences, stock.sequences)
+    assert drafted(head)
 
 
 def test_wrapped_forwards_are_told_positions(target: Any, head: DartHead) -> None:
@@ -207,8 +220,11 @@ def test_pipeline(target: Any, head: DartHead) -> None:
     assert head.last_stats is not None
     stopped = write("hello", generation_config=config, stop_sequence=stock[0][0]["generated_text"][12:14])
     assert len(stopped[0]["generated_text"]) < 21
-    stop = {"stop_sequence": stock[0][0]["generated_text"][12:14], "assistant": head}
+    stop = {"stop_sequence": stock[0][0]["generated_text"][12:14]}
+    assert write("hello", generation_config=config, assistant=head, **stop) == stopped
+    attach(target, head)
     assert write("hello", generation_config=config, **stop) == stopped
+    assert drafted(head)
 
 
 def test_generation_config_of_the_call_and_of_the_model(target: Any, head: DartHead) -> None:
@@ -254,12 +270,12 @@ def test_arguments_given_by_position(target: Any, head: DartHead, place: str) ->
     stops = [StopStringCriteria(TOKENIZER, letters)] if place == "criteria" else []
     texts = []
     for drafting in ({}, {"assistant": head}):
-        streamer = Put()
+        streamer = Record()
         by_position = {"config": (config,), "criteria": (config, [], stops)}.get(
             place, (config, [], [], None, False, None, streamer)
         )
         text = target.generate(ids, *by_position, tokenizer=TOKENIZER if place == "config" else None, **drafting)
-        assert streamer.tokens == (text[0].tolist() if place == "streamer" else [])
+        assert [token for put in streamer.shown for token in put] == (text[0].tolist() if place == "streamer" else [])
         texts.append(text)
     assert torch.equal(*texts)
     assert texts[0].shape[1] == (7 + 16 if place == "streamer" else 14)
@@ -267,128 +283,109 @@ def test_arguments_given_by_position(target: Any, head: DartHead, place: str) ->
         target.generate(ids, config, generation_config=config, assistant=head)
 
 
-class Put(BaseStreamer):
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    def put(self, value: Tensor) -> None:
-        self.tokens += value.flatten().tolist()
-
-    def end(self) -> None:
-        """Nothing to do."""
+# ---- a default drafter -------------------------------------------------------------------------------------
 
 
-# ---- exceptions -------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("options", [SAMPLED, {"do_sample": False, "max_new_tokens": 16}])
+def test_every_call_drafts(target: Any, head: DartHead, options: dict[str, Any]) -> None:
+    stock = run(target, PAIR, 0, **options)
+    assert attach(target, head) is target
+    ours = run(target, PAIR, 0, **options)
+    assert drafted(head)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert torch.equal(ours.state, stock.state)
+    run(target, PAIR, 0, assistant=None, **options)
+    assert not drafted(head)
+    run(target, PAIR, 0, assistant=LookupDrafter(), **options)
+    assert not drafted(head)
+    detach(target)
+    run(target, PAIR, 0, **options)
+    assert not drafted(head)
 
 
-class Broken(Exception):
-    pass
+def test_what_cannot_be_drafted_is_stocks_with_one_warning_for_each_reason(target: Any, head: DartHead) -> None:
+    beams = target.generate(**PAIR, **BEAMS)
+    seen = target.generate(**PAIR, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
+    attach(target, head)
+    with pytest.warns(UserWarning, match="runs without drafts: .*num_beams=2"):
+        assert torch.equal(target.generate(**PAIR, **BEAMS), beams)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(target.generate(**PAIR, **BEAMS), beams)
+    with pytest.warns(UserWarning, match="output_attentions"):
+        again = target.generate(**PAIR, do_sample=False, max_new_tokens=4, output_attentions=True, use_cache=True)
+    assert torch.equal(again, seen)
+    assert not drafted(head)
+    with pytest.raises(ValueError, match="num_beams=2"):  # who asks for drafts is told
+        target.generate(**PAIR, **BEAMS, assistant=head)
 
 
-class RaisesAt(LogitsProcessor):
-    """A processor that fails at its n-th call."""
-
-    def __init__(self, call: int) -> None:
-        self.left = call
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.left -= 1
-        if self.left == 0:
-            raise Broken
-        return scores
+def test_errors_are_stocks(target: Any, head: DartHead) -> None:
+    attach(target, head)
+    with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):
+        target.generate(**PAIR, max_new_tokens=0)
+    with pytest.raises(TypeError, match="hand a hf_dart drafter to assistant="):
+        target.generate(**PAIR, max_new_tokens=4, assistant_model=head)
+    with pytest.raises(TypeError, match="DartHead"):
+        attach(target, 3)  # type: ignore[arg-type]
 
 
-class StopRaisesAt(StoppingCriteria):
-    def __init__(self, call: int) -> None:
-        self.left = call
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        self.left -= 1
-        if self.left == 0:
-            raise Broken
-        return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-@pytest.mark.parametrize("call", [1, 3, 8])
-@pytest.mark.parametrize("kind", ["processor", "criterion"])
-def test_after_an_exception_inside_a_call(target: Any, head: DartHead, kind: str, call: int) -> None:
-    perfect = replay(target, INPUTS, misses=[0.0], **SAMPLED)
-    before = snapshot(target)
-    states = []
-    for drafting in ({}, {"assistant": head}, {"assistant": perfect}):
-        breaking: dict[str, Any] = (
-            {"logits_processor": LogitsProcessorList([RaisesAt(call)])}
-            if kind == "processor"
-            else {"stopping_criteria": [StopRaisesAt(call)]}
-        )
-        torch.manual_seed(0)
-        with pytest.raises(Broken):
-            target.generate(**INPUTS, **SAMPLED, **breaking, **drafting)
-        states.append(torch.get_rng_state())
-        assert snapshot(target) == before
-    assert torch.equal(states[0], states[1])
-    assert torch.equal(states[0], states[2])
-    assert_identical(target, head, INPUTS, **SAMPLED)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_a_streamer_is_shown_the_prompt_once(target: Any, head: DartHead, use_cache: bool) -> None:
+    prompt = prompts([7])
+    options = {"do_sample": False, "max_new_tokens": 8, "use_cache": use_cache}
+    stocks, ours = Record(), Record()
+    target.generate(**prompt, **options, streamer=stocks)
+    attach(target, head)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # without a cache there are no drafts
+        target.generate(**prompt, **options, streamer=ours)
+    assert ours.shown == stocks.shown
+    assert drafted(head) is use_cache
 
 
-def test_a_cache_passed_in_after_an_exception(target: Any, head: DartHead) -> None:
-    """It holds a whole prefix of what it is the cache of, so that the next call can go on."""
-    cache = DynamicCache(config=target.config)
-    first = run(target, INPUTS, 0, past_key_values=cache, assistant=head, **GREEDY).sequences
-    with pytest.raises(Broken):
-        target.generate(
-            input_ids=first,
-            past_key_values=cache,
-            logits_processor=LogitsProcessorList([RaisesAt(5)]),
-            assistant=head,
-            **GREEDY,
-        )
-    held = cache.get_seq_length()
-    assert {layer.keys.shape[2] for layer in cache.layers} == {held}
-    assert held >= first.shape[1] - 1
-    fresh = DynamicCache(config=target.config)
-    whole = run(target, {"input_ids": first}, 0, past_key_values=fresh, **GREEDY).sequences
-    for ours, plain in zip(cache.layers, fresh.layers, strict=True):
-        torch.testing.assert_close(ours.keys, plain.keys[:, :, :held], rtol=1e-9, atol=1e-9)
-        torch.testing.assert_close(ours.values, plain.values[:, :, :held], rtol=1e-9, atol=1e-9)
-    if held == first.shape[1] - 1:
-        assert torch.equal(run(target, {"input_ids": first}, 0, past_key_values=cache, **GREEDY).sequences, whole)
+def test_a_refused_call_shows_a_streamer_nothing(target: Any, head: DartHead) -> None:
+    ours = Record()
+    with pytest.raises(ValueError, match="use_cache"):
+        target.generate(**prompts([7]), max_new_tokens=4, use_cache=False, assistant=head, streamer=ours)
+    assert ours.shown == []
 
 
-class PutRaisesAt(BaseStreamer):
-    def __init__(self, call: int) -> None:
-        self.left = call
-
-    def put(self, value: Tensor) -> None:
-        self.left -= 1
-        if self.left == 0:
-            raise Broken
-
-    def end(self) -> None:
-        pass
-
-
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("size", [1, 4])
-def test_a_streamer_that_breaks_off(target: Any, head: DartHead, size: int, own: bool) -> None:
-    """Also beside a processor of the user's own, where all rows go in step."""
-    before, inputs = snapshot(target), prompts([7, 3, 9, 5][:size])
-    states = []
-    for drafting in ({}, {"assistant": head}, {"assistant": replay(target, inputs, misses=[0.0] * size, **SAMPLED)}):
-        processors = LogitsProcessorList([RaisesAt(99)] if own else [])
-        torch.manual_seed(0)
-        with pytest.raises(Broken):
-            target.generate(**inputs, **SAMPLED, logits_processor=processors, streamer=PutRaisesAt(5), **drafting)
-        states.append(torch.get_rng_state())
-        assert snapshot(target) == before
-    assert torch.equal(states[0], states[1])
-    assert torch.equal(states[0], states[2])
-    assert_identical(target, head, INPUTS, **SAMPLED)
+def test_deep_copies_draft_for_themselves(target: Any, head: DartHead) -> None:
+    attach(target, head)
+    twin = copy.deepcopy(target)
+    with torch.no_grad():
+        twin.lm_head.weight.mul_(-1)
+    stock = run(twin, PAIR, 0, assistant=None, **SAMPLED)
+    ours = run(twin, PAIR, 0, **SAMPLED)
+    assert torch.equal(ours.sequences, stock.sequences)
+    assert twin.generate.default is not head
+    assert drafted(twin.generate.default)
 
 
-def test_in_inference_mode(target: Any, head: DartHead) -> None:
-    for inputs in (INPUTS, prompts([7, 3, 9, 5])):
-        with torch.inference_mode():
-            for options in (GREEDY, SAMPLED, {**SAMPLED, "return_dict_in_generate": True, "output_scores": True}):
-                assert_identical(target, head, inputs, **options)
-        assert_identical(target, head, inputs, **SAMPLED)
+def test_loading_another_head_leaves_the_default(target: Any, head: DartHead) -> None:
+    attach(target, head)
+    tiny_head(target)
+    attach(target)
+    run(target, PAIR, 0, **SAMPLED)
+    assert drafted(head)
+
+
+def test_loaded_as_the_default(target: Any, head: DartHead, tmp_path: Any) -> None:
+    head.save_pretrained(tmp_path)
+    loaded = load_drafter(str(tmp_path), target=target, default=True)
+    run(target, PAIR, 0, **SAMPLED)
+    assert drafted(loaded)
+    with pytest.raises(ValueError, match="target=model"):
+        load_drafter(str(tmp_path), default=True)
+
+
+def test_statistics_are_there_when_a_streamer_ends(target: Any, head: DartHead) -> None:
+    class Asks(Record):
+        def end(self) -> None:
+            assert drafted(head)
+            super().end()
+
+    asked = Asks()
+    target.generate(**prompts([7]), **SAMPLED, assistant=head, streamer=asked)
+    assert asked.shown[-1] == []

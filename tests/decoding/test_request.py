@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from peft import LoraConfig, PrefixTuningConfig, PromptTuningConfig, get_peft_model
 from support.cases import replay
 from support.compare import assert_identical, run
-from support.outcome import snapshot
+from support.outcome import call, snapshot
 from support.refusals import INPUTS, REFUSED, ROUTES, SAMPLED, assert_refused_option, refused
 from support.tiny import VOCABULARY, WINDOW, prompts, tiny_diffusion_drafter, tiny_eagle_drafter, tiny_head, tiny_target
 from torch import Tensor
@@ -105,13 +106,18 @@ def test_other_strategies(
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
+class Quantized(DynamicCache):
+    """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
+
+
 def test_caches_of_other_kinds(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    for cache in (
-        StaticCache(config=target.config, max_cache_len=20),
-        DynamicCache(config=target.config, offloading=True),
+    for cache, words in (
+        (StaticCache(config=target.config, max_cache_len=20), "cache|Cache"),
+        (DynamicCache(config=target.config, offloading=True), "cache|Cache"),
+        (Quantized(config=target.config), "Quantized"),
     ):
         arguments = {**INPUTS, **GREEDY, "past_key_values": cache, **drafting}
-        refused(lambda arguments=arguments: target.generate(**arguments), ValueError, "cache|Cache")
+        refused(lambda arguments=arguments: target.generate(**arguments), ValueError, words)
         assert_identical(target, head, INPUTS, **GREEDY)
 
 
@@ -140,43 +146,25 @@ def test_embeddings_beside_ids_in_chunks(target: Any, head: DartHead, drafting: 
     assert_identical(target, head, inputs, **GREEDY)
 
 
-def test_quantized_cache(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
-    class Quantized(DynamicCache):
-        """Stands where a `QuantizedCache` would: those need a backend that is not installed."""
-
-    arguments = {**INPUTS, **GREEDY, "past_key_values": Quantized(config=target.config)}
-    refused(lambda: target.generate(**arguments, **drafting), ValueError, "Quantized")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-@pytest.mark.parametrize("assistant", ["a-name", 3, torch.nn.Linear(2, 2)], ids=type)
-def test_assistants_of_a_wrong_type(target: Any, head: DartHead, assistant: Any) -> None:
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=assistant), TypeError, "assistant=")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_a_small_model_is_not_a_drafter(target: Any, head: DartHead) -> None:
-    small = tiny_target("llama")
-    refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=small), TypeError, "assistant_model=")
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-@pytest.mark.parametrize("route", ROUTES)
-def test_train_mode_with_dropout(route: str) -> None:
-    target = tiny_target("llama", attention_dropout=0.1)
+@pytest.mark.parametrize(("share", "part"), [(0.1, "model"), (0.2, "model.layers.0"), (0.0, "model.layers.0")])
+def test_train_mode(share: float, part: str) -> None:
+    """Attention drops out by a function, not by a module; without a share of it the function is that of eval mode."""
+    target = tiny_target("llama", attention_dropout=share).train()
     head = tiny_head(target)
-    target.train()
-    refused(lambda: target.generate(**INPUTS, **GREEDY, **ROUTES[route](head)), ValueError, "eval")
-    assert_identical(target.eval(), head, INPUTS, **GREEDY)
+    target.eval().get_submodule(part).train()
+    for drafting in ROUTES.values():
+        if share:
+            refused(lambda d=drafting: target.generate(**INPUTS, **GREEDY, **d(head)), ValueError, r"model\.eval\(\)")
+    for mode in (GREEDY, SAMPLED):
+        assert_identical(target.eval() if share else target, head, INPUTS, **mode)
+        assert head.last_stats.accepted > 0
 
 
-@pytest.mark.parametrize("options", [GREEDY, {**SAMPLED, "max_new_tokens": 16}], ids=["greedy", "sampled"])
-def test_train_mode_without_dropout(target: Any, head: DartHead, options: dict[str, Any]) -> None:
-    """As trainers leave a policy that is to write: the same function as in eval mode, as the trial shows."""
-    stock = run(target, INPUTS, 0, assistant=None, **options)
-    _, drafted = assert_identical(target.train(), head, INPUTS, **options)
-    assert torch.equal(drafted.sequences, stock.sequences)
-    assert head.last_stats.accepted > 0
+def test_dropout_of_heads_that_a_causal_model_has_not() -> None:
+    target = tiny_target("gpt_neox", classifier_dropout=0.1)
+    head = tiny_head(target)
+    target.gpt_neox.layers[0].train()
+    assert_identical(target, head, INPUTS, **GREEDY)
 
 
 class Jitter(torch.nn.Module):
@@ -206,25 +194,6 @@ def test_gradient_checkpointing(target: Any, head: DartHead, drafting: dict[str,
     assert_identical(target, head, INPUTS, **GREEDY)
 
 
-@pytest.mark.parametrize("share", [0.2, 0.0])
-def test_a_part_in_train_mode(share: float) -> None:
-    """Attention drops out by a function, not by a module."""
-    target = tiny_target("llama", attention_dropout=share)
-    head = tiny_head(target)
-    target.model.layers[0].train()
-    if share:
-        refused(lambda: target.generate(**INPUTS, **GREEDY, assistant=head), ValueError, r"model\.eval\(\)")
-        target.eval()
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
-def test_shares_of_heads_that_a_causal_model_has_not() -> None:
-    target = tiny_target("gpt_neox", classifier_dropout=0.1)
-    head = tiny_head(target)
-    target.gpt_neox.layers[0].train()
-    assert_identical(target, head, INPUTS, **GREEDY)
-
-
 @pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # peft 0.21 on transformers 5.23
 def test_active_dropout_of_an_adapter(target: Any, head: DartHead, drafting: dict[str, Any]) -> None:
     """PEFT makes its layers in train mode, whatever the target's."""
@@ -243,13 +212,6 @@ def test_active_dropout_of_a_drafter(target: Any, make: Any) -> None:
     drafter.train()
     refused(lambda: target.generate(**INPUTS, **SAMPLED, assistant=drafter), ValueError, "drafter is in train mode")
     assert_identical(target, drafter.eval(), INPUTS, **SAMPLED)
-
-
-def test_a_target_that_is_being_trained_can_be_attached() -> None:
-    target = tiny_target("llama").train()
-    head = tiny_head(target)
-    target.eval()
-    assert_identical(target, head, INPUTS, **GREEDY)
 
 
 @pytest.mark.parametrize("prompt", [True, False], ids=["prompt", "later steps"])
@@ -374,3 +336,69 @@ def test_trees_that_no_memory_holds(name: str) -> None:
     most = 31 if name == "refine" else 1024
     TreeConfig(**{name: most})
     refused(lambda: TreeConfig(**{name: most + 1}), ValueError, f"TreeConfig.{name} is {most + 1}; give {most} or less")
+
+
+# ---- arguments that fit no batch: stock's tokens, stock's own error, or one sentence ------------------------
+
+IDS, MASK = prompts([7, 5]).values()
+EMBEDDINGS = torch.nn.functional.one_hot(IDS % 32, 32).double()
+POSITIONS = torch.arange(7)[None]
+
+
+def processor(change: Callable[[Tensor], Any]) -> dict[str, Any]:
+    return {"input_ids": IDS, "logits_processor": [lambda ids, scores: change(scores)]}
+
+
+# By what is wrong; True where stock raises.
+MISFITS: dict[str, tuple[dict[str, Any], bool]] = {
+    "ids of one dimension": ({"input_ids": IDS[0]}, True),
+    "ids of three dimensions": ({"input_ids": IDS[None]}, True),
+    "ids without rows": ({"input_ids": IDS[:0]}, True),
+    "ids without tokens": ({"input_ids": IDS[:, :0], "attention_mask": MASK[:, :0]}, True),
+    "ids without tokens, in chunks": ({"input_ids": IDS[:, :0], "prefill_chunk_size": 2}, True),
+    "ids as floats": ({"input_ids": IDS.float()}, True),
+    "ids as truths": ({"input_ids": IDS > 5}, True),
+    "ids beyond the vocabulary": ({"input_ids": IDS + 60}, True),
+    "ids twice": ({"input_ids": IDS, "inputs": IDS}, True),
+    "embeddings without tokens": ({"inputs_embeds": EMBEDDINGS[:, :0]}, True),
+    "embeddings of two dimensions": ({"inputs_embeds": EMBEDDINGS[0]}, True),
+    "embeddings of another width": ({"inputs_embeds": EMBEDDINGS[..., :5]}, True),
+    "embeddings of more rows than ids": ({"inputs_embeds": EMBEDDINGS, "input_ids": IDS[:1]}, True),
+    "a mask of fewer tokens": ({"input_ids": IDS, "attention_mask": MASK[:, 1:]}, True),
+    "a mask of more tokens": ({"input_ids": IDS, "attention_mask": torch.cat([MASK, MASK], 1)}, False),
+    "a mask of more ones": ({"input_ids": IDS, "attention_mask": torch.ones(2, 9).long()}, False),
+    "a mask of more rows": ({"input_ids": IDS, "attention_mask": torch.cat([MASK, MASK])}, True),
+    "a mask of no tokens": ({"input_ids": IDS, "attention_mask": MASK[:, :0]}, True),
+    "a mask of one row": ({"input_ids": IDS, "attention_mask": MASK[1:]}, True),
+    "a mask as a list": ({"input_ids": IDS, "attention_mask": MASK.tolist()}, True),
+    "positions of more rows": ({"input_ids": IDS, "position_ids": POSITIONS.expand(3, 7)}, True),
+    "no positions": ({"input_ids": IDS, "position_ids": POSITIONS[:, :0]}, True),
+    "logits of places": ({"input_ids": IDS, "logits_to_keep": torch.tensor([6])}, True),
+    "scores of fewer rows": (processor(lambda scores: scores[:1]), True),
+    "scores of one dimension": (processor(lambda scores: scores[0]), True),
+    "no scores": (processor(lambda scores: None), True),
+    "no chunks": ({"input_ids": IDS, "prefill_chunk_size": 0}, True),
+    "no sequences": ({"input_ids": IDS, "num_return_sequences": 0}, False),
+}
+
+
+@pytest.fixture(scope="module", params=["qwen3", "gpt2"])
+def any_pair(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+    target = tiny_target(request.param)
+    return target, tiny_head(target)
+
+
+@pytest.mark.filterwarnings("ignore:Passing `")
+@pytest.mark.parametrize("name", MISFITS)
+def test_what_fits_no_batch(any_pair: tuple[Any, Any], name: str) -> None:
+    given, raises = MISFITS[name]
+    given = {**given, "do_sample": False, "max_new_tokens": 8}
+    target, head = any_pair
+    stock, ours = call(target, 0, **given), call(target, 0, **given, assistant=head)
+    assert (stock.error is not None) is raises, stock.output
+    if ours.error is None:
+        assert torch.equal(ours.sequences, stock.sequences)
+        return
+    message = str(ours.output)
+    sentence = ours.error in (TypeError, ValueError) and "\n" not in message and message.endswith(".")
+    assert sentence or (ours.error, message) == (stock.error, str(stock.output)), message
