@@ -153,6 +153,11 @@ class Walker:
                 "A logits processor writes into input_ids, the text that drafts were verified after; let it work on a "
                 "copy, or leave assistant= out."
             )
+        if isinstance(scores, Tensor) and len(scores) != len(logits):
+            raise ValueError(
+                f"The logits processors leave scores of {len(scores)} rows for a batch of {len(logits)}; they have to "
+                "return as many rows as they are given."
+            )
         if self.scores is not None:
             self.scores += (scores,)
         if self.logits is not None:
