@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import DynamicCache, StoppingCriteria
+from transformers import DynamicCache
 from transformers.generation.streamers import BaseStreamer
 
 import hf_dart.decoding
@@ -208,19 +208,3 @@ def interrupt(
         del kept
     assert_identical(target, head, inputs, seed=seed, **options)
     return reached
-
-
-class Broken(Exception):
-    pass
-
-
-class FailingCriterion(StoppingCriteria):
-    """Fails when it is shown more than `length` slots."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        if input_ids.shape[1] > self.length:
-            raise Broken
-        return torch.zeros(len(input_ids), dtype=torch.bool)
