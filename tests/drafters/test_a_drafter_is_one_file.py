@@ -29,7 +29,7 @@ TOY = '''
 import torch
 from torch import nn
 
-from hf_dart.drafters.base import Proposal
+from hf_dart.drafters.proposal import Proposal
 from hf_dart.drafters.base_config import DrafterConfig
 from hf_dart.drafters.trained import TrainedDrafter
 from hf_dart.drafters.trained import TrainedDrafter
