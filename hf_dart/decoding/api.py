@@ -183,7 +183,7 @@ def generate(
         ValueError: something was asked for that could not equal stock's output; the message says what to do instead.
     """
     if isinstance(kwargs.get("assistant_model"), Drafter):
-        raise TypeError("assistant_model= takes a language model; hand a hf_dart drafter to assistant=.")
+        raise TypeError("assistant_model= takes a language model; pass a hf_dart drafter as assistant=.")
     named = dict(zip(_KEYWORDS, (assistant, tree_config, refine, trace), strict=True))
     custom = kwargs.get("custom_generate")
     if assistant is None and custom is None:
@@ -266,7 +266,7 @@ def _refuse_other(drafter: Any, target: Any) -> None:
     if not isinstance(drafter, Drafter):
         raise TypeError(
             f"assistant= takes a hf_dart drafter such as DartHead, not {type(drafter).__name__}; wrap a small language "
-            "model in LanguageModelDrafter(small, model), or hand it to assistant_model=."
+            "model in LanguageModelDrafter(small, model), or pass it as assistant_model=."
         )
 
 

@@ -2,7 +2,7 @@
 
 Adapters lie on the head in PEFT's way, as `transformers` keeps them on any model (`head.add_adapter`,
 `head.load_adapter`, `head.set_adapter`). What a head has beyond that: a folder of an adapter holds nothing else and
-still loads in one line; it knows the head it belongs to; and parts of a head that no adapter stands on (mask slots, for
+still loads in one line; it knows the head it belongs to; and parts of a head that no adapter is put on (mask slots, for
 heads of copied layers all that is new) are trained as a whole, by `modules_to_save`.
 """
 
@@ -38,7 +38,7 @@ from hf_dart.models.devices import as_dtype
 from hf_dart.trees.config import TreeConfig
 
 LAYERS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-"""What LoRA stands on, besides `fc`, unless told otherwise."""
+"""Modules that LoRA is put on by default, besides `fc`."""
 _NEW = ("fc", "embedding_projection", "mask_slot", "norm", "selector", "editor", "context_k_proj", "context_v_proj")
 _WEIGHTS = "adapter_model.safetensors"
 _VOCABULARY = "draft_vocabulary.safetensors"
@@ -220,7 +220,7 @@ def from_folder(
     refuse_fields(path, content or {}, cls.config_class)
     if content is not None and content.get("copied_layer") is not None:
         if target is None:
-            raise ValueError(f"The head of {path} stands on layers of its target; pass target=.")
+            raise ValueError(f"The head of {path} has copied layers of its target; pass target=.")
         head = _copied(cls, content, target, tokenizer, as_dtype(kwargs.get("dtype")))
     else:
         base, place = _base_named(path, base, listed, where)
@@ -248,14 +248,14 @@ def _base_named(
     base, revision = (base, None) if base else (listed.get("base_model_name_or_path"), listed.get("revision"))
     if not base or not isinstance(base, str):
         raise ValueError(
-            f"The adapter in {path} does not say which head it stands on; pass base=, the head's path."
+            f"The adapter in {path} does not name its head; pass base=, the head's path."
         )
     if missing_folder(base):
-        raise ValueError(f"The adapter in {path} stands on the head in {base}, which is not there; pass base=.")
+        raise ValueError(f"The adapter in {path} belongs to the head in {base}, which is not there; pass base=.")
     place = {name: value for name, value in where.items() if name not in ("revision", "subfolder")}  # the adapter's
     place |= {"revision": revision} if isinstance(revision, str) else {}
     if optional_file(base, ADAPTER_CONFIG, **place) is not None:
-        raise ValueError(f"The adapter in {path} stands on {base}, an adapter itself; pass base=, the head's path.")
+        raise ValueError(f"The adapter in {path} belongs to {base}, an adapter itself; pass base=, the head's path.")
     return base, place
 
 

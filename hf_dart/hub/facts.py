@@ -98,7 +98,7 @@ class HeadFacts:
         if record is not None and isinstance(record.get("recipe"), dict):
             record = {**record, "recipe": publishable(record["recipe"])}
         report = None if bench is None else _json(Path(bench), "hf-dart bench --json", *_BENCH)
-        # Layers copied from the target and what an adapter stands on are counted there and not stored here.
+        # Layers copied from the target and the head of an adapter are counted there and not stored here.
         whole = config.stores_all_weights and not (folder / ADAPTER_CONFIG).is_file()
         if report is not None and whole and report["head_parameters"] != parameters:
             raise ValueError(

@@ -53,7 +53,7 @@ def refuse_target(model: PreTrainedModel) -> None:
         )
     if any(part.training and getattr(part, "gradient_checkpointing", False) for part in parts_of(model)):
         raise ValueError(
-            "In train mode with gradient checkpointing the target keeps no past; call model.eval() first, or turn "
+            "In train mode with gradient checkpointing the target keeps no cache; call model.eval() first, or turn "
             "gradient checkpointing off."
         )
 
@@ -117,7 +117,7 @@ def refuse_cache(cache: Any) -> Cache:
             )
         if type(layer) not in _LAYERS:
             raise ValueError(
-                f"This model keeps its past in a {type(layer).__name__}, which cannot hold a token tree yet; call "
+                f"This model's cache has a {type(layer).__name__}, which cannot hold a token tree yet; call "
                 "generate without assistant=."
             )
     return cache

@@ -186,8 +186,8 @@ class _Trial:
             holds_nothing and not any(layer.is_initialized for layer in attention_layers(short))
         ):
             raise _RefusalError(
-                f"{type(model).__name__} keeps its past in a {type(short).__name__} that holds neither keys and values "
-                "nor running states, from which rejected drafts could be taken back; call generate without assistant=."
+                f"{type(model).__name__} uses a {type(short).__name__} that holds neither keys and values nor running "
+                "states, from which rejected drafts could be taken back; call generate without assistant=."
             )
         refuse_shared_scales(model)
         self.short = refuse_cache(short)

@@ -18,7 +18,7 @@ class LoraArguments:
     lora_rank: int | None = field(default=None, metadata={"help": "train LoRA of this rank; default: all weights"})
     lora_alpha: float | None = field(default=None, metadata={"help": "its scale times the rank; default: 2 rank"})
     lora_targets: list[str] | None = field(
-        default=None, metadata={"help": f"modules that it stands on; default: {' '.join(LAYERS)}, and fc"}
+        default=None, metadata={"help": f"modules that it is put on; default: {' '.join(LAYERS)}, and fc"}
     )
     lora_dropout: float = field(default=0.0, metadata={"help": "of what goes into LoRA"})
     copy_layer: str | None = field(

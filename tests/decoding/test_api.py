@@ -324,7 +324,7 @@ def test_errors_are_stocks(target: Any, head: DartHead) -> None:
     attach(target, head)
     with pytest.raises(ValueError, match="`max_new_tokens` must be greater than 0"):
         target.generate(**PAIR, max_new_tokens=0)
-    with pytest.raises(TypeError, match="hand a hf_dart drafter to assistant="):
+    with pytest.raises(TypeError, match="pass a hf_dart drafter as assistant="):
         target.generate(**PAIR, max_new_tokens=4, assistant_model=head)
     with pytest.raises(TypeError, match="DartHead"):
         attach(target, 3)  # type: ignore[arg-type]

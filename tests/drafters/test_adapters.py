@@ -93,7 +93,7 @@ def test_the_base_may_lie_elsewhere(target: Any, base: str, tmp_path: Path) -> N
     path = adapter(target, base, tmp_path / "adapter")
     config = tmp_path / "adapter" / "adapter_config.json"
     content = json.loads(config.read_text())
-    for said, word in ((str(tmp_path / "gone"), "not there"), (None, "does not say")):
+    for said, word in ((str(tmp_path / "gone"), "not there"), (None, "does not name")):
         config.write_text(json.dumps({**content, "base_model_name_or_path": said}))
         with pytest.raises(ValueError, match=word) as error:
             DartHead.from_pretrained(path, target=target)

@@ -42,9 +42,9 @@ _OTHERWISE = "computes something else for a token tree than stock does token by 
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("BltForCausalLM", "keeps its past in a EncoderDecoderCache that holds neither"),
+        ("BltForCausalLM", "uses a EncoderDecoderCache that holds neither"),
         ("xLSTMForCausalLM", "cannot run plain text over a DynamicCache"),
-        ("RwkvForCausalLM", "keeps its past in a DynamicCache that holds neither keys and values nor running states"),
+        ("RwkvForCausalLM", "uses a DynamicCache that holds neither keys and values nor running states"),
         pytest.param("InklingForCausalLM", _OTHERWISE, marks=needs_running_states),
         ("XLNetLMHeadModel", "cannot run plain text over a DynamicCache"),  # names a position table of -1
     ],

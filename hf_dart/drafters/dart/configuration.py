@@ -33,7 +33,7 @@ class DartConfig(HeadConfig):
         copied_layer: the head's layers are copies of the target's, from this one (counted from 0) on; they stay as
             they are, are not saved, and are copied again at load (`hf_dart.drafters.dart.copied`).
             None for layers of its own.
-        fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint stands on and does not
+        fingerprint: `hf_dart.drafters.dart.copied.fingerprint` of the weights that a checkpoint needs and does not
             hold.
         inject_features: every layer also attends to keys and values that are projected from the fused features
             (KV injection of DFlash, arXiv 2602.06036; `hf_dart.drafters.layers` says in which form).

@@ -115,7 +115,7 @@ def fill(head: DartModel, target: PreTrainedModel) -> None:
     found = fingerprint(weight for state in states for weight in state.values())
     if config.fingerprint is not None and not same_fingerprint(found, config.fingerprint):
         raise ValueError(
-            f"This head stands on layer {config.copied_layer} of {config.target_name or 'another target'}, and "
+            f"This head copies layer {config.copied_layer} of {config.target_name or 'another target'}, and "
             f"{target.config.name_or_path or type(target).__name__} has other weights there; load the target that "
             "the head was trained for."
         )

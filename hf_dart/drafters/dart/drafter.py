@@ -124,7 +124,7 @@ class DartHead(DartModel):
         Args:
             path: what `save_pretrained` wrote, of a head or of its adapter.
             target, tokenizer, ngram, kwargs: as for `TrainedDrafter.from_pretrained`.
-            base: the head that the adapter stands on, where it lies elsewhere than in training.
+            base: the head that the adapter belongs to, if its path is another than in training.
 
         Raises:
             ValueError: as for heads; or the adapter is damaged, its head is missing, or it is that of another head.
@@ -310,7 +310,7 @@ class DartHead(DartModel):
         """Put a new adapter on the head, which alone is trained and saved from then on.
 
         Args:
-            adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it stands on all projections of the
+            adapter_config: such as a `peft.LoraConfig`. Without `target_modules` it is put on all projections of the
                 layers and on `fc`; without `modules_to_save` the mask slot is trained with it. Heads of copied layers
                 also train all their new parts, and the norms.
             adapter_name: "default" if left out.
