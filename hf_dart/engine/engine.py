@@ -145,6 +145,12 @@ class Engine:
         tier = self._tiers[key] = self._tiers.pop(key)  # the one used last stands last
         while len(self._tiers) > _KEPT:
             del self._tiers[next(iter(self._tiers))]
+        if tier is not None:
+            try:
+                tier.load(session)
+            except Exception as failure:  # which says nothing of the target: the next call may do
+                self._warn(f"it could not be loaded ({_message(failure)})")
+                return key, None
         return key, tier
 
     def _made(self, session: Session, slots: int, nodes: int) -> Tier | None:
@@ -153,7 +159,7 @@ class Engine:
             tier = self._make(session, slots, nodes)
             tier.load(session)
             error = tier.difference(session)
-            tier.prepare(session)
+            tier.warm_up(session)
         except Exception as failure:
             self._warn(f"it could not be made ({_message(failure)})")
             return None

@@ -69,10 +69,9 @@ class Tier:
 
     @contextmanager
     def taken_by(self, session: Session) -> Iterator[None]:
-        """Let the rounds of a session run on this tier, and bring its own caches to where they end."""
+        """Let the rounds of a session that is loaded run on this tier, and bring its own caches to where they end."""
         runner, rows = session.drafter_runner, range(len(session.rows))
         cache, verify, state, propose = session.cache, session.verify, runner.drafter_state.state, runner.propose_with
-        self.load(session)
         cache.release()  # what lies here now need not be held twice
         session.verify, session.cache = self, self._cache
         if self._draft_cache is not None:
@@ -101,7 +100,7 @@ class Tier:
     def _verifier(self, like: Verifier, cache: TargetCache) -> Verifier:
         return Verifier(like.target, cache, like.kinds, like.feature_layers, shift=self._shift)
 
-    def prepare(self, session: Session) -> None:
+    def warm_up(self, session: Session) -> None:
         """Make what rounds need most, so that no round that is timed waits for it.
 
         Args:

@@ -374,6 +374,25 @@ def test_other_tiers_make_room(pair: tuple[Any, Any], monkeypatch: pytest.Monkey
     assert len(made.tiers) == 1
 
 
+def test_a_call_that_cannot_be_loaded(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """It runs uncompiled; of the target that says nothing, and the next call may do."""
+    target, head = pair
+    made = engine(target, head)
+    target.generate(**batch(4, "sdpa"), assistant=head, **GREEDY)
+
+    def too_long(*args: Any) -> None:
+        raise RuntimeError("no seat for it")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(module.Tier, "load", too_long)
+        with pytest.warns(UserWarning, match=r"it could not be loaded \(RuntimeError: no seat"):
+            assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert_identical(target, head, batch(4, "sdpa"), **GREEDY)
+    assert all(made.tiers)
+
+
 def test_a_launch_that_does_nothing(pair: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """As a graph does whose kernels ran somewhere else while it was captured."""
     target, head = pair
