@@ -197,6 +197,7 @@ def test_another_target_is_refused(
 def test_copies_draft_for_the_same_target(pairs: Any, kind: str) -> None:
     target, drafter = pairs(kind)
     other = copy.deepcopy(drafter)
+    assert other.shared is drafter.shared
     weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
     assert_identical(target, other, prompts([9, 3]), **GREEDY, tree_config=TreeConfig(nodes=8))
     again = copy.deepcopy(target)

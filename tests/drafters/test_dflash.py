@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -162,20 +161,6 @@ def test_stocks_loop_accepts_as_many_of_its_own(target: Any, tmp_path: Path) -> 
 def test_variants_draft_exactly(target: Any, tmp_path: Path, style: str, variant: str) -> None:
     drafter = dflash_drafter(tmp_path, target, style, **VARIANTS[variant])
     assert_identical(target, drafter, prompts([12, 3]), **MODES["greedy"], max_new_tokens=20, into=TALLY)
-
-
-def test_nothing_is_left_behind_and_copies_share_the_target(target: Any, tmp_path: Path) -> None:
-    state = torch.get_rng_state()
-    drafter = dflash_drafter(tmp_path, target)
-    assert torch.equal(torch.get_rng_state(), state)
-    other = copy.deepcopy(drafter)
-    assert other.shared is drafter.shared
-    weights = {name: tensor.clone() for name, tensor in drafter.state_dict().items()}
-    assert_identical(target, other, prompts([7]), **MODES["greedy"], max_new_tokens=20)
-    assert all(torch.equal(weights[name], tensor) for name, tensor in drafter.state_dict().items())
-    without = DFlashDrafter.from_pretrained(str(tmp_path))
-    with pytest.raises(ValueError, match="has no target"):
-        target.generate(**prompts([7]), assistant=without, max_new_tokens=4)
 
 
 def test_frequencies_are_not_rounded_with_the_weights(target: Any, tmp_path: Path) -> None:

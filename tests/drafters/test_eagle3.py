@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.cases import GREEDY, MODES, SAMPLED, batch
+from support.cases import GREEDY, SAMPLED, batch
 from support.compare import assert_identical, tally
 from support.eagle3 import (
     JOINED,
@@ -136,22 +136,6 @@ def test_text_is_stocks(target: Any, tmp_path: Path, name: str) -> None:
     drafter.tree_config = TreeConfig(nodes=16)
     for mode in (GREEDY, SAMPLED):
         assert_identical(target, drafter, batch(4, "sdpa"), into=EXACT, **mode)
-
-
-LAYERS: dict[str, dict[str, Any]] = {
-    "gemma3": {"num_hidden_layers": 6, "layer_types": ["sliding_attention", "full_attention"] * 3},
-    "gpt2": {"n_layer": 6},
-}
-
-
-@pytest.mark.parametrize("mode", [pytest.param(mode, marks=pytest.mark.matrix) for mode in MODES])
-@pytest.mark.parametrize("family", ["qwen3", "gemma3", "gpt2"])
-def test_every_mode_on_other_families(tmp_path: Path, family: str, mode: str) -> None:
-    target = tiny_target(family, **LAYERS.get(family, {"num_hidden_layers": 6}))
-    drafter = load_drafter(variant(tmp_path, target, "speculators, 0.9's defaults"), target=target)
-    drafter.tree_config = TreeConfig(nodes=8)
-    for size in (1, 4):
-        assert_identical(target, drafter, batch(size, "sdpa"), max_new_tokens=24, into=EXACT, **MODES[mode])
 
 
 def test_what_was_found_is_said(target: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
